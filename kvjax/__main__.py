@@ -2,6 +2,6 @@
 
 import sys
 
-from kvjax.cli import main
+from kvjax.commands.main import main
 
 sys.exit(main())

@@ -18,8 +18,9 @@ except ImportError as error:
     raise ImportError("kvjax.nnx needs flax: pip install 'kvjax[train]'") from error
 
 from kvjax import steps
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from kvjax.grammar.phase import BY_POSITION
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.layers import Params
@@ -29,7 +30,6 @@ from kvjax.models.model import Model, check_single
 from kvjax.models.params import init
 from kvjax.models.transformer import forward, run_layers
 from kvjax.ops.base.rope import Rope
-from kvjax.phase import BY_POSITION
 from kvjax.pure import Static, static
 
 _ROPE = Rope()

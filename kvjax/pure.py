@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax import steps
-from kvjax.cache import Cache
-from kvjax.errors import InputError
-from kvjax.fitted import with_fitted
+from kvjax.base.errors import InputError
+from kvjax.compat.layout_class import mesh_for
+from kvjax.compat.model_fit import check_fit
+from kvjax.compat.shipped_fits import ready
 from kvjax.grammar import Method
-from kvjax.layout import mesh_for
+from kvjax.grammar.calls import with_probe, with_token_ids
+from kvjax.grammar.fitted import with_fitted
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods import as_method
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
-from kvjax.ready import ready
+from kvjax.state.cache import Cache
 from kvjax.steps import Run
-from kvjax.steps.decode import step_fn
-from kvjax.suits import check_fit
-from kvjax.words import with_probe, with_token_ids
+from kvjax.steps.decoding.step import step_fn
 
 
 class Static(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.files import read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 
 class ArchitectureInfo(NamedTuple):

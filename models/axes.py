@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config

@@ -3,7 +3,7 @@
 Both are ordinary decoders. A block of L tokens becomes one input of the *block decoder*, the concatenation of
 L narrow embeddings. Instead of logits, the block decoder's output for a block is the first inputs of the
 *token decoder* for the next block; that decoder attends within its own block alone. What both keep of their
-past is written in `kvjax/block_transformer.py`.
+past is written in `kvjax/api/block_transformer.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.base.ranges import Count, check_fields
 from kvjax.models import params as decoder
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import Group
 from kvjax.models.transformer import forward as decoder_forward
-from kvjax.ranges import Count, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

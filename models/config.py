@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from kvjax.base.ranges import Count, FieldError, Range, Whole, check_fields
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.ops.base.rope import Rope
-from kvjax.ranges import Count, FieldError, Range, Whole, check_fields
 
 if TYPE_CHECKING:
     # Both modules import this one.

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from kvjax.base.ranges import FieldError
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
@@ -39,7 +40,6 @@ from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.ops.base.rope import Rope
-from kvjax.ranges import FieldError
 
 C = TypeVar("C")
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.base.ranges import Whole
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device
 from kvjax.models.config import Config
 from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
 from kvjax.ops.base.dtypes import wide
-from kvjax.ranges import Whole
 
 
 class FeedForward:

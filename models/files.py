@@ -21,8 +21,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax.errors import InputError
-from kvjax.files import disk_says
+from kvjax.base.atomic_files import disk_says
+from kvjax.base.errors import InputError
 from kvjax.hosts.messages import by_first, is_first, wait_for_all
 
 DTYPES = ("F64", "F32", "F16", "BF16")

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.hosts.arrays import from_pieces
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.axes import weight_shardings
@@ -78,7 +78,7 @@ def load_hf(
     Raises InputError that says what is wrong with the directory, naming tensors that are missing, extra or
     wrongly shaped, before any weight is read.
 
-    >>> from kvjax.loading import SHIPPED
+    >>> from kvjax.io.load import SHIPPED
     >>> load_hf(SHIPPED / "recall-tiny")(jnp.zeros((1, 4), jnp.int32)).shape
     (1, 4, 220)
     """
@@ -301,7 +301,7 @@ def save_hf(
     Raises InputError where `path` holds something else or cannot be written, or where no class of
     transformers computes what the model's config says.
     """
-    check_single(model, "no class of transformers computes it, use kvjax.checkpoint.save_checkpoint")
+    check_single(model, "no class of transformers computes it, use kvjax.io.checkpoint.save_checkpoint")
     data = config_to_hf(model.config)
     dtype = model.params["embed"].dtype
     stops = list(model.stop_ids)

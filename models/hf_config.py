@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_mixed import MIXED, Mixed
 from kvjax.models.hf_numbers import check_numbers, size

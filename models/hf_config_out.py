@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_config import FAMILIES, QWENS, SUPPORTED, config_from_hf, row_of
 from kvjax.models.hf_mixed import MIXED

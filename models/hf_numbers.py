@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 # Settings of some or all families that make no sense at zero or below.
 _POSITIVE = (

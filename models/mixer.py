@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import GroupState
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
@@ -33,6 +32,7 @@ from kvjax.models.feed_forward import FeedForward
 from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import GroupState
 
 # Attention logits over each set of keys, -inf where a key is not visible.
 AttentionLogits = tuple[Float[Array, "B N T _"], ...]

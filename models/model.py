@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import InputError
-from kvjax.inputs import whole_text
+from kvjax.base.checks import whole_text
+from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.fingerprint import fingerprint

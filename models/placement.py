@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.layers import Params
 from kvjax.pallas_kernels.block_sizes import GENERATIONS
 

@@ -13,8 +13,8 @@ import jinja2
 import markupsafe
 from tokenizers import Tokenizer
 
-from kvjax.errors import InputError
-from kvjax.inputs import check_text
+from kvjax.base.checks import check_text
+from kvjax.base.errors import InputError
 from kvjax.models.added_tokens import read_tokenizer
 from kvjax.models.files import read_json
 from kvjax.models.model import Model
@@ -175,7 +175,7 @@ def chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = Tr
 
     Raises InputError where the model has no tokenizer or no chat template, or the template refuses.
 
-    >>> from kvjax.loading import load  # doctest: +SKIP
+    >>> from kvjax.io.load import load  # doctest: +SKIP
     >>> model = load("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
     >>> ids = chat(model, [{"role": "user", "content": "Name a prime."}])  # doctest: +SKIP
     """

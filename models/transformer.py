@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.axes import pinned_to
-from kvjax.cache import NOTHING
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
@@ -38,6 +36,8 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_offsets
+from kvjax.state.axes import pinned_to
+from kvjax.state.cache import NOTHING
 
 # Ids, or the vectors that a decoder is given in their place.
 IdsOrVectors = Int[Array, "B T"] | Float[Array, "B T D"]

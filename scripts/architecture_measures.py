@@ -18,18 +18,19 @@ import numpy as np
 from made_up_cache import noise, shapes
 
 import kvjax
-from kvjax import block_transformer, steps
-from kvjax.block_transformer import BlockConfig, BlockStep
-from kvjax.cache import Cache, GroupState, Slots, State, nbytes
-from kvjax.commands.sizes import abstract_params
-from kvjax.eval.tasks.pairs import ROW_TOKENS, pairs_batch
+from kvjax import steps
+from kvjax.api import block_transformer
+from kvjax.api.block_transformer import BlockConfig, BlockStep
+from kvjax.eval.tasks.associative_recall import ROW_TOKENS, pairs_batch
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.plan.cache_sizes import abstract_params
+from kvjax.state.cache import Cache, GroupState, Slots, State, nbytes
 from kvjax.steps import Run
+from kvjax.train.data.sources import source_of, words_of
 from kvjax.train.losses import next_token
 from kvjax.train.settings import Data, Loop
-from kvjax.train.sources import source_of, words_of
 
 # Steps that are timed, and the room that they need.
 STEPS = 32

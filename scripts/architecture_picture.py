@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from kvjax.files import write_atomic
+from kvjax.base.atomic_files import write_atomic
 
 # Where a name may stand beside its dot: to the right, a little higher or lower or much, or to the left.
 PLACES = (

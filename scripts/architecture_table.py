@@ -33,11 +33,11 @@ from architecture_measures import answered, measured, speeds
 from architecture_picture import draw
 from docs_tables import DOCS, write_table
 
-from kvjax.errors import InputError
-from kvjax.files import write_atomic
-from kvjax.gin_bindings import load_training, training_files
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
+from kvjax.io.gin_bindings import load_training, training_files
+from kvjax.train.data.texts import is_held_out, read_texts
 from kvjax.train.settings import OF_WORDS, Data
-from kvjax.train.texts import is_held_out, read_texts
 
 DATA, PICTURE = DOCS / "architecture-table.json", DOCS / "architecture-table.png"
 CONTEXTS = (1024, 8192, 65536)

@@ -34,10 +34,8 @@ from architectures_of_states import kept_rows, state_rows
 from docs_tables import print_or_write
 
 from kvjax import steps
-from kvjax.block_transformer import prefill
-from kvjax.cache import Cache, Slots, nbytes
-from kvjax.commands.sizes import abstract_params
-from kvjax.context import hold
+from kvjax.api.block_transformer import prefill
+from kvjax.api.contexts import hold
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -54,6 +52,8 @@ from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.attention.union import Keys
+from kvjax.plan.cache_sizes import abstract_params
+from kvjax.state.cache import Cache, Slots, nbytes
 from kvjax.steps import Run
 
 

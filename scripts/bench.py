@@ -130,7 +130,7 @@ class Ours:
         import jax.numpy as jnp
 
         from kvjax import steps
-        from kvjax.prefilling import bare_cache
+        from kvjax.api.prefill import bare_cache
 
         run = steps.Run(self.model.config, self.method(name).decode_part())
         token, append, state = jnp.asarray([3], jnp.int32), jnp.ones((1,), bool), bare_cache(cache)

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from bench_rows import Deadline, Rows, child_arguments, median_seconds
 
-from kvjax.cache import nbytes
 from kvjax.ops.decode.page_pool import make_pool
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_decode_gpu import gpu_paged_decode
 from kvjax.ops.decode.stacked_decode import stacked_decode
+from kvjax.state.cache import nbytes
 
 TOKENS = (8192, 16384, 32768, 65536, 131072, 262144)
 PAYLOADS = {"bfloat16": (), "int8": ("key_scale", "value_scale"), "int4": ("key_scale", "value_scale")}

@@ -52,9 +52,9 @@ class Ours:
         import numpy as np
 
         from kvjax import steps
-        from kvjax.cache import nbytes
-        from kvjax.samples import write_slice
-        from kvjax.stepping import OneStep
+        from kvjax.api.decode_loop import write_slice
+        from kvjax.api.step import OneStep
+        from kvjax.state.cache import nbytes
 
         run = self.run(name)
         like = made_up_cache.shapes(run, self.params, batch, tokens, ROOM)
@@ -99,8 +99,8 @@ def greedy(rows: int) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from kvjax.samples import Draws, padded_stop
-    from kvjax.sampling import Sampler
+    from kvjax.api.decode_loop import Draws, padded_stop
+    from kvjax.api.sampling import Sampler
 
     keys = jnp.broadcast_to(jax.random.key(0), (rows,))
     stop = padded_stop(jnp.asarray([-1], jnp.int32))

@@ -25,14 +25,14 @@ import numpy as np
 
 import kvjax
 from kvjax import steps
+from kvjax.api.decode_loop import SLICE, Draws, padded_stop, write_slice
+from kvjax.api.prefill import bare_cache
+from kvjax.api.sampling import Sampler
+from kvjax.api.step import stepping
+from kvjax.compress.segments import AT_ONCE
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.prefilling import bare_cache
-from kvjax.samples import SLICE, Draws, padded_stop, write_slice
-from kvjax.sampling import Sampler
-from kvjax.segments import AT_ONCE
-from kvjax.stepping import stepping
 
 # By layout and by what they ask of the prompt: the second of each kind shares its programs with the first.
 METHODS = {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvjax.files import write_atomic
+from kvjax.base.atomic_files import write_atomic
 
 KEY = ("part", "side", "name", "tokens", "batch", "device", "smoke")
 

@@ -54,15 +54,15 @@ def main() -> None:
     for length in args.lengths:
         found["lengths"][length] = at_length(length, args)
     if args.json:
-        from kvjax.files import write_atomic
+        from kvjax.base.atomic_files import write_atomic
 
         write_atomic(Path(args.json), (json.dumps(found, indent=1) + "\n").encode())
 
 
 def check(args: argparse.Namespace) -> None:
     """Ends with a line about what cannot be measured, before anything is."""
-    from kvjax.errors import InputError
-    from kvjax.gin_bindings import load_training
+    from kvjax.base.errors import InputError
+    from kvjax.io.gin_bindings import load_training
 
     try:
         for name in args.gin:
@@ -132,7 +132,7 @@ class Ours:
         import jax.numpy as jnp
         import numpy as np
 
-        from kvjax.gin_bindings import load_training
+        from kvjax.io.gin_bindings import load_training
         from kvjax.models.params import init
         from kvjax.train.loop import begin
         from kvjax.train.optimiser import optimiser

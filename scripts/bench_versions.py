@@ -136,8 +136,8 @@ def main() -> None:
     args = arguments()
     from bench import print_rows
 
+    from kvjax.base.atomic_files import write_atomic
     from kvjax.eval.report.console import make_console
-    from kvjax.files import write_atomic
 
     sides = {"old": Side(args.old.resolve(), args), "new": Side(HERE, args)}
     seconds: dict[str, list[dict[str, dict[str, float]]]] = {method: [] for method in args.methods}

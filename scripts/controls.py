@@ -10,10 +10,10 @@ import dataclasses
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.budget import PerLayer, Uniform
-from kvjax.keep.layer_budgets import Together
+from kvjax.keep.budgets.budget import PerLayer, Uniform
+from kvjax.keep.budgets.layer_budgets import Together
 from kvjax.keep.patterns import Recent
-from kvjax.keep.score import Uniformly, WindowAttention
+from kvjax.keep.scores.score import Uniformly, WindowAttention
 from kvjax.methods.shared import window_score
 
 

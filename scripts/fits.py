@@ -20,9 +20,9 @@ import numpy as np
 
 import kvjax
 from kvjax.commands.texts import read_texts
-from kvjax.fitted import SHIPPED, save_fitted
 from kvjax.fitting import learns_from_questions
-from kvjax.gin_bindings import load_preset
+from kvjax.grammar.fitted import SHIPPED, save_fitted
+from kvjax.io.gin_bindings import load_preset
 from kvjax.methods.parse import parse_method
 
 MODEL = "recall-tiny"

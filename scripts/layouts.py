@@ -33,8 +33,8 @@ def compile_all(targets: list[str], glob: str) -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from kvjax.aot.cases.layouts import CASES, SENTENCES
     from kvjax.aot.probe import on_cpu, probe
-    from kvjax.files import write_atomic
-    from kvjax.layout import layout_class
+    from kvjax.base.atomic_files import write_atomic
+    from kvjax.compat.layout_class import layout_class
 
     for target in targets:
         for name in fnmatch.filter(CASES, glob):

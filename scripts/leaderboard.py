@@ -110,8 +110,8 @@ def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
     import fits
 
     import kvjax
-    from kvjax.fitted import shipped_for
-    from kvjax.gin_bindings import load_preset
+    from kvjax.grammar.fitted import shipped_for
+    from kvjax.io.gin_bindings import load_preset
     from kvjax.methods.parse import parse_method
 
     loaded, methods = kvjax.load(str(model)), [*fits.FITS] if methods == ["fitted"] else methods
@@ -144,8 +144,8 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
     import numpy as np
 
     import kvjax
+    from kvjax.base.atomic_files import write_atomic
     from kvjax.eval.run.cellplan import plan_cells
-    from kvjax.files import write_atomic
 
     loaded = kvjax.load(str(model))
     file = out / "speed.json"

@@ -54,8 +54,8 @@ def main() -> None:
 
 def measure_all(what: str, methods: list[str] | None, found: dict[str, dict[str, Any]]) -> None:
     """Adds what is missing to the data, a method at a time."""
+    from kvjax.base.atomic_files import write_atomic
     from kvjax.eval.report.console import make_console
-    from kvjax.files import write_atomic
     from kvjax.methods import METHODS, resolve
 
     try:
@@ -85,7 +85,7 @@ def long_model() -> Any:
 def chosen(name: str, model: Any) -> Any:
     """A method at its defaults, with the fit that ships with the model, or what its fit starts from."""
     import kvjax
-    from kvjax.fitted import as_fitted, shipped_for
+    from kvjax.grammar.fitted import as_fitted, shipped_for
     from kvjax.methods import takes, takes_budget
 
     given: dict[str, Any] = NARROWER.get(name, {}) | ({"budget": BUDGET} if takes_budget(name) else {})
@@ -100,8 +100,8 @@ def begun(method: Any, model: Any) -> Any:
     """A method whose fit does not ship, with the arrays that it starts from: they are of the same sizes."""
     import numpy as np
 
-    from kvjax.fitted import Fitted
-    from kvjax.keep.memory_tokens import MemoryTokens
+    from kvjax.grammar.fitted import Fitted
+    from kvjax.keep.prompts.memory_tokens import MemoryTokens
     from kvjax.make.hidden_cache import StatesOfThePast
     from kvjax.train.compressed import compressor
 

@@ -61,7 +61,7 @@ def main() -> None:
 
 def add(out: Path, seed: int, steps: int) -> None:
     """Trains a model, has it read, and adds what was found to the data."""
-    from kvjax.files import write_atomic
+    from kvjax.base.atomic_files import write_atomic
 
     folder = out / str(seed)
     words = ["train", "--gin", "bytes-gqa", "--set", f"train.steps={steps}"]
@@ -79,10 +79,10 @@ def read(folder: Path) -> dict[str, Any]:
     """Bits per byte of a model: within the length that it was trained on, and beyond it."""
     import kvjax
     from kvjax.eval.run.cellplan import plan_cells
-    from kvjax.eval.streaming import stream_text
+    from kvjax.eval.run.perplexity import stream_text
     from kvjax.models.model import Model
+    from kvjax.train.data.texts import is_held_out, read_texts
     from kvjax.train.settings import Data
-    from kvjax.train.texts import is_held_out, read_texts
 
     model = kvjax.load(str(folder / "model"))
     assert isinstance(model, Model)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import steps
-from kvjax.cache import Cache, Paged, Pages, Slots
-from kvjax.group import GroupMethod
+from kvjax.compress.group import GroupMethod
 from kvjax.ops.base.bit_packing import pair, short
+from kvjax.state.cache import Cache, Paged, Pages, Slots
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:

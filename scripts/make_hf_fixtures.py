@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests import hf_reference
-from tests.hf_cases import CASES, TOKENS
+from tests.models import hf_reference
+from tests.models.hf_cases import CASES, TOKENS
 
 FOLDER = Path(__file__).parents[1] / "tests" / "fixtures" / "hf"
 

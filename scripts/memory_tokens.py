@@ -57,7 +57,7 @@ def main() -> None:
 
 def add(name: str, out: Path, seed: int = 0) -> None:
     """Trains a row, compares it, and adds what was found to the data."""
-    from kvjax.files import write_atomic
+    from kvjax.base.atomic_files import write_atomic
     from kvjax.methods.parse import with_file
 
     (method, steps), run = ROWS[name], f"{name}-{seed}" if seed else name

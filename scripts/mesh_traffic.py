@@ -23,6 +23,7 @@ from docs_tables import print_or_write
 
 import kvjax
 from kvjax import steps
+from kvjax.api.prefill import bare_cache
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
@@ -31,7 +32,6 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.plan.collectives import collectives as program_collectives
 from kvjax.plan.sizes import placed_cache
-from kvjax.prefilling import bare_cache
 from kvjax.pure import decoding
 from kvjax.steps import Run
 

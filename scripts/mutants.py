@@ -49,37 +49,37 @@ METHODS = "tests/methods/test_sentences.py tests/methods/test_battery.py"
 TALKS = "tests/methods/test_battery.py::"
 MUTANTS = [
     Mutant(
-        "a wrong sign in a score", "kvjax/keep/score.py",
+        "a wrong sign in a score", "kvjax/keep/scores/score.py",
         "return -jnp.linalg.norm(view.k", "return jnp.linalg.norm(view.k", METHODS,
     ),
     Mutant(
-        "an off-by-one in a budget", "kvjax/grammar.py",
+        "an off-by-one in a budget", "kvjax/grammar/sentence.py",
         "return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)",
         "return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator - 1)", METHODS,
     ),
     Mutant(
-        "a companion's influence on a budget", "kvjax/choose.py",
+        "a companion's influence on a budget", "kvjax/compress/select.py",
         "gm.keep.score\n    n = keep.budget.count(length)\n",
         "gm.keep.score\n    n = keep.budget.count(jnp.full_like(length, length.max()))\n",
         METHODS,
     ),
     Mutant(
-        "a trace forgotten between turns", "kvjax/choose.py",
+        "a trace forgotten between turns", "kvjax/compress/select.py",
         "traces=grown(gm.traces, w.traces, seen)",
         "traces=w.traces",
         TALKS + "test_a_second_turn_keeps_what_both_turns_attended_to",
     ),
     Mutant(
-        "a rotation one position late", "kvjax/phase.py",
+        "a rotation one position late", "kvjax/grammar/phase.py",
         "queries, *keys = older(held, asked, *each)",
         "queries, *keys = older(held, asked + 1, *each)", METHODS,
     ),
     Mutant(
-        "a byte count without scales", "kvjax/cache.py",
+        "a byte count without scales", "kvjax/state/cache.py",
         "itemsize for x in leaves)", "itemsize for x in leaves if x.dtype != np.uint32)", METHODS,
     ),
     Mutant(
-        "KIVI's residual off by one", "kvjax/segments.py",
+        "KIVI's residual off by one", "kvjax/compress/segments.py",
         "moved = jnp.maximum(count - gm.residual, 0) // g",
         "moved = jnp.maximum(count - gm.residual - 1, 0) // g",
         TALKS + "test_steps_attend_then_evict_what_the_method_says",
@@ -94,18 +94,18 @@ MUTANTS = [
         "(rows * scale + zero).astype(dtype)", "(rows * scale).astype(dtype)", "tests/store " + METHODS,
     ),
     Mutant(
-        "merged slots forget how many they are", "kvjax/keep/merge.py",
+        "merged slots forget how many they are", "kvjax/keep/merges/merge.py",
         "bias=jnp.where(grown, log_p, bias),", "bias=bias,", METHODS + " tests/methods/test_golden.py",
     ),
     Mutant(
-        "the observation window scores itself", "kvjax/keep/score.py",
+        "the observation window scores itself", "kvjax/keep/scores/score.py",
         "    hide_window: bool = True", "    hide_window: bool = False", METHODS,
     ),
     Mutant(
-        "a row that ended in an earlier chunk is compressed again", "kvjax/steps/prompt.py",
+        "a row that ended in an earlier chunk is compressed again", "kvjax/steps/prefilling/settle.py",
         "kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}",
         "kept = {i: stay for i, stay in kept.items()}",
-        "tests/test_cache.py::test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed",
+        "tests/state/test_cache.py::test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed",
         made=True,
     ),
     Mutant(
@@ -113,17 +113,17 @@ MUTANTS = [
         "seen & (k > q - window)", "seen & (k >= q - window)", "tests/ops/test_attention.py " + METHODS,
     ),
     Mutant(
-        "evicting drops the newest of all slots", "kvjax/steps/evict.py",
+        "evicting drops the newest of all slots", "kvjax/steps/decoding/evict_now.py",
         "lowest = score == score.min(-1, keepdims=True)",
         "lowest = pos == pos.max(-1, keepdims=True)",
         TALKS + "test_steps_attend_then_evict_what_the_method_says",
     ),
     Mutant(
-        "a token that is asked again is written", "kvjax/steps/decode.py",
+        "a token that is asked again is written", "kvjax/steps/decoding/step.py",
         "where = jnp.where(append, at, -1)", "where = at", METHODS,
     ),
     Mutant(
-        "Ada-KV's floor is not blended", "kvjax/keep/budget.py",
+        "Ada-KV's floor is not blended", "kvjax/keep/budgets/budget.py",
         "count = _blend(count, n, self.floor)", "count = _blend(count, n, 0.0)", METHODS,
     ),
     Mutant(
@@ -132,16 +132,16 @@ MUTANTS = [
         "tests/kernels/test_decoder.py tests/models/test_architectures.py", made=True,
     ),
     Mutant(
-        "a cache that evicts does not grow with its rows", "kvjax/room.py",
+        "a cache that evicts does not grow with its rows", "kvjax/compress/capacity.py",
         "jnp.where(full, 0, tokens_in(gm.keep, slots.capacity) - cache.next)",
         "jnp.full_like(cache.next, 2**30)",
-        "tests/test_cache.py::test_a_cache_that_evicts_holds_every_new_token_or_says_that_it_is_full",
+        "tests/state/test_cache.py::test_a_cache_that_evicts_holds_every_new_token_or_says_that_it_is_full",
         made=True,
     ),
     Mutant(
-        "a consumed cache is taken again", "kvjax/cache.py",
+        "a consumed cache is taken again", "kvjax/state/cache.py",
         "not isinstance(at, Tracer) and at.is_deleted()", "not isinstance(at, Tracer) and False",
-        "tests/test_cache.py::test_a_consumed_cache_is_refused_by_everything_that_would_read_it", made=True,
+        "tests/state/test_cache.py::test_a_consumed_cache_is_refused_by_everything_that_would_read_it", made=True,
     ),
 ]  # fmt: skip
 

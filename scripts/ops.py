@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from docs_tables import print_or_write
 
-from kvjax.cache import nbytes
 from kvjax.ops.recurrent import (
     features,
     gau,
@@ -28,6 +27,7 @@ from kvjax.ops.recurrent import (
     transformer_vq,
 )
 from kvjax.ops.recurrent import linear_attention as linear
+from kvjax.state.cache import nbytes
 
 HEADS = WIDTH = 64
 SLOTS, LEVELS, SEGMENT, CODES = 16, 13, 256, 512

@@ -5,7 +5,7 @@ python scripts/train.py --gin bytes --out runs/bytes
 
 import sys
 
-from kvjax.cli import main
+from kvjax.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

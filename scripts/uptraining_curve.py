@@ -23,11 +23,11 @@ from typing import Any
 from docs_tables import DOCS, write_table
 
 import kvjax
-from kvjax.checkpoint import save_checkpoint
-from kvjax.files import write_atomic
-from kvjax.gin_bindings import load_training
-from kvjax.train.byte_tokenizer import VOCAB
-from kvjax.train.conversions import convert
+from kvjax.base.atomic_files import write_atomic
+from kvjax.io.checkpoint import save_checkpoint
+from kvjax.io.gin_bindings import load_training
+from kvjax.train.convert.conversions import convert
+from kvjax.train.data.byte_tokenizer import VOCAB
 from kvjax.train.loop import train
 from kvjax.train.settings import Training, training
 

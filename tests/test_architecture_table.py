@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.block_transformer import BlockConfig, BlockTransformer, init, prefill
-from kvjax.cache import nbytes
-from kvjax.gin_bindings import training_files
+from kvjax.api.block_transformer import BlockConfig, BlockTransformer, init, prefill
+from kvjax.io.gin_bindings import training_files
 from kvjax.models.config import Config
+from kvjax.state.cache import nbytes
 from tests.models.conversation import TEXTS, model
 from tests.sweep import sweep
 

@@ -16,12 +16,12 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Paged, nbytes
+from kvjax.api.prefill import bare_cache
 from kvjax.methods import takes_budget
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
-from kvjax.prefilling import bare_cache
+from kvjax.state.cache import Paged, nbytes
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 CONFIG = Config(vocab=64, d_model=64, layers=3, heads=4, kv_heads=2, head_dim=32, d_ff=64)

@@ -30,8 +30,8 @@ print(sorted({one.name for one in pkgutil.iter_modules(kvjax.__path__)} & {"kvja
 BESIDE = """
 import kvjax
 print(kvjax.InputError.__module__, kvjax.__file__, kvjax.__spec__.origin)
-import kvjax.errors, kvjax.configs
-print(kvjax.errors.__file__, kvjax.configs.__file__)
+import kvjax.base.errors, kvjax.configs
+print(kvjax.base.errors.__file__, kvjax.configs.__file__)
 """
 
 
@@ -45,7 +45,7 @@ def copied(folder: Path) -> Path:
     for name in ("kvjax", "configs", "models", "pallas_kernels", "tests", "docs"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()
-    for name in ("kvjax/__init__.py", "kvjax/errors.py", "setup.py"):
+    for name in ("kvjax/__init__.py", "kvjax/base/errors.py", "setup.py"):
         shutil.copy(ROOT / name, folder / name)
     shutil.copytree(ROOT / "scripts" / "editable", folder / "scripts" / "editable")
     return folder
@@ -93,6 +93,6 @@ def test_a_script_beside_a_clone_imports_the_package(tmp_path, monkeypatch):
         out = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
         home = clone / "kvjax"
         assert out.split() == [
-            "kvjax.errors", *[str(home / "__init__.py")] * 2,
+            "kvjax.base.errors", *[str(home / "__init__.py")] * 2,
             str(home / "errors.py"), str(clone / "configs" / "__init__.py"),
         ]  # fmt: skip

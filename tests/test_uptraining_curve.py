@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.gin_bindings import load_training
+from kvjax.io.gin_bindings import load_training
 from kvjax.train.settings import training
 
 ROOT = Path(__file__).parents[1]

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Word
-from kvjax.keep.budget import Uniform
+from kvjax.grammar.protocols import Seen, View
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.scores.algebra import Word
 from kvjax.methods import paper
 from kvjax.methods.shared import Amount
-from kvjax.protocols import Seen, View
 
 
 @dataclasses.dataclass(frozen=True)

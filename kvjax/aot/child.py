@@ -42,9 +42,9 @@ def main() -> None:
     from kvjax.aot import reading
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import cases_of
-    from kvjax.cache import lies_far
     from kvjax.ops.base.memory import KIND
     from kvjax.pallas_kernels.block_sizes import here
+    from kvjax.state.cache import lies_far
 
     device = device_of(topology)
     case = partial(cases_of(device)[name], **json.loads(options))(device)

@@ -34,7 +34,7 @@ def main() -> None:
     from kvjax.aot import gpu_reading, reading
     from kvjax.aot.hardware import GPUS
     from kvjax.aot.probe import cases_of
-    from kvjax.cache import lies_far
+    from kvjax.state.cache import lies_far
 
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     gpu = GPUS[name]

@@ -19,7 +19,7 @@ from kvjax.aot.cases import gpu as gpu_cases
 from kvjax.aot.cases import host, layouts
 from kvjax.aot.hardware import Device, Gpu, device_of
 from kvjax.aot.reading import largest
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 SECONDS = 900
 # No device is needed. The other two keep a caller's settings from changing what is compiled.

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from kvjax.aot.cases import CASES
 from kvjax.aot.hardware import Device, device_of
 from kvjax.aot.probe import probe
-from kvjax.errors import InputError
-from kvjax.files import write_atomic
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
 from kvjax.pallas_kernels.block_sizes import TABLE
 
 # The compiler's simulation starts a copy in 600 to 650 cycles on v5e; assumed for the others.

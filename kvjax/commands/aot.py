@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import cases_of, probe
+    from kvjax.base.atomic_files import check_file, write_named
     from kvjax.commands.terminal import console, print_text, tracked
-    from kvjax.files import check_file, write_named
 
     check_file(args.json)
     devices = {topology: device_of(topology) for topology in args.topology.split(",")}
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def _todo(args: argparse.Namespace, devices: dict[str, Device | Gpu]) -> list[tuple[str, str]]:
     """(case, topology) of all that is asked for; InputError where there is none, or no compiler."""
     from kvjax.aot.probe import available, cases_of
-    from kvjax.errors import InputError
+    from kvjax.base.errors import InputError
 
     todo = [
         (name, topology)
@@ -138,8 +138,8 @@ def _tune(args: argparse.Namespace) -> None:
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import available
     from kvjax.aot.tune import best, check, jobs, measure, write_table
+    from kvjax.base.errors import InputError
     from kvjax.commands.terminal import console, print_text, tracked
-    from kvjax.errors import InputError
     from kvjax.pallas_kernels.block_sizes import TABLE
 
     operations, topologies = args.tune.split(","), args.topology.split(",")

@@ -39,7 +39,7 @@ def _chosen(
     """Those that were asked for; InputError where there are none, with the nearest name."""
     import difflib
 
-    from kvjax.errors import InputError
+    from kvjax.base.errors import InputError
     from kvjax.models.architectures import architecture
 
     if id is not None:
@@ -87,7 +87,7 @@ def of_verb(rows: list[dict[str, Any]], verb: str) -> list[dict[str, Any]]:
     """The methods with a verb; InputError for a verb that there is not."""
     import difflib
 
-    from kvjax.errors import InputError
+    from kvjax.base.errors import InputError
 
     known = ["make", "keep", "store", "read", "reread", "stack", "place"]
     if verb not in known:

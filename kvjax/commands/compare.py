@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from kvjax.errors import InputError
+    from kvjax.base.errors import InputError
     from kvjax.methods.parse import parse_budget
 
     if args.resume and args.out is None:

@@ -62,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from kvjax.checkpoint import MARKER, save_checkpoint
-    from kvjax.commands.sizes import sizes_of
     from kvjax.commands.terminal import console, size
     from kvjax.grammar import Method
-    from kvjax.loading import load
+    from kvjax.io.checkpoint import MARKER, save_checkpoint
+    from kvjax.io.load import load
     from kvjax.models.files import check_replaceable
-    from kvjax.train.conversions import convert, difference
+    from kvjax.plan.cache_sizes import sizes_of
+    from kvjax.train.convert.conversions import convert, difference
     from kvjax.train.trained import check_finite
 
     keep_programs()

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from kvjax.base.errors import InputError
     from kvjax.commands.explain_print import print_explanation
-    from kvjax.errors import InputError
     from kvjax.methods.parse import parse_budget, parse_method
 
     label, build = parse_method(args.method)

@@ -8,18 +8,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kvjax.cache import heavier
+from kvjax.base.errors import InputError
 from kvjax.commands.explain_sentences import Told, at_each_step, at_prefill, called, inside, said
 from kvjax.commands.inspect_model import find_config
-from kvjax.commands.sizes import Sizes, sizes_of
 from kvjax.commands.terminal import console, size
-from kvjax.errors import InputError
+from kvjax.compat.model_fit import check_budget
+from kvjax.compat.shipped_fits import ready
 from kvjax.grammar import Method
-from kvjax.loading import SHIPPED, load
+from kvjax.grammar.to_text import written
+from kvjax.io.load import SHIPPED, load
 from kvjax.place.trim import counted
-from kvjax.ready import ready
-from kvjax.suits import check_budget
-from kvjax.written import written
+from kvjax.plan.cache_sizes import Sizes, sizes_of
+from kvjax.state.cache import heavier
 
 _COLUMNS = 110
 # Tokens that are written behind the prompt, where the cache is weighed again.

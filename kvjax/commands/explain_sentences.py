@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvjax.fitted import Fitted
 from kvjax.grammar import Keep, Method, Store
-from kvjax.phase import BY_POSITION
-from kvjax.protocols import Answering
-from kvjax.read_protocols import Resting
-from kvjax.words import hiding_of, merges_prompts, observations
-from kvjax.written import written
+from kvjax.grammar.calls import hiding_of, merges_prompts, observations
+from kvjax.grammar.fitted import Fitted
+from kvjax.grammar.phase import BY_POSITION
+from kvjax.grammar.protocols import Answering
+from kvjax.grammar.read_protocols import Resting
+from kvjax.grammar.to_text import written
 
 _ONE_LINE = 10_000
 
@@ -34,7 +34,7 @@ def said(word: Any) -> str:
 
     In the latter, names of its fields that stand in backticks become their numbers.
 
-    >>> from kvjax.keep.score import WindowAttention
+    >>> from kvjax.keep.scores.score import WindowAttention
     >>> said(WindowAttention(64))
     'Attention that slots receive from the last 64 queries.'
     """

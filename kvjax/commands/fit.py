@@ -81,11 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from functools import partial
 
+    from kvjax.base.atomic_files import check_kind, check_unwritten
     from kvjax.commands.terminal import console, tracked
-    from kvjax.files import check_kind, check_unwritten
-    from kvjax.fitted import KIND, save_fitted
     from kvjax.fitting import fit, learns_from_questions, options_of
-    from kvjax.loading import load
+    from kvjax.grammar.fitted import KIND, save_fitted
+    from kvjax.io.load import load
     from kvjax.methods import takes
     from kvjax.methods.parse import parse_budget, parse_method, read_options, single, with_file
 

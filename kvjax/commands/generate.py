@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvjax.base.errors import InputError
 from kvjax.commands.options import add_dtype, add_hosts, add_mesh, add_model, mesh_options, whole
 from kvjax.commands.programs import keep_programs
-from kvjax.errors import InputError
 
 if TYPE_CHECKING:
     from kvjax.grammar import Method
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> None:
             "--top-k, --top-p or --min-p was given at temperature 0, expected a draw: add --temperature 1"
         )
     keep_programs()
+    from kvjax.api.logit_processors import FrequencyPenalty, RepetitionPenalty
+    from kvjax.api.sampling import Sampler
     from kvjax.commands.generate_stream import encode, stream
-    from kvjax.loading import load
-    from kvjax.processors import FrequencyPenalty, RepetitionPenalty
-    from kvjax.sampling import Sampler
+    from kvjax.io.load import load
 
     penalties = ((RepetitionPenalty, args.repetition_penalty), (FrequencyPenalty, args.frequency_penalty))
     try:

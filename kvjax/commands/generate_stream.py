@@ -10,18 +10,18 @@ import jax
 import numpy as np
 from jax import monitoring
 
-from kvjax.cache import Cache, heavier, nbytes
-from kvjax.commands.sizes import sizes_of
+from kvjax.api.generate import generate
+from kvjax.base.checks import check_text
+from kvjax.base.errors import InputError
 from kvjax.commands.terminal import console, pairs, print_part, size
-from kvjax.errors import InputError
 from kvjax.eval.report.figures import rounded
-from kvjax.generation import generate
 from kvjax.grammar import Method
+from kvjax.grammar.to_text import name_of
 from kvjax.hosts.messages import is_first
-from kvjax.inputs import check_text
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
-from kvjax.written import name_of
+from kvjax.plan.cache_sizes import sizes_of
+from kvjax.state.cache import Cache, heavier, nbytes
 
 
 def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: int, **options: Any) -> None:
@@ -111,7 +111,7 @@ class Decoding:
 
     Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
 
-    >>> from kvjax.train.byte_tokenizer import byte_tokenizer
+    >>> from kvjax.train.data.byte_tokenizer import byte_tokenizer
     >>> text = Decoding(byte_tokenizer())
     >>> [text.add(byte) for byte in "né".encode() + b"\\xe2"], text.rest()
     (['n', '', 'é', ''], '\ufffd')

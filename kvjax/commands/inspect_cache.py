@@ -11,10 +11,10 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.cache_arrays import Arrays
-from kvjax.cache_file import damage, read_cache_header
 from kvjax.commands.terminal import BOX, console, pairs, size
-from kvjax.written import name_of
+from kvjax.grammar.to_text import name_of
+from kvjax.io.cache_arrays import Arrays
+from kvjax.io.cache_file import damage, read_cache_header
 
 _PARTS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables", "lengths": "page tables"}
 _PARTS |= {"owner": "page tables", "next": "positions", "near": "copies on the device"}

@@ -8,12 +8,11 @@ import math
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from kvjax.base.errors import InputError
 from kvjax.commands.inspect_model import find_config
 from kvjax.commands.options import LONGEST_DEFAULT
-from kvjax.commands.sizes import Sizes, abstract_params
 from kvjax.commands.terminal import console, pairs, size
-from kvjax.errors import InputError
-from kvjax.gin_bindings import load_preset
+from kvjax.io.gin_bindings import load_preset
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
 from kvjax.mesh.rules import as_rules
 from kvjax.methods.parse import parse_method
@@ -21,8 +20,9 @@ from kvjax.models.axes import check_rules, left_whole, weight_shardings
 from kvjax.models.config import Config
 from kvjax.models.params import plan
 from kvjax.models.placement import leaves
+from kvjax.plan.cache_sizes import Sizes, abstract_params
 from kvjax.plan.prompts import in_words
-from kvjax.who_holds import described
+from kvjax.state.shardings import described
 
 
 def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | None, dtype: str) -> None:

@@ -13,15 +13,14 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.checkpoint import MARKER, read_head
+from kvjax.base.errors import InputError
 from kvjax.commands.options import LONGEST_DEFAULT
-from kvjax.commands.sizes import abstract_params, sizes_of
 from kvjax.commands.terminal import BOX, console, pairs, print_text, size
-from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN
-from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
-from kvjax.loading import SHIPPED, load, shipped
+from kvjax.io.checkpoint import MARKER, read_head
+from kvjax.io.gin_bindings import load_preset
+from kvjax.io.load import SHIPPED, load, shipped
 from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.block_transformer import BlockConfig
@@ -30,6 +29,7 @@ from kvjax.models.files import check_folder, read_json
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.plan.cache_sizes import abstract_params, sizes_of
 
 BUDGETS = (0.5, 0.25)
 

@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> None:
 def _print_card(args: argparse.Namespace) -> None:
     import json
 
+    from kvjax.base.errors import InputError
     from kvjax.commands.methods_cards import card, plain
     from kvjax.commands.methods_own import check_one, own_card
     from kvjax.commands.methods_text import print_card
-    from kvjax.errors import InputError
     from kvjax.methods import resolve
 
     for name in (*FILTERS, "verb"):
@@ -115,7 +115,7 @@ def filtered(
     >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes", search="duo")]
     ['duoattention']
     """
-    from kvjax.errors import InputError
+    from kvjax.base.errors import InputError
     from kvjax.methods import METHODS
 
     family = _one_of("family", family, [row["family"] for row in rows])
@@ -147,7 +147,7 @@ def _one_of(name: str, value: str | None, known: list[str]) -> str | None:
     """The known value that is meant; InputError with the nearest one where there is none."""
     import difflib
 
-    from kvjax.errors import InputError
+    from kvjax.base.errors import InputError
 
     known = list(dict.fromkeys(known))
     if value is None or value in known:

@@ -10,14 +10,14 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
+from kvjax.compat.model_fit import check_fit
 from kvjax.eval.report.leaderboard import Line, lines_of
-from kvjax.fitted import SHIPPED
 from kvjax.grammar import Method, chain
+from kvjax.grammar.fitted import SHIPPED
+from kvjax.grammar.to_text import written
 from kvjax.methods import METHODS, MethodInfo, method, methods, takes_budget
 from kvjax.methods.parameters import types_of, values_of
 from kvjax.models.config import Config
-from kvjax.suits import check_fit
-from kvjax.written import written
 
 # The budget of the sentences that cards show.
 SHOWN_BUDGET = 0.25

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+from kvjax.base.errors import InputError
 from kvjax.commands.methods_cards import SHOWN_BUDGET, Card, docstring_parts, hyper_of
-from kvjax.errors import InputError
 from kvjax.grammar import Method
+from kvjax.grammar.to_text import name_with
 from kvjax.methods import MethodInfo, info_of
 from kvjax.methods.parse import single
 from kvjax.methods.user import from_file, load_function
-from kvjax.written import name_with
 
 
 def own_card(text: str) -> Card:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 # `kvjax.mesh.rules.PRESETS`, which `--help` should not wait for.
 PRESETS_OF_RULES = ("single", "batch", "tensor", "sequence", "tensor+sequence", "expert", "fsdp")
@@ -31,7 +31,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """How a command runs on several hosts; `kvjax.cli` starts them before the command."""
+    """How a command runs on several hosts; `kvjax.commands.main` starts them before the command."""
     group = parser.add_argument_group(
         "several hosts", "the same command on each; where each of them prints is of the first alone"
     )

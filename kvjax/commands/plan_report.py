@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
+from kvjax.base.atomic_files import check_file, write_named
 from kvjax.commands.inspect_model import find_config
 from kvjax.commands.terminal import BOX, console, pairs, print_text, size
-from kvjax.files import check_file, write_named
 from kvjax.plan.layouts import read_rules
 from kvjax.plan.named import Named, named, names
 from kvjax.plan.picture import curve, tokens_in_words, write_picture
@@ -80,7 +80,7 @@ def plan_all(args: argparse.Namespace) -> int:
 def find_model(name: str) -> Named:
     """A model by its name here, or else as `kvjax inspect` finds it. InputError where there is none."""
     if not os.path.lexists(name) and "/" not in name:
-        from kvjax.loading import shipped
+        from kvjax.io.load import shipped
 
         if name not in shipped():
             return named(name)

@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from kvjax.errors import InputError
-from kvjax.files import in_short
-from kvjax.streams import escaped
+from kvjax.base.atomic_files import in_short
+from kvjax.base.errors import InputError
+from kvjax.base.streams import escaped
 
 if TYPE_CHECKING:
     from kvjax.eval.report.folder import Results

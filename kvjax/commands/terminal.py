@@ -7,10 +7,10 @@ import sys
 from rich.box import SIMPLE_HEAD as BOX
 from rich.table import Table
 
+from kvjax.base.streams import escaped
 from kvjax.eval.report.console import make_console as console
 from kvjax.eval.report.console import print_text
 from kvjax.eval.report.progress import tracked
-from kvjax.streams import escaped
 
 __all__ = ["BOX", "console", "pairs", "print_part", "print_text", "size", "tracked"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 if TYPE_CHECKING:
     from kvjax.models.model import Model
@@ -19,7 +19,7 @@ def read_texts(
 
     Raises InputError where a file and tasks were both given.
     """
-    from kvjax.eval.streaming import read_windows
+    from kvjax.eval.run.perplexity import read_windows
     from kvjax.eval.tasks.suite import make_suite
 
     if text is not None and tasks is not None:

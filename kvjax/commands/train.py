@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, gin: str | None = None) -> No
 
 
 def run(args: argparse.Namespace) -> None:
-    from kvjax.gin_bindings import load_training
+    from kvjax.io.gin_bindings import load_training
 
     follow(load_training(args.gin, args.set), args)
 
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> None:
 def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
     """Trains as a file's settings say, in the folder that was asked for."""
     from kvjax.commands.terminal import console
+    from kvjax.train.data.sources import words_of
     from kvjax.train.loop import train
     from kvjax.train.settings import SECTIONS, check_changes, training
-    from kvjax.train.sources import words_of
 
     check_changes(bound, args.set)
     settings = training({"model": {"start": "-", "teacher": "-"}, **{n: bound[n] for n in SECTIONS}})

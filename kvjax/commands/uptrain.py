@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from kvjax.commands.inspect_model import find_config
-    from kvjax.gin_bindings import load_training
+    from kvjax.io.gin_bindings import load_training
     from kvjax.train.settings import OF_WORDS
 
     bound = load_training(args.gin, args.set)

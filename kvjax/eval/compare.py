@@ -15,8 +15,10 @@ import numpy as np
 from rich.console import Console
 
 import kvjax
-from kvjax.chunking import bucket
-from kvjax.errors import InputError
+from kvjax.api.chunks import bucket
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.checks import listed, whole_number
+from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import Cell, NominalBudget, summarise
 from kvjax.eval.report.comparison_table import PROTOCOLS, print_table
 from kvjax.eval.report.console import make_console
@@ -29,22 +31,20 @@ from kvjax.eval.run.cellplan import Custom, Entry, my_cells, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
+from kvjax.eval.run.perplexity import compare_text
 from kvjax.eval.run.pictures import draw_pictures
 from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planned, seeds_of
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner, Unit, programs
 from kvjax.eval.run.timings import CellTimings, timings_of
 from kvjax.eval.run.traced import check_traced
-from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.functions import Task, spelled
 from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
-from kvjax.files import write_atomic
-from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
 from kvjax.hosts.messages import by_first, check_same, gathered, is_first
-from kvjax.inputs import listed, whole_number
-from kvjax.loading import load
+from kvjax.io.gin_bindings import load_preset
+from kvjax.io.load import load
 from kvjax.methods.user import sources
 from kvjax.models.model import Model, check_single
 from kvjax.steps import Prompt

@@ -11,55 +11,55 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.base.checks import finite_number, whole_number
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitted import Fitted, fitted_words
-from kvjax.fitting.biases import fit_biases
-from kvjax.fitting.clusters import fit_clusters
-from kvjax.fitting.controller import fit_controller
-from kvjax.fitting.convolutions import fit_convolutions
-from kvjax.fitting.curves import fit_curves
-from kvjax.fitting.distilled import fit_distilled
-from kvjax.fitting.drift import fit_drift
-from kvjax.fitting.droppings import fit_dropping
-from kvjax.fitting.eviction_gates import fit_attention_gate, fit_eviction_gate
-from kvjax.fitting.gates import fit_gate, fit_sink_gate
-from kvjax.fitting.head_gates import fit_head_gates
-from kvjax.fitting.levels import fit_levels
-from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
-from kvjax.fitting.projections import fit_projections
-from kvjax.fitting.queries import fit_centres, fit_filters, fit_norms, fit_statistics
-from kvjax.fitting.remembered import fit_memory
-from kvjax.fitting.repeated import fit_repetition
-from kvjax.fitting.repeats import fit_repeating_heads
-from kvjax.fitting.residues import fit_residue
-from kvjax.fitting.restored import fit_restored
-from kvjax.fitting.retaining import fit_retaining_heads
-from kvjax.fitting.run_gates import fit_run_gates
-from kvjax.fitting.search import fit_budgets
-from kvjax.fitting.sharing import fit_sharing
-from kvjax.fitting.states import fit_states
-from kvjax.fitting.write_gates import fit_write_gate
+from kvjax.fitting.gates.controller import fit_controller
+from kvjax.fitting.gates.dropping import fit_dropping
+from kvjax.fitting.gates.eviction_gates import fit_attention_gate, fit_eviction_gate
+from kvjax.fitting.gates.head_gates import fit_head_gates
+from kvjax.fitting.gates.hidden_gate import fit_gate, fit_sink_gate
+from kvjax.fitting.gates.retaining_heads import fit_retaining_heads
+from kvjax.fitting.gates.run_gates import fit_run_gates
+from kvjax.fitting.gates.write_gates import fit_write_gate
+from kvjax.fitting.merges.convolutions import fit_convolutions
+from kvjax.fitting.merges.hidden_cache import fit_states
+from kvjax.fitting.merges.residue import fit_residue
+from kvjax.fitting.prompts.distilled import fit_distilled
+from kvjax.fitting.prompts.memory_tokens import fit_memory
+from kvjax.fitting.prompts.restore import fit_restored
+from kvjax.fitting.prompts.run_memory import fit_repetition
+from kvjax.fitting.statistics.clusters import fit_clusters
+from kvjax.fitting.statistics.curves import fit_curves
+from kvjax.fitting.statistics.drift import fit_drift
+from kvjax.fitting.statistics.hierarchy import fit_biases
+from kvjax.fitting.statistics.levels import fit_levels
+from kvjax.fitting.statistics.profiles import fit_copies, fit_profile, fit_semantic_heads
+from kvjax.fitting.statistics.projections import fit_projections
+from kvjax.fitting.statistics.queries import fit_centres, fit_filters, fit_norms, fit_statistics
+from kvjax.fitting.statistics.repeats import fit_repeating_heads
+from kvjax.fitting.statistics.search import fit_budgets
+from kvjax.fitting.statistics.sharing import fit_sharing
 from kvjax.grammar import Method
-from kvjax.inputs import finite_number, whole_number
-from kvjax.keep.controller import Controller
-from kvjax.keep.distilled import TokenScorer
-from kvjax.keep.dropping import Dropping
-from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
-from kvjax.keep.expected import QueryStatistics
-from kvjax.keep.filters import QueryFilters
-from kvjax.keep.gate import HiddenGate
-from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
-from kvjax.keep.hierarchy import Hierarchy
-from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
-from kvjax.keep.merge_conv import ConvMerge
-from kvjax.keep.merge_runs import Opening
-from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
-from kvjax.keep.residue import Residue
-from kvjax.keep.restore import RestoreTokens
-from kvjax.keep.retrieval import HeadGates, RepeatingHeads
-from kvjax.keep.semantic import SemanticHeads
-from kvjax.keep.trigonometric import QueryCentres
+from kvjax.grammar.fitted import Fitted, fitted_words
+from kvjax.keep.budgets.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
+from kvjax.keep.gates.controller import Controller
+from kvjax.keep.gates.dropping import Dropping
+from kvjax.keep.gates.eviction_gates import AttentionGate, EvictionGate
+from kvjax.keep.gates.gate import HiddenGate
+from kvjax.keep.gates.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.merges.merge_conv import ConvMerge
+from kvjax.keep.merges.merge_runs import Opening
+from kvjax.keep.merges.residue import Residue
+from kvjax.keep.prompts.distilled import TokenScorer
+from kvjax.keep.prompts.hierarchy import Hierarchy
+from kvjax.keep.prompts.memory_tokens import MemoryTokens, RunMemory
+from kvjax.keep.prompts.restore import RestoreTokens
+from kvjax.keep.scores.expected import QueryStatistics
+from kvjax.keep.scores.filters import QueryFilters
+from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads
+from kvjax.keep.scores.semantic import SemanticHeads
+from kvjax.keep.scores.trigonometric import QueryCentres
 from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.hidden_cache import StatesOfThePast
@@ -138,10 +138,10 @@ def fit(
     that learn from questions read the samples that have an answer and spans. batch: texts that are read at a
     time. budget: of a method given as text, where what is learned depends on it. progress: wraps what is
     iterated over, as `rich.progress.track` does. options: of the word's own fit
-    (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
-    `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`,
-    `kvjax.fitting.queries.fit_statistics`, `kvjax.fitting.levels.fit_levels`,
-    `kvjax.fitting.search.fit_budgets`).
+    (`kvjax.fitting.gates.hidden_gate.fit_gate`, `kvjax.fitting.statistics.profiles.fit_profile`,
+    `kvjax.fitting.gates.head_gates.fit_head_gates`, `kvjax.fitting.merges.residue.fit_residue`,
+    `kvjax.fitting.statistics.queries.fit_statistics`, `kvjax.fitting.statistics.levels.fit_levels`,
+    `kvjax.fitting.statistics.search.fit_budgets`).
 
     Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
     is given that it can learn from.

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 # Characters of one message; the service's limit is that of gRPC.
 _PIECE = 2**20

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Bool, Int
 
-from kvjax.protocols import Numbers
+from kvjax.grammar.protocols import Numbers
 
 
 @dataclasses.dataclass(frozen=True)

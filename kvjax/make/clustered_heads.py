@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, mixer_of

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, NoMLP, mlp_of
 from kvjax.models.layers import Params

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.mesh.rules import Rules, as_rules
 
 # One logical axis per axis of an array; None: never split.

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 # What a mesh axis is called where a preset names it.
 DATA, MODEL, SEQUENCE, EXPERT = "data", "model", "seq", "expert"

@@ -11,8 +11,8 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from kvjax.fitted import is_fitted
 from kvjax.grammar import Method, chain
+from kvjax.grammar.fitted import is_fitted
 from kvjax.methods import per_layer, tiers, wrappers  # noqa: F401 (the functions that texts name)
 from kvjax.methods.papers import MethodFunction, Press, paper
 from kvjax.methods.parse import as_method, method

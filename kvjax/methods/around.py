@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvjax.grammar import Method
+from kvjax.grammar.to_text import NAMELESS
 from kvjax.methods.functions import AROUND, Around
 from kvjax.methods.parse import as_method
-from kvjax.written import NAMELESS
 
 Function = TypeVar("Function", bound=Callable[..., Method])
 

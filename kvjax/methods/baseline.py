@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.budget import Uniform
+from kvjax.grammar.phase import ByRank
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Sink
-from kvjax.keep.score import Position, Uniformly
+from kvjax.keep.scores.score import Position, Uniformly
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Amount, Group, Seed, Tokens
-from kvjax.phase import ByRank
 from kvjax.place.host import Host
 from kvjax.store.affine import Affine, Float8
-from kvjax.when import STEP
 
 
 @paper("Full cache", family="baseline")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.algebra import StagedAcross, stage
-from kvjax.keep.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
-from kvjax.keep.compensation import Compensation
-from kvjax.keep.enough import Covering
-from kvjax.keep.expected import ExpectedAttention
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
+from kvjax.keep.budgets.profile import ByProfile, CopyProfile, CurveProfile, Profile
+from kvjax.keep.merges.compensation import Compensation
+from kvjax.keep.observations.tokens import PolicyLadder, TokensOf
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.profile import ByProfile, CopyProfile, CurveProfile, Profile
-from kvjax.keep.retrieval import HeadGates, RepeatingHeads, Retrieving
-from kvjax.keep.score import OutputNorm, WindowAttention
-from kvjax.keep.tokens import PolicyLadder, TokensOf
+from kvjax.keep.scores.algebra import StagedAcross, stage
+from kvjax.keep.scores.enough import Covering
+from kvjax.keep.scores.expected import ExpectedAttention
+from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads, Retrieving
+from kvjax.keep.scores.score import OutputNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
@@ -33,7 +34,6 @@ from kvjax.methods.shared import (
     window_score,
 )
 from kvjax.store.affine import Affine
-from kvjax.when import STEP
 
 
 @paper(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Pyramid, Threshold
-from kvjax.keep.composite import Agreed, Composite
-from kvjax.keep.enough import EndsEnough
-from kvjax.keep.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
-from kvjax.keep.lazy import Lookback
+from kvjax.grammar.fitted import as_fitted
+from kvjax.keep.budgets.budget import Pyramid, Threshold
+from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.budgets.lazy import Lookback
+from kvjax.keep.budgets.preference import ByAttention
+from kvjax.keep.budgets.profile import ByProfile, DriftProfile, SearchedProfile
+from kvjax.keep.observations.probe import Episode, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.preference import ByAttention
-from kvjax.keep.probe import Episode, ProbeAttention, RepeatContext
-from kvjax.keep.profile import ByProfile, DriftProfile, SearchedProfile
-from kvjax.keep.recent_queries import RecencyWeighted
-from kvjax.keep.score import AccumulatedAttention, MeanAndVariance
+from kvjax.keep.scores.algebra import Pool
+from kvjax.keep.scores.composite import Agreed, Composite
+from kvjax.keep.scores.enough import EndsEnough
+from kvjax.keep.scores.recent_queries import RecencyWeighted
+from kvjax.keep.scores.score import AccumulatedAttention, MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (

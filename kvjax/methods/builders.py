@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method, chain
+from kvjax.grammar.to_text import name_with
 from kvjax.methods.constructors import constructed
 from kvjax.methods.functions import AROUND
 from kvjax.methods.registry import build, takes_budget
 from kvjax.methods.user import from_file, load_function
-from kvjax.written import name_with
 
 Hyper = tuple[tuple[str, Any], ...]
 Defaults = Mapping[str, Mapping[str, Any]]

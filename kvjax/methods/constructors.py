@@ -17,20 +17,20 @@ from types import ModuleType
 from typing import Any
 
 import kvjax.grammar
+import kvjax.grammar.phase
+import kvjax.grammar.when
 import kvjax.keep
 import kvjax.make
-import kvjax.phase
 import kvjax.place
 import kvjax.read
 import kvjax.store
-import kvjax.when
-from kvjax.errors import InputError
-from kvjax.fitted import SHIPPED, Fitted, as_fitted
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method
-from kvjax.written import constructor
+from kvjax.grammar.fitted import SHIPPED, Fitted, as_fitted
+from kvjax.grammar.to_text import constructor
 
 _ROOMS = (kvjax.keep, kvjax.make, kvjax.place, kvjax.read, kvjax.store)
-_FILES = (kvjax.grammar, kvjax.phase, kvjax.when)
+_FILES = (kvjax.grammar, kvjax.grammar.phase, kvjax.grammar.when)
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Mult: operator.mul,

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Keep
-from kvjax.keep.algebra import Made
-from kvjax.keep.observe import Mass
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import AttentionSpec, Inputs, Score, Seen, View
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.scores.algebra import Made
 from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Inputs, Score, Seen, View
-from kvjax.word_keys import key_of
 
 _T, _H = 32, 16
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.budget import Uniform
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.merges.residue import Residue
 from kvjax.keep.patterns import Recent
-from kvjax.keep.residue import Residue
-from kvjax.keep.score import AccumulatedAttention
+from kvjax.keep.scores.score import AccumulatedAttention
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.methods.papers import paper
@@ -17,7 +18,6 @@ from kvjax.methods.parameters import Portion, Range
 from kvjax.methods.shared import Amount, Depth, Fit, Seed, Share, Window
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
-from kvjax.when import STEP
 
 
 @paper(

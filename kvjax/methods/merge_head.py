@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Method
+from kvjax.grammar.fitted import as_fitted
 from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.methods.papers import paper
 from kvjax.methods.shared import Fit

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import OverPeak, Pool
-from kvjax.keep.budget import Threshold, Uniform
-from kvjax.keep.hierarchy import Hierarchy
-from kvjax.keep.merge import ZipMerge
-from kvjax.keep.merge_cam import ValueMerge
-from kvjax.keep.merge_conv import ConvMerge
-from kvjax.keep.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs, Standing
-from kvjax.keep.merge_d2o import SimilarMerge
-from kvjax.keep.merge_runs import Opening, RunMerge
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import STEP, Every
+from kvjax.keep.budgets.budget import Threshold, Uniform
+from kvjax.keep.merges.merge import ZipMerge
+from kvjax.keep.merges.merge_cam import ValueMerge
+from kvjax.keep.merges.merge_conv import ConvMerge
+from kvjax.keep.merges.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs, Standing
+from kvjax.keep.merges.merge_d2o import SimilarMerge
+from kvjax.keep.merges.merge_runs import Opening, RunMerge
+from kvjax.keep.merges.pooled import LastOfEach, MeanOfEach
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.pooled import LastOfEach, MeanOfEach
-from kvjax.keep.score import AccumulatedAttention, DecayedAttention, WindowAttention
+from kvjax.keep.prompts.hierarchy import Hierarchy
+from kvjax.keep.scores.algebra import OverPeak, Pool
+from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Window
-from kvjax.when import STEP, Every
 
 # How many tokens become one.
 Together = Annotated[int, Range(2)]

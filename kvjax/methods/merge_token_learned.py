@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Method
-from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
+from kvjax.grammar.fitted import as_fitted
+from kvjax.keep.prompts.memory_tokens import MemoryTokens, RunMemory
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Fit

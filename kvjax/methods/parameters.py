@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvjax.errors import InputError
-from kvjax.fitted import Fitted
+from kvjax.base.errors import InputError
+from kvjax.base.ranges import MOST, REFUSED, Kind, Part, Portion, Range, expected, read, taken_apart
 from kvjax.grammar import Budget
-from kvjax.ranges import MOST, REFUSED, Kind, Part, Portion, Range, expected, read, taken_apart
+from kvjax.grammar.fitted import Fitted
 
 __all__ = [
     "Part", "Portion", "Range", "call_checked", "checked", "is_type", "types_of", "value_of", "values_of",
@@ -109,7 +109,7 @@ def checked(name: str, function: Callable[..., Any], hyper: Mapping[str, Any]) -
     >>> from kvjax.methods import snapkv
     >>> checked("snapkv", snapkv, {"window": 8.5})
     Traceback (most recent call last):
-    kvjax.errors.InputError: snapkv: window must be a whole number >= 1, got 8.5
+    kvjax.base.errors.InputError: snapkv: window must be a whole number >= 1, got 8.5
     """
     known, found = types_of(function), {}
     for key, value in hyper.items():

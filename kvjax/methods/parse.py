@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Method, chain
 from kvjax.methods.builders import Builder, Defaults, Made, Named, Words, in_order
 from kvjax.methods.constructors import constructed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method, check
-from kvjax.keep.budget import PerLayer, Uniform
+from kvjax.keep.budgets.budget import PerLayer, Uniform
 from kvjax.methods.around import around
 from kvjax.methods.parse import as_method
 

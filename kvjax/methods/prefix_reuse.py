@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.budget import Uniform
+from kvjax.grammar.phase import SharedRanges
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Tokens
-from kvjax.phase import SharedRanges
 
 
 @paper(

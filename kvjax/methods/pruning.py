@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Method, Store
+from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Fit, Group, Ratio, Tokens
 from kvjax.store.channels import AskedChannels

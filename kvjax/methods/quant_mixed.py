@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvjax.codes import Codec
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.budget import Uniform
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
-from kvjax.keep.score import AccumulatedAttention, WindowAttention
+from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import paper
 from kvjax.methods.shared import (
     Amount,
@@ -24,13 +24,13 @@ from kvjax.methods.shared import (
     Window,
     window_score,
 )
+from kvjax.state.codes import Codec
 from kvjax.store.affine import Affine
 from kvjax.store.extremes import Extremes
 from kvjax.store.levels import ByChannel, ByToken, Levels
 from kvjax.store.low_rank import LowRank
 from kvjax.store.outliers import Outliers
 from kvjax.store.residual import Residual
-from kvjax.when import STEP
 
 
 @paper(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.budget import Uniform
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range

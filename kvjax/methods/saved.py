@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.methods.constructors import constructor_of
 from kvjax.methods.parse import from_spec

@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.algebra import Pool, stage
-from kvjax.keep.beehive import Samples
-from kvjax.keep.budget import Uniform, UpTo
-from kvjax.keep.deviation import AttentionDeviation
-from kvjax.keep.keyformer import NoisyAttention, NoisyMass
+from kvjax.grammar.when import PREFILL_END, STEP, Every
+from kvjax.keep.budgets.budget import Uniform, UpTo
+from kvjax.keep.budgets.phases import InPhases
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.phases import InPhases
-from kvjax.keep.recent_queries import FusedAttention, Neglect, Votes
-from kvjax.keep.score import AccumulatedAttention, DecayedAttention, KeyRedundancy, ValueNorm, WindowAttention
+from kvjax.keep.scores.algebra import Pool, stage
+from kvjax.keep.scores.beehive import Samples
+from kvjax.keep.scores.deviation import AttentionDeviation
+from kvjax.keep.scores.keyformer import NoisyAttention, NoisyMass
+from kvjax.keep.scores.recent_queries import FusedAttention, Neglect, Votes
+from kvjax.keep.scores.score import (
+    AccumulatedAttention,
+    DecayedAttention,
+    KeyRedundancy,
+    ValueNorm,
+    WindowAttention,
+)
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Bits, Kernel, Seed, Share, Tokens, Window, pick, window_score
 from kvjax.store.affine import Affine
-from kvjax.when import PREFILL_END, STEP, Every
 
 
 @paper(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.budget import UpTo
-from kvjax.keep.dropping import Dropping, NotDropped
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import UpTo
+from kvjax.keep.gates.dropping import Dropping, NotDropped
 from kvjax.methods.papers import paper
 from kvjax.methods.shared import Fit
-from kvjax.when import STEP
 
 
 @paper(
@@ -30,7 +30,7 @@ def dcp(*, fitted: Fit | None = None) -> Method:
     is free as soon as the next token has dropped it; how much stays follows from the text. fitted: the
     interactions, as `kvjax fit dcp` writes them. Read: the abstract, and the equations as later papers have
     them; no public code. Deviations: the model stays as it is while interactions are fitted
-    (`kvjax.fitting.droppings`), where the authors train all of it; every list of a layer holds the R numbers
+    (`kvjax.fitting.gates.dropping`), where the authors train all of it; every list of a layer holds the R numbers
     W_b x_j of its slots; and rows of a batch have as many places as the longest.
 
     On the shipped model 34 % of the slots of 512 tokens are left, which with these numbers weigh 40 % of the

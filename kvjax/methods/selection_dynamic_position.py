@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvjax.errors import InputError
-from kvjax.fitted import as_fitted
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.algebra import Aged
-from kvjax.keep.budget import Uniform
-from kvjax.keep.controller import Controller, Wanted
-from kvjax.keep.hashed import HashLikeness
-from kvjax.keep.ladder import Ladder
-from kvjax.keep.norms import NormRatio, Rounded
-from kvjax.keep.pages import WholePages
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.phase import ByRank, Clamped
+from kvjax.grammar.when import STEP, Every
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.budgets.phases import Phased
+from kvjax.keep.gates.controller import Controller, Wanted
+from kvjax.keep.observations.tokens import SeparatorsFirst, TokensOf
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.phases import Phased
-from kvjax.keep.score import KeyNorm, Novelty, Position
-from kvjax.keep.tokens import SeparatorsFirst, TokensOf
-from kvjax.keep.trigonometric import QueryCentres, Trigonometric
+from kvjax.keep.scores.algebra import Aged
+from kvjax.keep.scores.hashed import HashLikeness
+from kvjax.keep.scores.ladder import Ladder
+from kvjax.keep.scores.norms import NormRatio, Rounded
+from kvjax.keep.scores.pages import WholePages
+from kvjax.keep.scores.score import KeyNorm, Novelty, Position
+from kvjax.keep.scores.trigonometric import QueryCentres, Trigonometric
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Bits, Fit, Group, Page, Planes, Seed, TokenIds, Tokens, Window
-from kvjax.phase import ByRank, Clamped
 from kvjax.store.affine import Affine
-from kvjax.when import STEP, Every
 
 
 @paper(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import InChunks, Pool, stage
-from kvjax.keep.budget import AcrossHeads, AcrossLayers, Uniform
-from kvjax.keep.crush import Representatives
-from kvjax.keep.drawn import Drawn
-from kvjax.keep.narrow import Narrow
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.phase import ByRank
+from kvjax.grammar.protocols import Allocation
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Uniform
+from kvjax.keep.observations.probe import Catalyst, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.probe import Catalyst, ProbeAttention, RepeatContext
-from kvjax.keep.probe_weighted import RepeatWithSensitivity, RepeatWithSizes, WeightedProbeAttention
-from kvjax.keep.question import Question, QuestionAttention
-from kvjax.keep.reread import Reread
-from kvjax.keep.score import LastLogits, Novelty, WindowAttention
-from kvjax.keep.semantic import SemanticAttention, SemanticHeads
+from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.reread import Reread
+from kvjax.keep.scores.algebra import InChunks, Pool, stage
+from kvjax.keep.scores.crush import Representatives
+from kvjax.keep.scores.drawn import Drawn
+from kvjax.keep.scores.probe_weighted import RepeatWithSensitivity, RepeatWithSizes, WeightedProbeAttention
+from kvjax.keep.scores.question import Question, QuestionAttention
+from kvjax.keep.scores.score import LastLogits, Novelty, WindowAttention
+from kvjax.keep.scores.semantic import SemanticAttention, SemanticHeads
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
@@ -36,8 +38,6 @@ from kvjax.methods.shared import (
     pick,
     window_score,
 )
-from kvjax.phase import ByRank
-from kvjax.protocols import Allocation
 
 # Tokens of a text, or layers of a model, that belong together.
 Together = Annotated[int, Range(1)]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool, standardised
-from kvjax.keep.budget import Uniform
-from kvjax.keep.expected import ExpectedAttention, QueryStatistics
-from kvjax.keep.filters import Filtered, QueryFilters
-from kvjax.keep.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
-from kvjax.keep.lag import LagRelative
-from kvjax.keep.non_causal import NonCausalAttention
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import PREFILL_END, STEP, Every
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.score import KeyNorm
+from kvjax.keep.scores.algebra import Pool, standardised
+from kvjax.keep.scores.expected import ExpectedAttention, QueryStatistics
+from kvjax.keep.scores.filters import Filtered, QueryFilters
+from kvjax.keep.scores.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
+from kvjax.keep.scores.lag import LagRelative
+from kvjax.keep.scores.non_causal import NonCausalAttention
+from kvjax.keep.scores.score import KeyNorm
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Fit, Layers, Rank, Seed, Tokens, Window, pick
-from kvjax.when import PREFILL_END, STEP, Every
 
 
 @paper(

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.budget import AcrossLayers, Threshold, Uniform
-from kvjax.keep.distilled import Distilled, Scored, TokenScorer
-from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
-from kvjax.keep.gate import Gated, HiddenGate
-from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import AcrossLayers, Threshold, Uniform
+from kvjax.keep.gates.eviction_gates import AttentionGate, EvictionGate
+from kvjax.keep.gates.gate import Gated, HiddenGate
+from kvjax.keep.gates.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.restore import RestoreTokens
+from kvjax.keep.prompts.distilled import Distilled, Scored, TokenScorer
+from kvjax.keep.prompts.restore import RestoreTokens
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.selection_static_attention import kvzip
 from kvjax.methods.shared import Amount, Depth, Fit, Page, Share, TokenIds, Tokens, Window
-from kvjax.when import STEP
 
 
 @paper(

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Uniform
-from kvjax.keep.chunk_wise import EntropyGated
-from kvjax.keep.lookahead import Lookahead, LookaheadAttention
-from kvjax.keep.narrow import Narrow
-from kvjax.keep.passages import InPassages
+from kvjax.grammar.phase import ByRank
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.budgets.phases import InPhases
+from kvjax.keep.observations.lookahead import Lookahead, LookaheadAttention
+from kvjax.keep.observations.tokens import TokensOf
 from kvjax.keep.patterns import Recent
-from kvjax.keep.phases import InPhases
-from kvjax.keep.question import ChunkStays, Question, QuestionAttention
-from kvjax.keep.score import Position, WindowAttention
-from kvjax.keep.tokens import TokensOf
+from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.scores.algebra import Pool
+from kvjax.keep.scores.chunk_wise import EntropyGated
+from kvjax.keep.scores.passages import InPassages
+from kvjax.keep.scores.question import ChunkStays, Question, QuestionAttention
+from kvjax.keep.scores.score import Position, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window, window_score
-from kvjax.phase import ByRank
-from kvjax.when import STEP
 
 # Tokens of a text, or layers of a model, that belong together.
 Together = Annotated[int, Range(1)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from kvjax.fitted import Fitted
 from kvjax.grammar import Budget
-from kvjax.keep.algebra import Pool, Pooled
-from kvjax.keep.score import WindowAttention
+from kvjax.grammar.fitted import Fitted
+from kvjax.keep.scores.algebra import Pool, Pooled
+from kvjax.keep.scores.score import WindowAttention
 from kvjax.methods.parameters import Part, Range
 
 # A fraction of the tokens kept (float in (0, 1]), or slots per head (int >= 1).
@@ -26,7 +26,7 @@ Depth = Annotated[int | float, Part(0)]
 Tokens = Annotated[int, Range(0)]
 Layers = Annotated[int, Range(0)]
 # Slots of a page. Every head pays for the whole of its last one, so a page of a million tokens is a mistake.
-# Slots per page; None chooses it by the length of lists (`kvjax.paging.page_of`).
+# Slots per page; None chooses it by the length of lists (`kvjax.compress.pages.page_of`).
 Page = Annotated[int, Range(1, 65536)]
 # Channels or tokens that are quantised together.
 Group = Annotated[int, Range(1)]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name after it, the one in 1e+3 a digit.

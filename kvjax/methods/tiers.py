@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method, Store, check
 from kvjax.methods.around import around
 from kvjax.methods.parse import as_method

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method, check
+from kvjax.grammar.to_text import parts_of
 from kvjax.methods.declared import check_declared
 from kvjax.methods.parameters import checked
-from kvjax.written import parts_of
 
 # A user's function that builds a method, or the path of a Python file that has it.
 Own = str | os.PathLike[str] | Callable[..., Any]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method, check
-from kvjax.keep.chunk_wise import BlockByBlock, WithinChunks
-from kvjax.keep.merge_values import ValueBlend
-from kvjax.keep.phases import Phased
+from kvjax.grammar.when import Every
+from kvjax.keep.budgets.phases import Phased
+from kvjax.keep.merges.merge_values import ValueBlend
+from kvjax.keep.scores.chunk_wise import BlockByBlock, WithinChunks
 from kvjax.methods.around import around
 from kvjax.methods.parse import as_method
-from kvjax.when import Every
 
 
 @around("method")

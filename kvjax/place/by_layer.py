@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.cache import Near, Slots
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_host
 from kvjax.ops.decode.stacked_decode import on_lanes
+from kvjax.state.cache import Near, Slots
 
 # At most so many slots of a list go back to host memory for a new token: a TPU copies whole tiles.
 BLOCK = 32

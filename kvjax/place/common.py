@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, Slots
 from kvjax.place.paged import take_pages
+from kvjax.state.cache import Cache, GroupState, Paged, Pages, Segment, Slots
 
 
 def copies_of(part: Segment, rows: int) -> int:

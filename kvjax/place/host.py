@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.axes import specs_of_slots
-from kvjax.cache import Near, Slots
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone
 from kvjax.ops.base.memory import copy_blocks, listed, to_host
 from kvjax.place.by_layer import far
+from kvjax.state.axes import specs_of_slots
+from kvjax.state.cache import Near, Slots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Paged, Pages
-from kvjax.codes import Codec, Codes, dense, encode
+from kvjax.grammar.protocols import View
 from kvjax.ops.attention.union import NEG_INF
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import ragged_decode as ragged
-from kvjax.protocols import View
-from kvjax.stored import is_rows, meet
+from kvjax.state.cache import Paged, Pages
+from kvjax.state.code_forms import is_rows, meet
+from kvjax.state.codes import Codec, Codes, dense, encode
 
 FREE = np.iinfo(np.int32).max
 # Tokens of pages per pass of the walk: large enough for the matrix unit, small enough to stay in cache.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from kvjax.grammar.protocols import Stacking
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, takes_of
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import Group
-from kvjax.protocols import Stacking
 
 
 def pairs_of(stack: Stacking, config: Config) -> tuple[int, ...]:

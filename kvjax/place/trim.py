@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import Cache, Paged
 from kvjax.hosts.arrays import fetch
+from kvjax.state.cache import Cache, Paged
 
 
 def counted(method: Any) -> bool:

@@ -25,7 +25,7 @@ from kvjax.plan.roofline import roofline
 from kvjax.plan.sizes import cache_shapes, placed_cache, placed_weights, tree_bytes, weights
 from kvjax.plan.topologies import Topology
 from kvjax.steps import Run, prefill
-from kvjax.steps.decode import step_fn
+from kvjax.steps.decoding.step import step_fn
 
 # As the compilers say that a program does not fit.
 _OUT = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED|Out of memory", re.I)

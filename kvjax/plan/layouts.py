@@ -10,16 +10,16 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from kvjax.axes import check_rows
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.compat.layout_class import mesh_for
 from kvjax.grammar import Method
-from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
 from kvjax.mesh.rules import AXES, DATA, PRESETS, MeshAxes, Rules, as_rules
 from kvjax.models.axes import check_rules, left_whole
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.plan.topologies import Topology
+from kvjax.state.axes import check_rows
 
 AUTO = "auto"
 # What is tried where nothing is asked for: heads and channels split weights, rows and slots what is left.

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.hf_config import config_from_hf

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvjax.files import write_named
+from kvjax.base.atomic_files import write_named
 from kvjax.plan.planning import Planner
 
 # Contexts at which rows are counted, in tokens: 8k to 4M.

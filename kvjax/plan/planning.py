@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit, config_of
 from kvjax.grammar import Method
 from kvjax.mesh.rules import MeshAxes
 from kvjax.methods.parse import parse_method
@@ -23,7 +24,6 @@ from kvjax.plan.prompts import in_words
 from kvjax.plan.roofline import NOTE
 from kvjax.plan.sizes import Sizes
 from kvjax.plan.topologies import Topology
-from kvjax.suits import check_fit, config_of
 
 # What a budget is where a method's text has none.
 BUDGET = 0.25

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.cache import NOTHING, GroupState
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import new_keys, published_by
 from kvjax.models.config import Config
@@ -18,6 +17,7 @@ from kvjax.models.params import plan, shapes
 from kvjax.models.transformer import decode_layers
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, WHOLE, Way, bytes_asked, ways_of
+from kvjax.state.cache import NOTHING, GroupState
 
 _WORDS = {
     GATHER: "keys and values of all devices are put together on each",

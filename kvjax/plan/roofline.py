@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kvjax.cache import Cache, GroupState, Paged
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, mlp_of
@@ -16,6 +15,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.plan.collectives import Collective
 from kvjax.plan.sizes import bits, on_device
 from kvjax.plan.topologies import Topology
+from kvjax.state.cache import Cache, GroupState, Paged
 
 NOTE = (
     "Roofline: a model, not measured. hbm: weights that a step needs and all of the cache, read once; mxu: "

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.axes import map_axes
-from kvjax.cache import Cache, lies_far
 from kvjax.grammar import Method
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.mesh.rules import Rules
@@ -23,6 +21,8 @@ from kvjax.models.placement import map_leaves
 from kvjax.ops.base.memory import KIND
 from kvjax.plan.layouts import abstract, parts_of_lists
 from kvjax.plan.topologies import Topology
+from kvjax.state.axes import map_axes
+from kvjax.state.cache import Cache, lies_far
 from kvjax.steps import Run, prefill
 
 # Of a cache's slots, so many are left for new tokens.

@@ -8,7 +8,7 @@ import re
 from typing import NamedTuple
 
 from kvjax.aot.hardware import DEVICES, GPUS, Device, Gpu
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
 KNOWN = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x1", "h100:8")

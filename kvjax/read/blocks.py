@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Slots
 from kvjax.grammar import Budget
+from kvjax.grammar.calls import IN_PREFILL, IN_STEP
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
 from kvjax.ops.base.dtypes import wide
-from kvjax.protocols import Inputs, Observation, Seen, Trace
-from kvjax.word_keys import key_of
-from kvjax.words import IN_PREFILL, IN_STEP
+from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)

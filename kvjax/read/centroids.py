@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Slots
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.largest import first_largest
 from kvjax.read.ranked import RankedSlots, summed
+from kvjax.state.cache import Slots
 
 
 def k_means(

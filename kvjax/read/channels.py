@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Slots
-from kvjax.codes import dense
 from kvjax.grammar import Budget
+from kvjax.grammar.protocols import AttentionSpec
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
-from kvjax.protocols import AttentionSpec
+from kvjax.state.cache import Slots
+from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
 from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.read.pages import visited
+from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)

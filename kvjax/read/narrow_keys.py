@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Slots
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.ranked import RankedSlots, summed
+from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.decode.page_scores import page_scores
 from kvjax.ops.decode.picked_decode import picked
+from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Slots
-from kvjax.codes import dense
 from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
+from kvjax.state.cache import Slots
+from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,14 @@ They are jitted with static (config, method) and take parameters and cache as pl
 segments, allocations and evictions, but no method by name.
 """
 
-from kvjax.steps.apart import chooses, compress, prefill_apart, read, reading
-from kvjax.steps.decode import step, step_fn, step_hidden, step_keeping
-from kvjax.steps.forward import Prompt, needs_of, read_tokens
-from kvjax.steps.observing import observe
-from kvjax.steps.probing import probed
-from kvjax.steps.prompt import prefill, scored, settle, settled
-from kvjax.steps.run import Run
-from kvjax.steps.verify import until_flush, verify
+from kvjax.steps.decoding.step import step, step_fn, step_hidden, step_keeping
+from kvjax.steps.prefilling.observe import observe
+from kvjax.steps.prefilling.probe import probed
+from kvjax.steps.prefilling.read import Prompt, needs_of, read_tokens
+from kvjax.steps.prefilling.settle import prefill, scored, settle, settled
+from kvjax.steps.prefilling.two_programs import chooses, compress, prefill_apart, read, reading
+from kvjax.steps.prefilling.verify import until_flush, verify
+from kvjax.steps.shared.run import Run
 
 __all__ = [
     "Prompt",

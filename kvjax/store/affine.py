@@ -19,7 +19,7 @@ from kvjax.ops.base.bit_packing import (
     unpack,
     unpack_tokens,
 )
-from kvjax.stored import ROWS, Form
+from kvjax.state.code_forms import ROWS, Form
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.codes import Codec, Taught
-from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.state.codes import Codec, Taught
 
 
 @dataclasses.dataclass(frozen=True)

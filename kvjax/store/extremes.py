@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.codes import Codec
 from kvjax.ops.base.largest import first_largest
+from kvjax.state.codes import Codec
+from kvjax.state.write import put_in_rows
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
-from kvjax.writing import put_in_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Codes by levels that need not be evenly spaced, of numbers that were brought to one range (KVQuant).
 
 `ByChannel` and `ByToken` bring numbers to [-1, 1], `Levels` encodes what lies there. Words name what they
-were fitted to; in a program, `kvjax.codes.taught` makes codecs of them that have it at hand.
+were fitted to; in a program, `kvjax.state.codes.taught` makes codecs of them that have it at hand.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.codes import Codec, Taught, taught
-from kvjax.errors import InputError
-from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.base.errors import InputError
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, of_short, pack, pair, short, unpack
+from kvjax.state.codes import Codec, Taught, taught
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 

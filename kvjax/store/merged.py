@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from kvjax.codes import Codec, Codes
 from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
+from kvjax.state.codes import Codec, Codes
 from kvjax.store.wrap import joined, part_of
 
 
@@ -20,7 +20,7 @@ class Sized:
 
     "size" [*b, S] is in the dtype of the rows, and so is "direction" [*b, S, H] where there is no codec.
     borrows: the directions lie in the codes of the layer below, and are put beside "size" before these are
-    decoded (`kvjax.stored.completed`).
+    decoded (`kvjax.state.code_forms.completed`).
 
     >>> data = Sized().encode(jnp.array([[3.0, 4.0]]))
     >>> data["size"].tolist(), data["direction"].round(1).tolist()

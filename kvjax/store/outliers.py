@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.codes import Codec
+from kvjax.state.codes import Codec
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 

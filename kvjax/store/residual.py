@@ -10,9 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.codes import Codec
+from kvjax.state.code_forms import Span, is_steady, span_of
+from kvjax.state.codes import Codec
 from kvjax.store.wrap import joined, part_of
-from kvjax.stored import Span, is_steady, span_of
 
 
 @dataclasses.dataclass(frozen=True)

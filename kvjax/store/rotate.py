@@ -14,9 +14,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.codes import Codec
+from kvjax.state.code_forms import Span, span_of, times
+from kvjax.state.codes import Codec
 from kvjax.store.wrap import Around, Wrapper
-from kvjax.stored import Span, span_of, times
 
 # Which numbers of a seed are drawn for what: two matrices of one seed share none.
 ORTHOGONAL, SIGNS, SKETCH = range(3)

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float16
 
 from kvjax.ops.base.bit_packing import pack, unpack
+from kvjax.state.code_forms import Span, times
 from kvjax.store.codebooks import sphere_codebook
 from kvjax.store.rotate import SKETCH, constant, draw
-from kvjax.stored import Span, times
 
 # A length beyond float16's range is stored divided by this, with a minus sign.
 _FAR = 2.0**16

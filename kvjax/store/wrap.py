@@ -7,8 +7,8 @@ from typing import overload
 
 from jaxtyping import Array
 
-from kvjax.codes import Codec
-from kvjax.stored import is_steady
+from kvjax.state.code_forms import is_steady
+from kvjax.state.codes import Codec
 
 
 class Wrapper:

@@ -12,20 +12,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.errors import InputError
-from kvjax.fitted import Fitted, fitted_words, lacks_fit, spelled, with_fitted
-from kvjax.fitting.asked import adapter
-from kvjax.fitting.remembered import embeddings
-from kvjax.fitting.repeated import repeated
-from kvjax.fitting.whole import check_whole
+from kvjax.base.errors import InputError
+from kvjax.compat.shipped_fits import ready
+from kvjax.fitting.loops.whole import check_whole
+from kvjax.fitting.prompts.memory_tokens import embeddings
+from kvjax.fitting.prompts.questions import adapter
+from kvjax.fitting.prompts.run_memory import repeated
 from kvjax.grammar import Method
-from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
+from kvjax.grammar.fitted import Fitted, fitted_words, lacks_fit, spelled, with_fitted
+from kvjax.keep.prompts.memory_tokens import MemoryTokens, RunMemory
 from kvjax.methods.parse import parse_method
 from kvjax.models.feed_forward import MoE, mlp_of
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.pure import bind
-from kvjax.ready import ready
 from kvjax.steps import Run
 
 Arrays = dict[str, Array]

@@ -26,14 +26,14 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from kvjax.block_transformer import BlockTransformer
-from kvjax.checkpoint import save_checkpoint
-from kvjax.errors import InputError
+from kvjax.api.block_transformer import BlockTransformer
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
 from kvjax.eval.report.progress import Bars
-from kvjax.files import write_atomic
-from kvjax.fitted import save_fitted
+from kvjax.grammar.fitted import save_fitted
 from kvjax.hosts.messages import by_first, check_same, count, is_first
-from kvjax.loading import load
+from kvjax.io.checkpoint import save_checkpoint
+from kvjax.io.load import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
 from kvjax.models.axes import check_rules, note_whole
 from kvjax.models.block_transformer import BlockConfig
@@ -44,17 +44,17 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
-from kvjax.train.ahead import Ahead
-from kvjax.train.beside import beside, check_tokenizer, learning
 from kvjax.train.curve import draw_losses
+from kvjax.train.data.packing import HeldOut, Place, Rows, Stream
+from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.sources import Source, Words, source_of, words_of
+from kvjax.train.data.texts import Column, Files
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import check_circuit, circuit_init
-from kvjax.train.rows import HeldOut, Place, Rows, Stream
 from kvjax.train.run_folder import LOG, alone, check_folder, clock, learned_file, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
-from kvjax.train.sources import Source, Words, source_of, words_of
 from kvjax.train.step import (
     Beside,
     Found,
@@ -67,7 +67,7 @@ from kvjax.train.step import (
     told,
     total_loss,
 )
-from kvjax.train.texts import Column, Files
+from kvjax.train.teachers import beside, check_tokenizer, learning
 from kvjax.train.trained import Fixed, check_finite, groups_of, joined, kinds, split
 
 AnyConfig = Config | BlockConfig

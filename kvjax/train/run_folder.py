@@ -16,10 +16,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from kvjax.errors import InputError
-from kvjax.files import hold, write_atomic
+from kvjax.base.atomic_files import hold, write_atomic
+from kvjax.base.errors import InputError
+from kvjax.base.interrupts import goes_on_in
 from kvjax.hosts.messages import by_first
-from kvjax.interrupts import goes_on_in
 
 LOG, SETTINGS = "log.jsonl", "run.json"
 # What a run writes beside its settings: none of it may be there before.

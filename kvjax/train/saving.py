@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from kvjax.checkpoint import quiet_orbax
-from kvjax.errors import InputError
-from kvjax.files import disk_says, in_short
+from kvjax.base.atomic_files import disk_says, in_short
+from kvjax.base.errors import InputError
+from kvjax.io.checkpoint import quiet_orbax
 
 
 class Saver:

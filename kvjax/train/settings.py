@@ -8,13 +8,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.base.ranges import REFUSED, Count, FieldError, Range, Whole, check_fields, expected, read
 from kvjax.eval.tasks.recall_tasks import TASKS
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json
 from kvjax.ops.base.rope import Rope
-from kvjax.ranges import REFUSED, Count, FieldError, Range, Whole, check_fields, expected, read
 
 S = TypeVar("S")
 
@@ -372,7 +372,7 @@ def check_changes(bound: Mapping[str, Mapping[str, Any]], changes: Sequence[str]
 
     >>> check_changes({"train": {"stages": [(500, 128, 16)]}}, ["train.steps=3"])
     Traceback (most recent call last):
-    kvjax.errors.InputError: train.steps=3 changes nothing, because train.stages is [(500, 128, 16)], which \
+    kvjax.base.errors.InputError: train.steps=3 changes nothing, because train.stages is [(500, 128, 16)], which \
 decides steps, length and batch: give other stages, or train.stages=() with the three
     """
     stages, start = bound.get("train", {}).get("stages", ()), bound.get("model", {}).get("start")

@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """One batch in A parts; each is as `kvjax.train.rows.Rows` has it, with S = T + 1."""
+    """One batch in A parts; each is as `kvjax.train.data.packing.Rows` has it, with S = T + 1."""
 
     tokens: Int[Array, "A B S"]
     weights: Float[Array, "A B S"]

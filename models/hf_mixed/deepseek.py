@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE
 from kvjax.models.hf_mixed.pieces import (

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
 from kvjax.models.hf_mixed.deepseek import latent_attention

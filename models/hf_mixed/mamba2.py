@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.hf_mixed.pieces import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.hf_mixed.moe import qwen_experts, write_qwen_experts

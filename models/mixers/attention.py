@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
-from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Mixer, SlotShape, Take
@@ -14,7 +15,6 @@ from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
-from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
@@ -23,7 +24,6 @@ from kvjax.ops.recurrent.features import (
     performer_attention,
 )
 from kvjax.ops.recurrent.slot_memory import LogSum
-from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, group_norm, rms_norm
@@ -27,7 +28,6 @@ from kvjax.models.mixer import (
 )
 from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
 from kvjax.ops.recurrent import rwkv as ops
-from kvjax.ranges import Whole
 
 # Of the LayerNorms, as in the authors' code.
 EPS = 1e-5

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
-from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)

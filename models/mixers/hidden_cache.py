@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState, Take
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.kept_tokens import kept_of, state_of
 from kvjax.ops.attention.nearest_states import attend_to_states, nearest_states
-from kvjax.ranges import Whole
 
 # Of the LayerNorm, as in the authors' code.
 EPS = 1e-5

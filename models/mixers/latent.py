@@ -7,12 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.base.rope import Rope
-from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Latent(Mixer):
     rotation (the NoPE layers of Kimi Linear, arXiv:2510.26692). scale: (nope_dim + rope_dim)^-0.5 unless
     given. source: the layer whose latents are read, with up-projections of one's own (CLLA,
     arXiv:2410.15252). eps: of the latents' norms. normed: False leaves out the norm of c, and rope_heads:
-    k_r turns as so many heads, as where another attention was converted (`kvjax.train.latents`).
+    k_r turns as so many heads, as where another attention was converted (`kvjax.train.convert.latents`).
     """
 
     rank: int

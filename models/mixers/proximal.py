@@ -6,13 +6,13 @@ import dataclasses
 
 from jaxtyping import Array, Bool, Float
 
+from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState, Take
 from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, state_of, turned
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.proximal import Proximal, proximal_attention
-from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)

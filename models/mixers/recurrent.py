@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.axes import pinned_to
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState
@@ -18,6 +17,7 @@ from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent import linear_attention as ops
 from kvjax.ops.recurrent.convolution import short_conv
 from kvjax.ops.recurrent.slot_attention import GSAState, gsa
+from kvjax.state.axes import pinned_to
 
 
 def how_it_runs(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvjax.aot import gpu_reading
 from kvjax.aot.cases.gpu import CASES
 from kvjax.aot.hardware import GPUS
 from kvjax.aot.probe import available, probe
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from tests.aot.turns import by_kernel
 
 RECORD = json.loads((Path(__file__).parent / "gpu.json").read_text())

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kvjax.aot import tune
 from kvjax.aot.cases import CASES
 from kvjax.aot.hardware import DEVICES
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.ops.decode import grouped_decode, mla_decode, paged_decode, stacked_decode
 from kvjax.ops.decode.page_pool import PagePool, page_rows
 from kvjax.pallas_kernels import block_sizes

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.block_transformer import BlockConfig, BlockTransformer, init
-from kvjax.checkpoint import save_checkpoint
-from kvjax.cli import main
+from kvjax.api.block_transformer import BlockConfig, BlockTransformer, init
 from kvjax.commands.generate import SAMPLE
 from kvjax.commands.inspect_model import find_config
-from kvjax.commands.sizes import BlockTransformerSizes
+from kvjax.commands.main import main
+from kvjax.io.checkpoint import save_checkpoint
 from kvjax.models.config import Config
+from kvjax.plan.cache_sizes import BlockTransformerSizes
 
 L, P = 4, 2
 SIZES = dict(layers=1, heads=2, kv_heads=1, head_dim=32, d_ff=24)

@@ -7,20 +7,20 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.cache import kept_positions, nbytes
-from kvjax.cli import main
 from kvjax.commands.explain_print import weight
 from kvjax.commands.explain_sentences import at_each_step, at_prefill, inside, said
+from kvjax.commands.main import main
 from kvjax.commands.methods_cards import shown
 from kvjax.commands.terminal import size
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool, Word
-from kvjax.keep.budget import Uniform
+from kvjax.grammar.when import Every
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
+from kvjax.keep.scores.algebra import Pool, Word
 from kvjax.methods import METHODS, takes_budget
 from kvjax.methods.parse import parse_method
+from kvjax.state.cache import kept_positions, nbytes
 from kvjax.store.affine import Affine
-from kvjax.when import Every
 from tests.methods.battery import model
 from tests.sweep import sweep
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli import main
+from kvjax.commands.main import main
 from kvjax.eval.tasks.sample import ForcedSample
 from tests.sweep import sweep
 

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import kvjax
-from kvjax.cli import main
 from kvjax.commands.generate_stream import Clock, Decoding, Printer
-from kvjax.train.byte_tokenizer import byte_tokenizer
+from kvjax.commands.main import main
+from kvjax.train.data.byte_tokenizer import byte_tokenizer
 
 # Bytes of characters of two to four bytes, and bytes that begin none.
 _BYTES = [*"é€😀".encode(), 0x80, 0xFF, 0xE2, 65, 32]

@@ -12,13 +12,11 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import nbytes
-from kvjax.checkpoint import save_checkpoint
-from kvjax.cli import main
 from kvjax.commands.inspect_model import find_config, model_rows
-from kvjax.commands.sizes import Sizes
-from kvjax.fitted import fitted_words
-from kvjax.loading import SHIPPED
+from kvjax.commands.main import main
+from kvjax.grammar.fitted import fitted_words
+from kvjax.io.checkpoint import save_checkpoint
+from kvjax.io.load import SHIPPED
 from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
@@ -26,6 +24,8 @@ from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.plan.cache_sizes import Sizes
+from kvjax.state.cache import nbytes
 from kvjax.steps import Run
 from tests.models import architectures
 from tests.models.conversation import parameters

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.cli import main
 from kvjax.commands import methods_cards
+from kvjax.commands.main import main
 from kvjax.commands.methods import filtered, listing
 from kvjax.commands.methods_cards import PLAIN, VERBS, card, docstring_of, shown
+from kvjax.compat.model_fit import check_fit
 from kvjax.eval.report.leaderboard import Line
 from kvjax.grammar import Method
+from kvjax.grammar.to_text import written
 from kvjax.methods import METHODS
-from kvjax.suits import check_fit
-from kvjax.written import written
 
 BY_ID = {row["id"]: row for row in listing()}
 

@@ -7,8 +7,8 @@ import sys
 import jax
 import pytest
 
-from kvjax.cli import main
 from kvjax.commands import programs
+from kvjax.commands.main import main
 
 FOLDER = ("kvjax", "programs")
 # A command without the parts that take long: it keeps programs, as commands do, and compiles one.

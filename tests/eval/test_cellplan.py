@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.methods import METHODS, takes_budget

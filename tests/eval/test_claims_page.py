@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cli import make_parser
+from kvjax.commands.main import make_parser
 from kvjax.eval.report.leaderboard import Leaderboard, Line, Speed, read_leaderboard
 from kvjax.methods import METHODS, takes_budget
 from tests.eval.test_leaderboard import board  # noqa: F401

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.compare import compare
 from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells

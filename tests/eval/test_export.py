@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvjax.cli import main
+from kvjax.commands.main import main
 from kvjax.eval.report import page
 from kvjax.eval.report.cells import summarise
 from kvjax.eval.report.export import latex_cells

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import plan_cells
 from kvjax.eval.tasks.sample import TASKS
 from kvjax.eval.tasks.suite import make_suite

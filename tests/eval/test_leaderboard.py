@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import summarise
 from kvjax.eval.report.leaderboard import Run, Speed, leaderboard_text, lines_of, read_leaderboard
 from tests.eval.rows import METRICS, TASKS, comparison

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.run.answers import generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.runner import observe, settle
 from kvjax.eval.tasks.benchmarks import LONGBENCH
@@ -16,7 +16,7 @@ from kvjax.eval.tasks.rows import make_rows
 from kvjax.eval.tasks.sample import ForcedSample, OpenSample, most_new_tokens
 from kvjax.eval.tasks.suite import CombinedSuite, make_suite
 from kvjax.grammar import Method
-from kvjax.loading import load
+from kvjax.io.load import load
 from kvjax.steps import Run
 from tests.eval.test_words import TOKENIZERS, hf_folder
 from tests.sweep import sweep

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cli import make_parser
-from kvjax.gin_bindings import load_training
+from kvjax.commands.main import make_parser
+from kvjax.io.gin_bindings import load_training
 from kvjax.train.settings import training
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks import metrics
 
 WORDS = "the a an cat dog, sat on. mat Red blue 7".split()

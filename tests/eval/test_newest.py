@@ -9,9 +9,9 @@ from rich.console import Console
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import kept_positions, nbytes
-from kvjax.cli import make_parser
-from kvjax.errors import InputError
+from kvjax.api.prefill import padded
+from kvjax.base.errors import InputError
+from kvjax.commands.main import make_parser
 from kvjax.eval.compare import compare
 from kvjax.eval.report.comparison_table import PROTOCOLS as SAID
 from kvjax.eval.run import plan as planning
@@ -21,8 +21,8 @@ from kvjax.eval.run.runner import bare_run, observe
 from kvjax.eval.tasks.rows import PROTOCOLS, make_rows
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
-from kvjax.prefilling import padded
 from kvjax.pure import bind
+from kvjax.state.cache import kept_positions, nbytes
 from tests.methods.battery import MAIN, model
 
 LENGTHS = np.array([len(row) for row in MAIN.first])

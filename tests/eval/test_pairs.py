@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvjax.errors import InputError
-from kvjax.eval.tasks.pairs import KEYS, VALUES, pairs_batch
+from kvjax.base.errors import InputError
+from kvjax.eval.tasks.associative_recall import KEYS, VALUES, pairs_batch
 from kvjax.eval.tasks.recall import WORDS, tokenizer
 
 

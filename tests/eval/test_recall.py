@@ -6,7 +6,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks import recall
 from kvjax.eval.tasks.recall import WORDS, make_context, min_tokens, tokenizer
 from kvjax.eval.tasks.recall_tasks import (

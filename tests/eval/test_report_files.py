@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvjax import files
+from kvjax.base import atomic_files as files
+from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report import page
 from kvjax.eval.report.cells import summarise
 from kvjax.eval.report.frontier import panels_of, write_frontier
 from kvjax.eval.report.page import write_report
-from kvjax.files import write_atomic
 from tests.eval.rows import METRICS, row
 
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from kvjax.cli import main
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
 from kvjax.eval.compare import compare
 from kvjax.eval.run import log as logging
 from kvjax.eval.run.log import RESULTS, UnitLog

@@ -7,9 +7,9 @@ import pytest
 from rich.table import Table
 
 import kvjax
-from kvjax.cli import main, make_parser
+from kvjax.base.errors import InputError
 from kvjax.commands import inspect_model
-from kvjax.errors import InputError
+from kvjax.commands.main import main, make_parser
 from kvjax.eval import compare as comparing
 from kvjax.eval.compare import compare
 from kvjax.eval.report.text_page import text_html

@@ -15,14 +15,14 @@ from scipy.special import rel_entr
 
 import kvjax
 from kvjax import pure
-from kvjax.errors import InputError
-from kvjax.eval import streaming
+from kvjax.base.errors import InputError
+from kvjax.eval.run import perplexity as streaming
 from kvjax.eval.run.cellplan import Entry
-from kvjax.eval.streaming import compare_text, divergence, print_stream, read_windows, stream_text
+from kvjax.eval.run.perplexity import compare_text, divergence, print_stream, read_windows, stream_text
 from kvjax.eval.tasks import recall
 from kvjax.grammar import Method
+from kvjax.io.load import load
 from kvjax.keep.patterns import Recent
-from kvjax.loading import load
 from tests.eval.test_words import CORPUS, TOKENIZERS, hf_folder
 
 # One process makes the run that all tests look at.

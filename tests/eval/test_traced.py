@@ -3,7 +3,7 @@
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.traced import check_traced
 
@@ -11,8 +11,8 @@ FILE = """
 from __future__ import annotations
 import dataclasses
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Word
-from kvjax.keep.budget import Uniform
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.budgets.budget import Uniform
 
 @dataclasses.dataclass(frozen=True)
 class PerRow(Word):

@@ -6,13 +6,14 @@ import jax
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvjax.errors import InputError
-from kvjax.eval.tasks import recall, words
+from kvjax.base.errors import InputError
+from kvjax.eval.tasks import plain_english as words
+from kvjax.eval.tasks import recall
+from kvjax.eval.tasks.plain_english import Words, make_words
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.sample import TASKS
 from kvjax.eval.tasks.suite import Recall, make_suite
-from kvjax.eval.tasks.words import Words, make_words
-from kvjax.loading import load
+from kvjax.io.load import load
 from kvjax.models.config import Config
 from kvjax.models.hf import save_hf
 from kvjax.models.model import Model

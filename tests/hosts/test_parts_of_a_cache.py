@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache_file
-from kvjax.cache_arrays import Arrays, _write, write_parts
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.io import cache_file
+from kvjax.io.cache_arrays import Arrays, _write, write_parts
 
 WHOLE = (slice(None), slice(None))
 

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.cli import main
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
 from kvjax.eval.run import log as logs
 from kvjax.eval.run.cellplan import Entry, share_of
 from kvjax.eval.run.log import UnitLog

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget
-from kvjax.keep.budget import AcrossHeads, AcrossLayers, Pyramid, Uniform
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Pyramid, Uniform
 from kvjax.place.paged import pool_pages
 from tests.sweep import sweep
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvjax.keep.chunk_wise import BlockByBlock, EntropyGated, WithinChunks
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.score import KeyNorm
+from kvjax.keep.scores.chunk_wise import BlockByBlock, EntropyGated, WithinChunks
+from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import B, K, check, seen_by
 from tests.keep.test_score import view as view  # a fixture
 

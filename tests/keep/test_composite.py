@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.algebra import Word
-from kvjax.keep.composite import Agreed, Composite
-from kvjax.protocols import View
+from kvjax.grammar.protocols import View
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.scores.composite import Agreed, Composite
 from tests.keep.test_score import f32, seen_by
 
 

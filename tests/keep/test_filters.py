@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
-from kvjax.keep.filters import Filtered, QueryFilters
+from kvjax.base.errors import InputError
+from kvjax.keep.scores.filters import Filtered, QueryFilters
+from tests.float64.reference import Prompt
 from tests.keep.test_score import B, H, K, check, f32, seen_by, slots
 from tests.methods.battery import MAIN, decoder, model
 from tests.methods.expected import FILTERS
-from tests.reference import Prompt
 
 ROWS = [*MAIN.first, *MAIN.second]
 

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep import geometry
-from kvjax.keep.algebra import standardised
-from kvjax.keep.geometry import Capacity, Leverage, LocalNorms, unrotated
-from kvjax.keep.non_causal import ChunkMates
-from kvjax.keep.observe import QueryMoments
-from kvjax.keep.score import KeyNorm
+from kvjax.grammar.protocols import AttentionSpec
+from kvjax.keep.observations.observe import QueryMoments
+from kvjax.keep.scores import geometry
+from kvjax.keep.scores.algebra import standardised
+from kvjax.keep.scores.geometry import Capacity, Leverage, LocalNorms, unrotated
+from kvjax.keep.scores.non_causal import ChunkMates
+from kvjax.keep.scores.score import KeyNorm
 from kvjax.ops.base.rope import Rope, angles, rotate
-from kvjax.protocols import AttentionSpec
+from tests.float64.reference import rope, softmax
 from tests.keep.test_score import LENGTH, B, G, H, K, S, check, f32, seen_by, slots
 from tests.methods.expected import leverage
-from tests.reference import rope, softmax
 from tests.sweep import sweep
 
 

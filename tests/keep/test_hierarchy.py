@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
-from kvjax.keep.hierarchy import Hierarchy
+from kvjax.base.errors import InputError
+from kvjax.keep.prompts.hierarchy import Hierarchy
+from tests.float64.reference import Prompt
 from tests.methods.battery import MAIN, PACKED, ROOM, decoder, model, off, packed, positions
 from tests.methods.learned import BIAS, LAYERS, MERGING, homer_goes_on
 from tests.methods.table import BY_LABEL
-from tests.reference import Prompt
 
 HOMER = BY_LABEL["homer"].method()
 

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.algebra import Aged
-from kvjax.keep.keyformer import NoisyMass
-from kvjax.keep.score import Position
+from kvjax.keep.scores.algebra import Aged
+from kvjax.keep.scores.keyformer import NoisyMass
+from kvjax.keep.scores.score import Position
+from tests.float64.reference import softmax
 from tests.keep.test_score import LENGTH, check, seen_by
 from tests.keep.test_score import view as view  # a fixture
-from tests.reference import softmax
 
 
 def test_noisy_attention_is_a_softmax_of_logits_with_gumbel_noise_that_gets_warmer():

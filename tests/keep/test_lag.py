@@ -6,15 +6,15 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, check
-from kvjax.keep.budget import Uniform
-from kvjax.keep.lag import LagRank, LagRelative
+from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.when import STEP, Every
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.scores.lag import LagRank, LagRelative
 from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Seen, View
-from kvjax.when import STEP, Every
+from tests.float64.reference import Lag, Prompt, lag_ranks
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import MAIN, decoder, model, positions, step
 from tests.methods.rows import THETA, count
-from tests.reference import Lag, Prompt, lag_ranks
-from tests.reference import Row as Slotwise
 
 B, K, H, LAG, SINKS = 2, 2, 8, 4, 2
 TRACE = LagRank(LAG, SINKS)

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
-from kvjax.keep.observe import Queries
-from kvjax.keep.score import KeyNorm
+from kvjax.keep.budgets.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, K, S, check, f32, probabilities, seen_by, window_of
 from tests.keep.test_score import view as view  # a fixture
 

@@ -7,21 +7,21 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.budget import Uniform
-from kvjax.keep.merge_cam import ValueMerge
-from kvjax.keep.merge_d2o import SimilarMerge
+from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.when import Every
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.merges.merge_cam import ValueMerge
+from kvjax.keep.merges.merge_d2o import SimilarMerge
+from kvjax.keep.observations.trace import Received
 from kvjax.keep.patterns import Recent
-from kvjax.keep.score import AccumulatedAttention
-from kvjax.keep.trace import Received
+from kvjax.keep.scores.score import AccumulatedAttention
 from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Seen, View
-from kvjax.when import Every
-from tests.merges import d2o, turned
+from tests.float64.merges import d2o, turned
+from tests.float64.reference import Prompt
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import MAIN, PACKED, decoder, kept_of, model, packed, step, talk
 from tests.methods.rows import THETA, count
 from tests.methods.table import BY_LABEL
-from tests.reference import Prompt
-from tests.reference import Row as Slotwise
 
 
 def check_slots(cache, rows):

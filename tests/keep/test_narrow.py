@@ -10,28 +10,28 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.commands.sizes import Sizes as Planned
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.runner import Runner
 from kvjax.eval.tasks.rows import Rows
 from kvjax.grammar import Budget, Keep, Method, Store, chain
-from kvjax.keep.budget import AcrossHeads, Uniform
-from kvjax.keep.narrow import Narrow
-from kvjax.keep.probe import ProbeAttention, RepeatContext
-from kvjax.keep.score import AccumulatedAttention, KeyNorm, OutputNorm, Position
+from kvjax.grammar.phase import ByRank
+from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
+from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, OutputNorm, Position
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention
 from kvjax.models.params import init, plan
-from kvjax.phase import ByRank
+from kvjax.plan.cache_sizes import Sizes as Planned
 from kvjax.steps import Run
+from tests.float64.reference import Prompt, best, pool, rope, softmax
+from tests.float64.reference import Row as Slotwise
 from tests.keep.test_refused import OfNow
 from tests.methods.battery import MAIN, PACKED, ROOM, B, T, decoder, model, off, packed, positions, talk
 from tests.methods.expected import LAST_WHOLE, PASSED, fastkv_goes_on
 from tests.methods.rows import KERNEL, WINDOW
 from tests.methods.table import BY_LABEL
-from tests.reference import Prompt, best, pool, rope, softmax
-from tests.reference import Row as Slotwise
 
 FASTKV = BY_LABEL["fastkv"].method()
 HALF, PROBE = Budget(0.5), RepeatContext((1, 2))
@@ -119,7 +119,7 @@ MIXERS = {
 def test_models_whose_upper_layers_need_all_tokens_are_refused(message, mixers):
     config = dataclasses.replace(model("deep").config, mixers=mixers)
     with pytest.raises(InputError, match=message):
-        kvjax.suits.check_fit(FASTKV, config)
+        kvjax.compat.model_fit.check_fit(FASTKV, config)
 
 
 def test_a_layer_without_any_above_it_is_refused():
@@ -226,7 +226,7 @@ def test_a_size_that_is_planned_is_that_of_the_cache():
     m = model("deep")
     planned = Planned(m.config, "float32", T, [Method(), FASTKV]).nbytes(FASTKV, room=ROOM)
     cache = kvjax.prefill(m, [MAIN.first[0]], method=FASTKV, room=ROOM)[1]
-    assert planned == kvjax.cache.nbytes(cache)
+    assert planned == kvjax.state.cache.nbytes(cache)
 
 
 # --- in a comparison -------------------------------------------------------------------------------------

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.observe import Queries, QueryMoments
+from kvjax.grammar.protocols import Inputs
+from kvjax.keep.observations.observe import Queries, QueryMoments
 from kvjax.models.config import Config
 from kvjax.models.params import init
-from kvjax.protocols import Inputs
-from kvjax.steps import observed
+from kvjax.steps.prefilling import collect as observed
 
 B, N, K, T, H = 3, 4, 2, 9, 6
 COUNT, START = np.array([9, 4, 1]), np.array([0, 5, 2])

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.hashed import HashLikeness
-from kvjax.keep.norms import NormRatio, Rounded
-from kvjax.keep.observe import Queries
-from kvjax.keep.pages import WholePages
-from kvjax.keep.score import KeyNorm
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.scores.hashed import HashLikeness
+from kvjax.keep.scores.norms import NormRatio, Rounded
+from kvjax.keep.scores.pages import WholePages
+from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, H, K, check, seen_by, window_of
 from tests.keep.test_score import view as view  # a fixture
 

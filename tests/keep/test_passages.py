@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from kvjax.keep.enough import Covering
-from kvjax.keep.observe import Mass
-from kvjax.keep.passages import InPassages
-from kvjax.keep.score import KeyNorm
-from kvjax.keep.tokens import TokensOf
-from kvjax.keep.trace import Received
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.tokens import TokensOf
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.enough import Covering
+from kvjax.keep.scores.passages import InPassages
+from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import B, K, S, check, f32, seen_by
 from tests.keep.test_score import view as view  # a fixture
 

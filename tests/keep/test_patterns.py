@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_budget
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.suits import check_budget
 from tests.methods.battery import model
 
 LENGTH, N = np.array([12, 5, 3]), np.array([6, 4, 3])

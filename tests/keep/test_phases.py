@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.beehive import Sampled, Samples
-from kvjax.keep.observe import Mass
-from kvjax.keep.phases import InPhases, Written
-from kvjax.keep.score import KeyNorm, Position
-from kvjax.keep.trace import Received
-from kvjax.protocols import Inputs
+from kvjax.grammar.protocols import Inputs
+from kvjax.keep.budgets.phases import InPhases, Written
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.beehive import Sampled, Samples
+from kvjax.keep.scores.score import KeyNorm, Position
 from tests.keep.test_score import LENGTH, B, H, K, N, S, f32, seen_by
 from tests.keep.test_score import view as view  # a fixture
 

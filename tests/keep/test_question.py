@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Cache
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.state.cache import Cache
+from tests.float64.reference import Prompt, Row, best, softmax
 from tests.methods.battery import decoder, model, off, positions, step
 from tests.methods.expected import PREFIX
-from tests.reference import Prompt, Row, best, softmax
 
 ASKED, CHUNK, SLOTS = 4, 16, 19
 FINCH = kvjax.method("finch", budget=0.5, question=ASKED)

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.budget import UpTo
-from kvjax.keep.deviation import AttentionDeviation
-from kvjax.keep.observe import Mass, Queries
-from kvjax.keep.recent_queries import FusedAttention, Votes
-from kvjax.keep.trace import Received
+from kvjax.keep.budgets.budget import UpTo
+from kvjax.keep.observations.observe import Mass, Queries
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.deviation import AttentionDeviation
+from kvjax.keep.scores.recent_queries import FusedAttention, Votes
 from tests.keep.test_score import (
     CAP,
     LENGTH,

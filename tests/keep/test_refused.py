@@ -6,18 +6,18 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, chain
-from kvjax.keep.algebra import Pool, Word
-from kvjax.keep.budget import AcrossHeads, Uniform
-from kvjax.keep.expected import ExpectedAttention
-from kvjax.keep.narrow import Narrow
-from kvjax.keep.observe import Mass, Queries
+from kvjax.grammar.when import STEP, Every, Full
+from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.observations.observe import Mass, Queries
+from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.probe import ProbeAttention, RepeatContext
-from kvjax.keep.score import AccumulatedAttention, KeyNorm, Novelty, Position, WindowAttention
+from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.scores.algebra import Pool, Word
+from kvjax.keep.scores.expected import ExpectedAttention
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Novelty, Position, WindowAttention
 from kvjax.read.pages import PageBounds
-from kvjax.when import STEP, Every, Full
 from tests.methods.battery import MAIN, model, off, positions
 
 HALF = Budget(0.5)

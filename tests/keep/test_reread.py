@@ -11,25 +11,25 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import kept_positions, nbytes
-from kvjax.commands.sizes import Sizes as Planned
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.runner import Runner, _given
 from kvjax.eval.tasks.rows import Rows
 from kvjax.grammar import Budget, Method
-from kvjax.keep.algebra import Pool
-from kvjax.keep.reread import Reread
-from kvjax.keep.score import AccumulatedAttention, KeyNorm, LastLogits
+from kvjax.keep.prompts.reread import Reread
+from kvjax.keep.scores.algebra import Pool
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, LastLogits
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention
 from kvjax.models.params import init, plan
+from kvjax.plan.cache_sizes import Sizes as Planned
+from kvjax.state.cache import kept_positions, nbytes
 from kvjax.steps import Run
-from kvjax.suits import check_fit
+from tests.float64.reference import Prompt, best, pool, rope
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import MAIN, ROOM, B, T, decoder, model, off, positions
 from tests.methods.rows import KERNEL, count
-from tests.reference import Prompt, best, pool, rope
-from tests.reference import Row as Slotwise
 
 LAYER = 1
 GEMS = kvjax.method("gemfilter", budget=0.5, filter_layer=LAYER, kernel=KERNEL)

@@ -5,15 +5,15 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep
-from kvjax.keep.budget import AcrossHeads, Uniform
-from kvjax.keep.residue import Residue
-from kvjax.keep.score import KeyNorm, Position
-from kvjax.when import PREFILL_END, Every
-from tests.merges import Less
+from kvjax.grammar.when import PREFILL_END, Every
+from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.merges.residue import Residue
+from kvjax.keep.scores.score import KeyNorm, Position
+from tests.float64.merges import Less
+from tests.float64.reference import Row
 from tests.methods.battery import MAIN, ROOM, model, off, positions, prompt_of
 from tests.methods.expected import KERNELS
 from tests.methods.rows import PAGE, THETA, count
-from tests.reference import Row
 from tests.sweep import sweep
 
 LESS = Less(KERNELS.arrays, THETA)

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.algebra import InChunks, Pool
-from kvjax.keep.geometry import KeyDistinctness
-from kvjax.keep.observe import Mass, Queries
-from kvjax.keep.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
-from kvjax.keep.trace import Received
+from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.keep.observations.observe import Mass, Queries
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.algebra import InChunks, Pool
+from kvjax.keep.scores.geometry import KeyDistinctness
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
 from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Seen, View
 
 B, N, K, S, H = 2, 6, 3, 20, 8
 G = N // K

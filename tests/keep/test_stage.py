@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.keep.algebra import Pool, Word, stage
+from kvjax.grammar.protocols import View
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.protocols import View
+from kvjax.keep.scores.algebra import Pool, Word, stage
 from tests.keep.test_score import seen_by
 from tests.methods.recorded import model
 

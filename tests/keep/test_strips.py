@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.merge import nearest
+from kvjax.keep.merges.merge import nearest
 from kvjax.ops.attention.strips import STRIP, causal_in_strips
 from kvjax.ops.attention.union import Keys
 

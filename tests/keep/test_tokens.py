@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
-from kvjax.keep.budget import Uniform
-from kvjax.keep.narrow import Narrow
-from kvjax.keep.score import KeyNorm
-from kvjax.keep.tokens import SeparatorsFirst, TokensOf
-from kvjax.protocols import Inputs
+from kvjax.grammar.protocols import Inputs
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.observations.tokens import SeparatorsFirst, TokensOf
+from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.scores.score import KeyNorm
 from tests.methods.battery import MAIN, model, positions
 
 

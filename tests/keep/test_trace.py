@@ -9,16 +9,16 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Word
-from kvjax.keep.budget import AcrossHeads, Uniform
-from kvjax.keep.expected import ExpectedAttention
-from kvjax.keep.observe import Mass, Queries, QueryMoments
-from kvjax.keep.score import AccumulatedAttention, DecayedAttention
-from kvjax.keep.trace import AtArrival, Decayed, Received
-from kvjax.protocols import Inputs
-from kvjax.when import STEP
+from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.observations.observe import Mass, Queries, QueryMoments
+from kvjax.keep.observations.trace import AtArrival, Decayed, Received
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.scores.expected import ExpectedAttention
+from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention
+from tests.float64.reference import Prompt
 from tests.methods.battery import MAIN, decoder, model, positions
-from tests.reference import Prompt
 from tests.sweep import sweep
 
 SUMS = [AccumulatedAttention(), DecayedAttention(0.9)]

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.observe import Queries
-from kvjax.keep.score import WindowAttention
+from kvjax.grammar.protocols import AttentionSpec, Inputs, Seen, View
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.scores.score import WindowAttention
 from kvjax.ops.attention.attention_stats import STATISTICS, attention_stats, tpu_attention_stats, visits
 from kvjax.ops.attention.union import Keys, Reduction, attend
 from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Inputs, Seen, View
 from tests.ops.oracles import rms
 from tests.sweep import sweep
 

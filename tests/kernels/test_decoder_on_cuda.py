@@ -15,7 +15,7 @@ from kvjax.methods import takes_budget
 from kvjax.models import layers
 from kvjax.models.config import Config
 from kvjax.models.params import init, plan
-from kvjax.steps.decode import step_fn
+from kvjax.steps.decoding.step import step_fn
 from tests.kernels.cuda import lowered_for_cuda
 from tests.sweep import sweep
 

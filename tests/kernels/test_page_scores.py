@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.attention.union import attend
 from kvjax.ops.decode.page_pool import make_pool
 from kvjax.ops.decode.page_scores import best_pages, page_scores, tpu_page_scores
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.read.pages import PageBounds, visited
+from kvjax.state.cache import Slots
 from tests.ops.oracles import rms
 from tests.sweep import sweep
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.phase import older
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.page_pool import BITS, PER_CHANNEL, make_pool
 from kvjax.ops.decode.paged_decode import paged_decode, tpu_paged_decode
 from kvjax.pallas_kernels import streaming
-from kvjax.phase import older
 from tests.kernels.close import check, with_races
 from tests.sweep import sweep
 

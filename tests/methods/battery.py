@@ -13,23 +13,23 @@ import numpy as np
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Cache, kept_positions
-from kvjax.fitted import with_fitted
+from kvjax.api.prepare import made
+from kvjax.compat.layout_class import LayoutClass, layout_class
+from kvjax.compress.group import GroupMethod
 from kvjax.grammar import Method
-from kvjax.group import GroupMethod
-from kvjax.layout import LayoutClass, layout_class
-from kvjax.making import made
+from kvjax.grammar.calls import hiding_of
+from kvjax.grammar.fitted import with_fitted
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.pure import bind
+from kvjax.state.cache import Cache, kept_positions
 from kvjax.steps import Run
-from kvjax.steps.narrowing import new_positions
-from kvjax.words import hiding_of
+from kvjax.steps.prefilling.narrowing import new_positions
+from tests.float64.reference import Decoder, Prompt
 from tests.methods.expected import WINDOWS
 from tests.methods.rows import Row
 from tests.methods.table import BY_LABEL, ROWS
-from tests.reference import Decoder, Prompt
 
 B, T, ROOM, VOCAB = 4, 32, 32, 64
 
@@ -211,7 +211,7 @@ def first_of_each_class() -> list[str]:
 # Whose conversation in test_battery.py runs every time, because their steps do what no other's do: evict by
 # mass, by the query or by rank, merge, see a window, read pages, write into pages, into a pool of all layers,
 # or into granules of codes. (What answers for slots that are not read or have left is in
-# `tests/test_channels.py` and `tests/keep/test_residue.py`; what samples slots, in `tests/test_sampling.py`.)
+# `tests/read/test_channels.py` and `tests/keep/test_residue.py`; what samples slots, in `tests/read/test_hashed.py`.)
 PLAIN = (
     "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
 )  # fmt: skip

@@ -17,18 +17,18 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvjax import steps
-from kvjax.cache import nbytes
 from kvjax.commands.explain_sentences import inside
-from kvjax.fitted import fitted_words
+from kvjax.compat.model_fit import check_budget, check_fit
 from kvjax.grammar import Budget, Keep, Method, chain
-from kvjax.keep.algebra import Staged
-from kvjax.keep.budget import Uniform
-from kvjax.keep.crush import Representatives
+from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.phase import BY_POSITION, ByRank
+from kvjax.grammar.when import PREFILL_END, Every, Full
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.phase import BY_POSITION, ByRank
+from kvjax.keep.scores.algebra import Staged
+from kvjax.keep.scores.crush import Representatives
+from kvjax.state.cache import nbytes
 from kvjax.steps import Run
-from kvjax.suits import check_budget, check_fit
-from kvjax.when import PREFILL_END, Every, Full
 from tests.methods.battery import (
     CONFIGS,
     PACKED,

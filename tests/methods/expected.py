@@ -1,4 +1,4 @@
-"""What a prompt leaves by the methods of `table.py`, as numpy in float64 over `tests.reference.Prompt`."""
+"""What a prompt leaves by the methods of `table.py`, as numpy in float64 over `tests.float64.reference.Prompt`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import jax
 import numpy as np
 from scipy.special import erf
 
-from kvjax.fitted import Fitted
-from tests import dynamic
-from tests.layers import shared_out
+from kvjax.grammar.fitted import Fitted
+from tests.float64 import dynamic
+from tests.float64.layers import shared_out
+from tests.float64.reference import Lag, Prompt, best, pool, rope, softmax, window_score
 from tests.methods.rows import (
     KERNEL,
     THETA,
     WINDOW,
     count,
 )
-from tests.reference import Lag, Prompt, best, pool, rope, softmax, window_score
 
 # What a score gives to slots that it wants at any price: less than the infinity of what is protected.
 STAYS = 1e30
@@ -37,7 +37,7 @@ def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip
 
 
 def chooses(rule, due=1):
-    """What a prompt and steps leave where `rule` (`tests.dynamic`) scores the slots of a list."""
+    """What a prompt and steps leave where `rule` (`tests.float64.dynamic`) scores the slots of a list."""
     return dict(kept=dynamic.kept(count, rule), victim=dynamic.victims(count, rule, THETA, due))
 
 

@@ -24,14 +24,14 @@ import numpy as np
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Cache, kept_positions, nbytes
-from kvjax.errors import InputError
-from kvjax.files import write_atomic
-from kvjax.keep.budget import Threshold
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
+from kvjax.keep.budgets.budget import Threshold
 from kvjax.models.config import Config
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.state.cache import Cache, kept_positions, nbytes
 from tests.compilation import optimised
 from tests.methods.table import BY_LABEL
 

@@ -11,12 +11,12 @@ import dataclasses
 import numpy as np
 from scipy.special import erf
 
-from kvjax.fitted import Fitted
-from tests.merges import stays_and_leaves
+from kvjax.grammar.fitted import Fitted
+from tests.float64.merges import stays_and_leaves
+from tests.float64.ranges import Chunks
+from tests.float64.reference import best, rms_norm, rope, softmax
 from tests.methods.expected import ends
 from tests.methods.rows import THETA, WINDOW, count
-from tests.ranges import Chunks
-from tests.reference import best, rms_norm, rope, softmax
 
 LAYERS, WIDTH, HEADS, KV_HEADS, CHANNELS = 2, 32, 4, 2, 16
 

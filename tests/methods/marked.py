@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import erf
 
-from kvjax.fitted import Fitted
+from kvjax.grammar.fitted import Fitted
+from tests.float64.reference import Prompt, best, rms_norm, rope, softmax
 from tests.methods.learned import CHANNELS, HEADS, KV_HEADS, LAYERS, WIDTH, made_up, of_layer
 from tests.methods.rows import THETA, count
-from tests.reference import Prompt, best, rms_norm, rope, softmax
 
 LOW = 3
 ADAPTER = {
@@ -50,7 +50,7 @@ def scorer(x):
 
 
 class Read:
-    """What a reading leaves, as `tests.reference.Prompt` says it.
+    """What a reading leaves, as `tests.float64.reference.Prompt` says it.
 
     x: the embeddings of what is read, in rows. at: their positions. sees: which of them a query attends to
     [T, T]. marked: which of them have the weights of `fitted`.

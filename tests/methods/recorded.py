@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.grammar.refuse_keep import crowded
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.refusals import crowded
-from tests.reference import Decoder, Prompt
+from tests.float64.reference import Decoder, Prompt
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "authors"
 # With a window of 8 tokens: at a budget of 0.25, n is three windows, and less than two of all rows but the

@@ -14,8 +14,8 @@ import kvjax
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests.ranges import Ranges
-from tests.reference import Prompt
+from tests.float64.ranges import Ranges
+from tests.float64.reference import Prompt
 
 WINDOW, KERNEL, PAGE = 4, 3, 4
 SNAP = dict(window=WINDOW, kernel=KERNEL)
@@ -61,12 +61,12 @@ class Row:
     nbytes: Sizes -> bytes of the cache. whole: hyper-parameters under which it keeps everything exactly.
     error: what its logits may be off by, relative to the largest, once the kept tokens are given; None where
     no slots describe it (merging, reading in part). victim: what leaves at a decode step. leave: what that
-    changes in the other slots (`tests.reference.Row`). phase: what slots
+    changes in the other slots (`tests.float64.reference.Row`). phase: what slots
     are rotated by. model: which tiny model. moves: whether slots of its cache may be permuted. counted:
     whether how many slots stay follows from the data. narrow: (prompt, layer) -> the tokens that go on, where
     upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it, or
     what a reading of its own leaves. attends:
-    what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
+    what a step gives the queries, where it does not attend to all slots (as `tests.float64.reference.Row` takes it).
     stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
     whether layers may be stacked. hides: (prompt, layer) -> which tokens of the prompt see which others no
     more (as `Prompt` takes it). looks_ahead: whether chunks of a prompt are told what comes behind them.

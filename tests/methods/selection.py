@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.fitted import Fitted
-from kvjax.keep.keyformer import NoisyMass
-from tests import dynamic, merges
-from tests.layers import shared_out
+from kvjax.grammar.fitted import Fitted
+from kvjax.keep.scores.keyformer import NoisyMass
+from tests.float64 import dynamic, merges
+from tests.float64.layers import shared_out
+from tests.float64.reference import Prompt, best, h2o_victim, pool, rope, softmax
 from tests.methods.expected import (
     each_layer,
     ends,
@@ -21,7 +22,6 @@ from tests.methods.expected import (
     received,
 )
 from tests.methods.rows import KERNEL, THETA, WINDOW, count, paged
-from tests.reference import Prompt, best, h2o_victim, pool, rope, softmax
 
 PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.45]], np.float32)}, "CopyProfile", "")
 # Of 2 layers and 4 query heads: two for what followed, one for the token itself: three KV heads of four.

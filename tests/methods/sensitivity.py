@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from tests.float64.reference import Prompt, rms_norm, rope, softmax
 from tests.methods.expected import PREFIX, best, sinks
 from tests.methods.rows import count
-from tests.reference import Prompt, rms_norm, rope, softmax
 
 STEP = 1e-4
 

@@ -1,14 +1,16 @@
 """One row per method: how it is built, what it must keep, what it must cost. `test_battery.py` does the rest.
 
 A new method needs one `Row` in ROWS. Give it the numbers of its paper: `kept` as numpy over a float64 prompt
-(see `tests/reference.py`), `nbytes` as arithmetic over `Sizes`. What does not apply stays at its default.
+(see `tests/float64/reference.py`), `nbytes` as arithmetic over `Sizes`. What does not apply stays at its default.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests import dynamic, layers, merges, reads, stacks
+from tests.float64 import dynamic, layers, merges, reads, stacks
+from tests.float64.ranges import Ranges
+from tests.float64.reference import h2o_victim, rkv_kept, rkv_victims, sink_victim, tova_victim, window_score
 from tests.methods.expected import (
     BUZZ,
     CAKE,
@@ -125,8 +127,6 @@ from tests.methods.table_learned import LEARNED
 from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
 from tests.methods.table_stores import STORES
-from tests.ranges import Ranges
-from tests.reference import h2o_victim, rkv_kept, rkv_victims, sink_victim, tova_victim, window_score
 
 APE = dict(contexts=(6, 9, 4), shared_prefix=3, temperature=0.8, scale=0.9)
 
@@ -362,7 +362,7 @@ ROWS = [
         hyper=dict(fitted=KERNELS), kept=each_layer(received, recent_half), victim=h2o_victim(count),
         leave=merges.Less(KERNELS.arrays, THETA),
     ),
-    # At full rank; tests/test_making.py has lower ones.
+    # At full rank; tests/api/test_prepare.py has lower ones.
     row("palu", dense(everything), hyper=dict(rank=1.0, heads=1)),
     row(
         "minicache", minicache_bytes(lambda s: 4 * s.h), hyper=dict(MINI, most=MINI_MOST), model="deep",

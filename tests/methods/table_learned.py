@@ -103,7 +103,7 @@ LEARNED = [
         "homer", dense(learned.homer_left), hyper=learned.CHUNKS | dict(fitted=learned.BIAS), model="deep",
         phase=learned.MERGING, narrow=learned.homer_goes_on, kept=learned.homer_kept, stacks=False,
     ),
-    # Its answers are in tests/test_neurocache.py.
+    # Its answers are in tests/make/test_hidden_cache.py.
     row(
         "neurocache", learned.past_bytes, hyper=learned.PAST | dict(fitted=learned.STATES), model="deep",
         kept=learned.past_kept, error=None, stacks=False,

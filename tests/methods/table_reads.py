@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests import reads
+from tests.float64 import reads
 from tests.methods.expected import each_layer, snap
 from tests.methods.rows import KERNEL, WINDOW, count, everything, half, plain, row, split
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests import dynamic, merges
+from tests.float64 import dynamic, merges
 from tests.methods import selection
 from tests.methods.expected import chooses, citrus_score, each_layer, ends, headkv_kept
 from tests.methods.rows import (
@@ -101,7 +101,7 @@ SELECTION = [
         kept=each_layer(selection.kvmerger_score, ends(1, 3)),
         leave=merges.kvmerger(THETA, **selection.KVMERGER),
     ),
-    # Where no layer shares; tests/test_sharing_layers.py has others.
+    # Where no layer shares; tests/make/test_shared_layers.py has others.
     row("kvsharer", dense(everything), hyper=dict(fitted=selection.OWN_LAYERS), model="deep"),
     row(
         "retrieval-head", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
@@ -142,7 +142,7 @@ SELECTION = [
         "lukv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(fitted=selection.CURVES, future=64, epsilon=0.05, page=PAGE), kept=selection.lukv_kept,
     ),
-    # Where every head attends for itself; tests/test_clustered_heads.py has others. All heads are one list,
+    # Where every head attends for itself; tests/make/test_clustered_heads.py has others. All heads are one list,
     # of a mixer whose layers the test of stacks does not make.
     row(
         "chai", lambda s: dense(everything, 1, lambda s: s.k * 2 * s.h * 4 + 4)(s), error=None, stacks=False,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.fitted import Fitted
-from tests.codes import affine, coded, sketch, think, zipcache
+from kvjax.grammar.fitted import Fitted
+from tests.float64.codes import affine, coded, sketch, think, zipcache
 from tests.methods.expected import each_layer, received, recent_half
 from tests.methods.rows import (
     SNAP,

@@ -6,18 +6,18 @@ import textwrap
 import jax.numpy as jnp
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
-from kvjax.keep.algebra import Word
-from kvjax.keep.budget import Uniform
-from kvjax.keep.merge import ZipMerge
-from kvjax.keep.observe import Queries
+from kvjax.grammar.protocols import Seen
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.merges.merge import ZipMerge
+from kvjax.keep.observations.observe import Queries
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.score import KeyNorm
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.scores.score import KeyNorm
 from kvjax.methods import METHODS, takes_budget
 from kvjax.methods.declared import check_declared
 from kvjax.methods.user import from_file
-from kvjax.protocols import Seen
 
 HALF = Budget(0.5)
 
@@ -124,10 +124,10 @@ SOURCE = """
     import dataclasses
     import jax.numpy as jnp
     from kvjax.grammar import Budget, Keep, Method
-    from kvjax.keep.budget import Uniform
-    from kvjax.keep.observe import Mass, Queries
-    from kvjax.keep.algebra import Pool, Word
-    from kvjax.keep.trace import Received
+    from kvjax.keep.budgets.budget import Uniform
+    from kvjax.keep.observations.observe import Mass, Queries
+    from kvjax.keep.scores.algebra import Pool, Word
+    from kvjax.keep.observations.trace import Received
 
     @dataclasses.dataclass(frozen=True)
     class Score(Word):

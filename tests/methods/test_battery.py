@@ -14,13 +14,14 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Slots, nbytes
-from kvjax.commands.sizes import Sizes
-from kvjax.fitted import with_fitted
-from kvjax.making import made
+from kvjax.api.prepare import made
+from kvjax.grammar.fitted import with_fitted
 from kvjax.models.params import init, plan, regroup
 from kvjax.ops.base.memory import there
+from kvjax.plan.cache_sizes import Sizes
+from kvjax.state.cache import Slots, nbytes
 from kvjax.steps import Run
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import (
     ALONE,
     BATCHES,
@@ -44,7 +45,6 @@ from tests.methods.battery import (
 )
 from tests.methods.rows import count
 from tests.methods.table import BY_LABEL, ROWS
-from tests.reference import Row as Slotwise
 
 LABELS = [r.label for r in ROWS]
 FIRST = first_of_each_class()

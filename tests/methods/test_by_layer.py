@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import nbytes
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.state.cache import nbytes
+from tests.float64.reference import Row
 from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, prompt_of
 from tests.methods.expected import GATE, GATE_THRESHOLD
 from tests.methods.golden import model as deeper
 from tests.methods.rows import PAGE, WINDOW
 from tests.methods.table import BY_LABEL
-from tests.reference import Row
 from tests.sweep import sweep
 
 WHOLE = "full"

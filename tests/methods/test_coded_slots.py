@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import nbytes
 from kvjax.grammar import Method, Store
+from kvjax.state.cache import nbytes
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
+from tests.float64.reference import Row, rope
 from tests.methods.battery import MAIN, ROOM, model, off, prompt_of, step
-from tests.reference import Row, rope
 from tests.sweep import sweep
 
 GROUP, RANK, BITS = 8, 2, 4

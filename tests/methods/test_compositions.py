@@ -6,12 +6,12 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Method
-from kvjax.keep.merge_d2o import SimilarMerge
-from tests import merges
+from kvjax.keep.merges.merge_d2o import SimilarMerge
+from tests.float64 import merges
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import MAIN, ROOM, B, kept_of, model, off, positions, prompt_of, step
 from tests.methods.rows import THETA
 from tests.methods.table import BY_LABEL
-from tests.reference import Row as Slotwise
 
 
 def rkv_with_merge():

@@ -9,7 +9,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 
-from kvjax.written import written
+from kvjax.grammar.to_text import written
 from tests.methods.drawn import draws, is_one_sentence, legal, ran, traced
 
 DAY = int(os.environ.get("KVJAX_SEED", datetime.date.today().toordinal()))

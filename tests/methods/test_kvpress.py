@@ -19,21 +19,21 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import NOTHING
-from kvjax.choose import score_slots, union
-from kvjax.fitted import Fitted, with_fitted
+from kvjax.compress.select import score_slots, union
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Word, standardised
-from kvjax.keep.budget import AcrossHeads, Uniform
-from kvjax.keep.chunk_wise import EntropyGated
-from kvjax.keep.geometry import Leverage
-from kvjax.keep.observe import Mass
+from kvjax.grammar.fitted import Fitted, with_fitted
+from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.observations.observe import Mass
 from kvjax.keep.patterns import Recent
-from kvjax.keep.score import AccumulatedAttention, KeyNorm, WindowAttention
+from kvjax.keep.scores.algebra import Word, standardised
+from kvjax.keep.scores.chunk_wise import EntropyGated
+from kvjax.keep.scores.geometry import Leverage
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, WindowAttention
 from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.state.cache import NOTHING
 from kvjax.steps import Run
-from kvjax.steps.prompt import scored
+from kvjax.steps.prefilling.settle import scored
 from tests.sweep import sweep
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kvpress_tiny_llama.npz"

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit
 from kvjax.grammar import Method, Store
-from kvjax.keep.merge import ZipMerge
+from kvjax.keep.merges.merge import ZipMerge
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.store.affine import Affine
-from kvjax.suits import check_fit
+from tests.float64.reference import Decoder, Prompt, Row
 from tests.methods.battery import MAIN, ROOM, VOCAB, model, off, positions, prompt_of, step
 from tests.methods.expected import LEVELS
 from tests.methods.table import BY_LABEL
-from tests.reference import Decoder, Prompt, Row
 
 KVQUANT = kvjax.method("kvquant", bits=4, fitted=LEVELS)
 BARE_KEYS = Store(unrotated=True)

@@ -4,10 +4,10 @@ import collections
 
 import kvjax
 from kvjax.aot.cases.layouts import SENTENCES
+from kvjax.compat.layout_class import layout_class
 from kvjax.grammar import Method
-from kvjax.layout import layout_class
+from kvjax.grammar.protocols import Answering
 from kvjax.methods import METHODS, takes_budget
-from kvjax.protocols import Answering
 from tests.methods.battery import class_of
 from tests.methods.table import ROWS
 

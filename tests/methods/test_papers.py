@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import kvjax.methods
-from kvjax.cli import main
+from kvjax.commands.main import main
 from kvjax.commands.methods_text import families, index, page_of
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, Press, methods, paper, snapkv

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget
 from kvjax.methods import METHODS, takes_budget
 from kvjax.methods.parameters import is_type, types_of

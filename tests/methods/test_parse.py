@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli import main
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
 from kvjax.eval.run.cellplan import plan_cells
 from kvjax.grammar import Budget, Keep, Method, Store, chain
-from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Uniform
-from kvjax.keep.score import KeyNorm
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.scores.algebra import Pool
+from kvjax.keep.scores.score import KeyNorm
 from kvjax.methods import METHODS, method, takes_budget
 from kvjax.methods.parse import from_spec, parse_budget, parse_method
 from kvjax.methods.user import from_file

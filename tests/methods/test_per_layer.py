@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
-from kvjax.keep.budget import PerLayer
-from kvjax.suits import check_budget
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_budget
+from kvjax.keep.budgets.budget import PerLayer
 from tests.methods.golden import model
 
 

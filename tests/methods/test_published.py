@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.fitted import Fitted
 from kvjax.grammar import Budget
-from kvjax.keep.keyformer import NoisyMass
-from kvjax.keep.merge_cam import ValueMerge
-from kvjax.keep.merge_counted import CountedMerge
-from kvjax.keep.observe import Mass
-from kvjax.keep.profile import ByProfile, Profile
-from kvjax.keep.trace import Decayed, Received
+from kvjax.grammar.fitted import Fitted
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import View
+from kvjax.keep.budgets.profile import ByProfile, Profile
+from kvjax.keep.merges.merge_cam import ValueMerge
+from kvjax.keep.merges.merge_counted import CountedMerge
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Decayed, Received
+from kvjax.keep.scores.keyformer import NoisyMass
 from kvjax.ops.attention.union import Keys, attend
-from kvjax.protocols import View
-from kvjax.word_keys import key_of
+from tests.float64.reference import softmax
 from tests.keep.test_score import seen_by
 from tests.methods.recorded import LENGTHS, kept_by_kvjax, model, numbers, prompt, tokens
-from tests.reference import softmax
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [(24, 96), (24, 40), (48, 60), (16, 32)])

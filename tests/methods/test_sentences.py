@@ -10,8 +10,10 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import nbytes
 from kvjax.methods import METHODS
+from kvjax.state.cache import nbytes
+from tests.float64.reference import Prompt
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import (
     PACKED,
     PLAIN,
@@ -30,8 +32,6 @@ from tests.methods.battery import (
 )
 from tests.methods.rows import WINDOW, Sizes, at_budget, count
 from tests.methods.table import BY_LABEL, ROWS
-from tests.reference import Prompt
-from tests.reference import Row as Slotwise
 
 TWIN = len(PACKED) - 1
 _prompts = {}

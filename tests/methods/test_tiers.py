@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import kept_positions
-from kvjax.codes import dense, encode
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store, chain
-from kvjax.keep.budget import AcrossHeads, Uniform
-from kvjax.keep.merge import ZipMerge
-from kvjax.keep.score import AccumulatedAttention
+from kvjax.grammar.when import STEP, Every
+from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.merges.merge import ZipMerge
+from kvjax.keep.scores.score import AccumulatedAttention
 from kvjax.pure import bind
+from kvjax.state.cache import kept_positions
+from kvjax.state.codes import dense, encode
 from kvjax.store.affine import Affine
-from kvjax.when import STEP, Every
 from tests.methods.battery import MAIN, model
 from tests.methods.golden import model as golden_model
 

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Paged, nbytes
-from kvjax.gathered import gather_pages
+from kvjax.compress.pages import most_left
 from kvjax.grammar import Budget, Keep, Method, Store, chain
-from kvjax.keep.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold
-from kvjax.keep.preference import ByAttention
-from kvjax.keep.score import Position
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold
+from kvjax.keep.budgets.preference import ByAttention
+from kvjax.keep.scores.score import Position
 from kvjax.methods.user import from_file
-from kvjax.paging import most_left
+from kvjax.state.cache import Paged, nbytes
+from kvjax.state.page_gather import gather_pages
 from kvjax.steps import Run, settle
 from kvjax.store.affine import Affine
+from tests.float64.reference import Prompt, rope
+from tests.float64.reference import Row as Slotwise
 from tests.methods.battery import (
     MAIN,
     PACKED,
@@ -37,8 +39,6 @@ from tests.methods.battery import (
 )
 from tests.methods.rows import SNAP, Sizes, coded, count, paged
 from tests.methods.table import BY_LABEL
-from tests.reference import Prompt, rope
-from tests.reference import Row as Slotwise
 from tests.store.test_affine import affine_by_hand
 from tests.sweep import sweep
 

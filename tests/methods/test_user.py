@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import chain
 from kvjax.methods import kivi, snapkv
 from kvjax.methods.user import from_file, load_function, sources
@@ -136,11 +136,11 @@ def test_a_file_that_fails_to_import_says_where(source, message, tmp_path):
 def test_the_sources_of_a_method_are_its_file_and_those_of_its_words(tmp_path):
     words, mine = tmp_path / "my_words.py", tmp_path / "mine.py"
     words.write_text(
-        "import dataclasses\nfrom kvjax.keep.score import KeyNorm\n"
+        "import dataclasses\nfrom kvjax.keep.scores.score import KeyNorm\n"
         "@dataclasses.dataclass(frozen=True)\nclass MyNorm(KeyNorm): pass\n"
     )
     mine.write_text(
-        "from kvjax.grammar import Budget, Keep, Method\nfrom kvjax.keep.budget import Uniform\n"
+        "from kvjax.grammar import Budget, Keep, Method\nfrom kvjax.keep.budgets.budget import Uniform\n"
         "from my_words import MyNorm\n"
         "def mine(budget): return Method(Keep(MyNorm(), Budget(budget), Uniform()))\n"
     )

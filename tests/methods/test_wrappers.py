@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from tests.float64.reference import Row
 from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, prompt_of
 from tests.methods.expected import keydiff_score
 from tests.methods.rows import WINDOW, count
 from tests.methods.table import BY_LABEL
-from tests.reference import Row
 
 KNORM = dict(budget=0.5, skip_layers=0)
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import steps
-from kvjax.cache import Cache
+from kvjax.api.prefill import bare_cache, prefill
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import Group, plan, shapes
 from kvjax.models.transformer import forward
-from kvjax.prefilling import bare_cache, prefill
+from kvjax.state.cache import Cache
 from kvjax.steps import Run
 from tests.models.architectures import TABLE
 

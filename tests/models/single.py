@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import NOTHING
 from kvjax.models.config import Config
 from kvjax.models.mixer import Layer, Memory
+from kvjax.state.cache import NOTHING
 
 D, T = 10, 9
 CONFIG = Config(vocab=7, d_model=D, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=12)

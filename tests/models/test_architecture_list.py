@@ -5,9 +5,9 @@ import json
 import pytest
 
 import kvjax
-from kvjax.cli import main
-from kvjax.errors import InputError
-from kvjax.gin_bindings import training_files
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
+from kvjax.io.gin_bindings import training_files
 from kvjax.models.config_json import MIXERS
 
 

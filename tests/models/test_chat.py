@@ -3,8 +3,8 @@
 import jinja2
 import pytest
 
-from kvjax.errors import InputError
-from kvjax.loading import load
+from kvjax.base.errors import InputError
+from kvjax.io.load import load
 from kvjax.models import tokenizer
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat, render_chat

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.attention.union import Keys, attend
-from kvjax.steps.computed_keys import by_strips
+from kvjax.steps.decoding.computed_keys import by_strips
 from tests.models.architectures import TABLE
 
 # Rows with room for two strips and a rest, whose last slots are empty.

@@ -7,8 +7,8 @@ import typing
 
 import pytest
 
+from kvjax.base.ranges import Whole, taken_apart
 from kvjax.models.config_json import MIXERS, MLPS, config_from_json, config_to_json
-from kvjax.ranges import Whole, taken_apart
 from tests.models.architectures import SMALL, TABLE
 
 

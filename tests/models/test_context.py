@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.codes import Codes
-from kvjax.context import context_cache
-from kvjax.errors import InputError
-from kvjax.forking import fork
+from kvjax.api.contexts import context_cache
+from kvjax.api.fork import fork
+from kvjax.api.rows import reset_rows
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.encoder import encode
@@ -26,8 +26,10 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import Group, regroup
 from kvjax.models.transformer import forward
-from kvjax.place.rows import reset_rows
-from kvjax.steps import apart, probing, prompt
+from kvjax.state.codes import Codes
+from kvjax.steps.prefilling import probe as probing
+from kvjax.steps.prefilling import settle as prompt
+from kvjax.steps.prefilling import two_programs as apart
 from tests.models.architectures import CEPE, SMALL, TABLE, with_layers
 from tests.models.conversation import parameters
 from tests.sweep import sweep

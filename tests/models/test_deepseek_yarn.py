@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from kvjax.models.hf import load_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
-from tests.hf_fixtures import BAR, relative_error
+from tests.models.hf_fixtures import BAR, relative_error
 
 HEADS, NOPE, TURNED, VALUE, RANK, WIDTH, VOCAB, TOKENS = 3, 6, 8, 7, 12, 20, 40, 40
 FACTOR, ORIGINAL, THETA, EPS = 8.0, 16, 10000.0, 1e-6

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.codes import Codes
 from kvjax.models.config import Config
 from kvjax.models.expand import with_previous
 from kvjax.models.feed_forward import NoMLP
@@ -18,6 +17,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.models.transformer import forward
 from kvjax.ops.attention.union import Keys
+from kvjax.state.codes import Codes
 from tests.models.single import D, close, drawn, run
 
 T, HEADS, WIDTH = 9, 2, 4

@@ -10,8 +10,8 @@ from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.model import Model
 from kvjax.models.params import shapes
 from kvjax.ops.attention.union import Keys
+from tests.float64.reference import rms_norm, rope, softmax
 from tests.models.architectures import with_layers
-from tests.reference import rms_norm, rope, softmax
 
 GROUP, RK, RV, T = 2, 5, 7, 12
 

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvjax.checkpoint import load_checkpoint, save_checkpoint
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks.recall_tasks import sample
-from kvjax.loading import load, shipped
+from kvjax.io.checkpoint import load_checkpoint, save_checkpoint
+from kvjax.io.load import load, shipped
 from kvjax.models import hf, placement
 from kvjax.models.config import Config
 from kvjax.models.files import Stored, atomic_folder
@@ -33,8 +33,8 @@ from kvjax.models.model import Model
 from kvjax.models.params import Group, init, plan
 from kvjax.models.tokenizer import chat
 from kvjax.ops.base.rope import Rope
-from tests import hf_fixtures
-from tests.hf_fixtures import BAR, NAMES, relative_error
+from tests.models import hf_fixtures
+from tests.models.hf_fixtures import BAR, NAMES, relative_error
 from tests.sweep import sweep
 
 

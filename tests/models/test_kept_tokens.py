@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.deltaformer import DeltaFormer
 from kvjax.models.mixers.dmc import DynamicMerging

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.feed_forward import MoE
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.params import plan
-from tests.hf_fixtures import BAR, relative_error
+from tests.models.hf_fixtures import BAR, relative_error
 from tests.sweep import sweep
 
 PROMPT, GREEDY = 24, 32

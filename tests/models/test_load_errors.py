@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.checkpoint import load_checkpoint, save_checkpoint
-from kvjax.errors import InputError
-from kvjax.loading import load
+from kvjax.base.errors import InputError
+from kvjax.io.checkpoint import load_checkpoint, save_checkpoint
+from kvjax.io.load import load
 from kvjax.models.hf import load_hf, save_hf
-from tests import hf_fixtures
+from tests.models import hf_fixtures
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.forking import fork
+from kvjax.api.fork import fork
+from kvjax.api.rows import reset_rows
 from kvjax.models.params import regroup
-from kvjax.place.rows import reset_rows
 from tests.models.architectures import TABLE
 from tests.models.conversation import (
     BATCHES,

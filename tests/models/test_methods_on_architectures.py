@@ -10,12 +10,15 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Slots
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method, chain
-from kvjax.keep.observe import Mass
+from kvjax.keep.observations.observe import Mass
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.steps import Run, apart, probing, prompt
+from kvjax.state.cache import Slots
+from kvjax.steps import Run
+from kvjax.steps.prefilling import probe as probing
+from kvjax.steps.prefilling import settle as prompt
+from kvjax.steps.prefilling import two_programs as apart
 from tests.models.architectures import TABLE
 from tests.models.conversation import TEXTS, close, model, whole
 from tests.models.memory_classes import REPRESENTATIVES

@@ -7,15 +7,15 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.axes import map_axes
+from kvjax.api.prefill import bare_cache
 from kvjax.mesh.on_mesh import as_mesh
 from kvjax.mesh.rules import Rules
 from kvjax.models.axes import axes_of, known_axes
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes
-from kvjax.prefilling import bare_cache
 from kvjax.pure import decoding
+from kvjax.state.axes import map_axes
 from tests.models.architectures import TABLE
 from tests.models.conversation import BATCHES, ROOM, STEPS, TEXTS, close, model, talk
 from tests.models.memory_classes import OWN, REPRESENTATIVES

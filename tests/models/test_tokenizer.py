@@ -5,13 +5,13 @@ import json
 import pytest
 from tokenizers import Tokenizer, models
 
-from kvjax.checkpoint import load_checkpoint, save_checkpoint
-from kvjax.errors import InputError
-from kvjax.loading import load
+from kvjax.base.errors import InputError
+from kvjax.io.checkpoint import load_checkpoint, save_checkpoint
+from kvjax.io.load import load
 from kvjax.models.tokenizer import read_text
+from kvjax.train.data.sources import words_of
 from kvjax.train.settings import Data
-from kvjax.train.sources import words_of
-from tests.tokenizer_cases import CASES, TEXT, Files, entry, write
+from tests.models.tokenizer_cases import CASES, TEXT, Files, entry, write
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,9 +11,9 @@ from kvjax.models.exchange import published
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.model import Model
+from tests.float64.reference import Decoder, rms_norm, rope, softmax
 from tests.models import conversation
 from tests.models.architectures import HEADS, MLA, SMALL, TABLE, with_layers
-from tests.reference import Decoder, rms_norm, rope, softmax
 
 T = 11
 
@@ -188,5 +188,5 @@ def test_what_does_not_go_together_is_refused(mixers, options, why):
 )
 def test_methods_that_would_break_them_are_refused(name, method, why, tokens):
     assert name in TABLE
-    with pytest.raises(kvjax.errors.InputError, match=why):
+    with pytest.raises(kvjax.base.errors.InputError, match=why):
         kvjax.prefill(conversation.model(name), tokens, method=kvjax.method(method, budget=0.5), room=4)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import nbytes
 from kvjax.ops.base.bit_packing import pack, packed_words, unpack
+from kvjax.state.cache import nbytes
 
 
 def pack_by_hand(codes, bits):

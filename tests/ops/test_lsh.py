@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from kvjax.ops.base import lsh
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
-from tests.reads import drawn_by
+from tests.float64.reads import drawn_by
 from tests.sweep import sweep
 
 # Whole words and broken ones, tables of one bit and of a whole word; made at once, and word by word.

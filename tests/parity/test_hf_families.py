@@ -18,14 +18,14 @@ from transformers import (
     GenerationConfig,
 )
 
-from kvjax.errors import InputError
-from kvjax.loading import SHIPPED, load
+from kvjax.base.errors import InputError
+from kvjax.io.load import SHIPPED, load
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.params import plan
 from kvjax.models.tokenizer import render_chat
-from tests import hf_reference
-from tests.hf_cases import CASES, TOKENS
-from tests.hf_fixtures import BAR, relative_error
+from tests.models import hf_reference
+from tests.models.hf_cases import CASES, TOKENS
+from tests.models.hf_fixtures import BAR, relative_error
 
 pytestmark = pytest.mark.parity
 

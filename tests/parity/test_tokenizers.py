@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvjax.models.tokenizer import read_text
-from tests.tokenizer_cases import CASES, TEXT, Files, tokenizer, write
+from tests.models.tokenizer_cases import CASES, TEXT, Files, tokenizer, write
 
 pytestmark = pytest.mark.parity
 _HF = {"tokenizer_class": "PreTrainedTokenizerFast"}

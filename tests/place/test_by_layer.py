@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Slots, host_nbytes, lies_far, nbytes
+from kvjax.api.prefill import bare_cache
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
@@ -19,8 +19,8 @@ from kvjax.ops.base import memory
 from kvjax.place import by_layer
 from kvjax.place.host import Host
 from kvjax.plan.collectives import collectives
-from kvjax.prefilling import bare_cache
 from kvjax.pure import decoding
+from kvjax.state.cache import Slots, host_nbytes, lies_far, nbytes
 from tests.models import conversation
 from tests.sweep import sweep
 
@@ -228,7 +228,7 @@ def test_where_there_is_one_memory_layers_lie_there_and_are_read_alike(rng, monk
     slots = Slots(k, v, jnp.zeros((2, 1, 2, 6), jnp.int32))
     far = by_layer.far(slots)
     monkeypatch.setattr(memory, "offers_host", lambda: False)
-    monkeypatch.setattr("kvjax.cache.offers_host", lambda: False)
+    monkeypatch.setattr("kvjax.state.cache.offers_host", lambda: False)
     here = by_layer.far(slots)
     assert not memory.in_host(here.k) and host_nbytes(here) == 0
     for one in (far, here):

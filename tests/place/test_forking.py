@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generation, steps
+from kvjax import steps
 from kvjax.aot.reading import large_copies
-from kvjax.cache import nbytes
-from kvjax.errors import InputError
-from kvjax.forking import _forked, fork
+from kvjax.api import generate as generation
+from kvjax.api.decode_loop import Draws, write_slice
+from kvjax.api.fork import _forked, fork
+from kvjax.api.sampling import Sampler
+from kvjax.api.step import OneStep
+from kvjax.base.errors import InputError
 from kvjax.grammar import chain
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
@@ -22,9 +25,7 @@ from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.place.common import is_shared
-from kvjax.samples import Draws, write_slice
-from kvjax.sampling import Sampler
-from kvjax.stepping import OneStep
+from kvjax.state.cache import nbytes
 from kvjax.steps import Run
 from tests.compilation import optimised
 from tests.models.architectures import TABLE

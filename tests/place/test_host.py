@@ -11,21 +11,21 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Slots, host_nbytes, nbytes
+from kvjax.api.prefill import bare_cache
+from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Budget
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.base import memory
 from kvjax.place.host import Host, fetched, in_host_memory
-from kvjax.prefilling import bare_cache
 from kvjax.pure import decoding
 from kvjax.read.pages import PageBounds
-from kvjax.segments import unread_bytes
+from kvjax.state.cache import Slots, host_nbytes, nbytes
+from tests.mesh.test_step import collectives
 from tests.methods.battery import MAIN, ROOM, VOCAB, B
 from tests.models import conversation
 from tests.sweep import sweep
-from tests.test_mesh import collectives
 
 PAGE = 4
 READ = PageBounds(Budget(2 * PAGE), PAGE, 0)
@@ -265,7 +265,7 @@ def test_where_there_is_one_memory_the_body_stays_there_and_is_read_alike(rng, m
     pages, counts = jnp.asarray(np.tile([3, 1], (2, 2, 1)), jnp.int32), jnp.asarray([[2, 1], [1, 2]])
     far = drawn(rng)
     monkeypatch.setattr(memory, "offers_host", lambda: False)
-    monkeypatch.setattr("kvjax.cache.offers_host", lambda: False)
+    monkeypatch.setattr("kvjax.state.cache.offers_host", lambda: False)
     here = in_host_memory(
         Host(0.5), READ, jax.tree.map(memory.to_device, dataclasses.replace(far, near=None))
     )

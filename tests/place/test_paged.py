@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Cache, GroupState, Paged, kept_positions, nbytes
-from kvjax.codes import dense, encode
-from kvjax.gathered import gather_pages
+from kvjax.grammar.protocols import View
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.place import paged
 from kvjax.place.paged import build_pages, pool_pages, take_pages
-from kvjax.protocols import View
+from kvjax.state.cache import Cache, GroupState, Paged, kept_positions, nbytes
+from kvjax.state.codes import dense, encode
+from kvjax.state.page_gather import gather_pages
 from kvjax.steps import Run, step_keeping
 from kvjax.store.affine import Affine
 from tests.sweep import sweep

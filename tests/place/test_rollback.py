@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import check_alive
-from kvjax.errors import InputError
+from kvjax.api.rollback import rollback
+from kvjax.api.verify import verify
+from kvjax.base.errors import InputError
+from kvjax.grammar.when import PREFILL_END
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.place.rollback import rollback
-from kvjax.verifying import verify
-from kvjax.when import PREFILL_END
-from tests.drafts import DRAFT, UNEVEN, WIDTH, close, same, started, stepped
+from kvjax.state.cache import check_alive
+from tests.float64.drafts import DRAFT, UNEVEN, WIDTH, close, same, started, stepped
+from tests.float64.reference import Row
 from tests.methods.battery import BY_LABEL, MAIN, kept_of, model, prompt_of
 from tests.models.conversation import TEXTS
 from tests.models.conversation import model as architecture
-from tests.reference import Row
 from tests.sweep import sweep
 
 # How many of the drafted tokens each row takes back.

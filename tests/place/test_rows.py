@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Cache
-from kvjax.errors import InputError
-from kvjax.forking import fork
+from kvjax.api.fork import fork
+from kvjax.api.rows import reset_rows, take_rows
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.place.rows import reset_rows, take_rows
+from kvjax.state.cache import Cache
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=32)
 PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2]]

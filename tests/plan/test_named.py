@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.mixers.recurrent import KimiDelta
 from kvjax.models.params import plan, shapes
 from kvjax.plan.named import ALIASES, named, names

@@ -6,8 +6,8 @@ import pickle
 import jax
 import pytest
 
-from kvjax.cli import main
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
 from kvjax.grammar import Method
 from kvjax.mesh.rules import as_rules
 from kvjax.models.config import Config

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.mesh.on_mesh import OnMesh, as_mesh
 from kvjax.mesh.rules import as_rules

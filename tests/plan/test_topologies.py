@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.plan.topologies import KNOWN, topology_of
 
 

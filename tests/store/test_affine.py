@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import codes
-from kvjax.cache import nbytes
-from kvjax.codes import Codes
 from kvjax.ops.base.bit_packing import pack, pack_tokens, packed_words, unpack, unpack_tokens
+from kvjax.state import codes
+from kvjax.state.cache import nbytes
+from kvjax.state.code_forms import Form, form_of, groups_of, is_rows
+from kvjax.state.codes import Codes
 from kvjax.store.affine import Affine, Float8
-from kvjax.stored import Form, form_of, groups_of, is_rows
 
 encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import codes
-from kvjax.cache import nbytes
-from kvjax.codes import Codes
+from kvjax.state import codes
+from kvjax.state.cache import nbytes
+from kvjax.state.codes import Codes
 from kvjax.store.affine import Affine
 from kvjax.store.extremes import Extremes
 from kvjax.store.residual import Residual

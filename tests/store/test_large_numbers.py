@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.codes import dense, encode
-from kvjax.fitted import fitted_words
+from kvjax.grammar.fitted import fitted_words
 from kvjax.models.model import Model
+from kvjax.state.codes import dense, encode
 from kvjax.store.affine import Affine, Float8
 from kvjax.store.levels import ByToken, Nearest
 from kvjax.store.low_rank import LowRank

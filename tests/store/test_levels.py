@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import nbytes
-from kvjax.codes import taught
-from kvjax.fitted import Fitted
+from kvjax.grammar.fitted import Fitted
+from kvjax.state.cache import nbytes
+from kvjax.state.codes import taught
 from kvjax.store.extremes import Extremes
 from kvjax.store.kmeans import best_levels
 from kvjax.store.levels import ByChannel, ByToken, Levels

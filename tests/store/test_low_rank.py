@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import codes
-from kvjax.cache import nbytes
-from kvjax.codes import Codes
+from kvjax.state import codes
+from kvjax.state.cache import nbytes
+from kvjax.state.code_forms import is_steady
+from kvjax.state.codes import Codes
 from kvjax.store.affine import Affine
 from kvjax.store.low_rank import LowRank
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import orthogonal
-from kvjax.stored import is_steady
 from tests.store.test_affine import affine_by_hand, tokens_of
 from tests.sweep import sweep
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.codes import Codes, dense
 from kvjax.grammar import Budget
+from kvjax.state.codes import Codes, dense
 from kvjax.store.affine import Affine
 from kvjax.store.merged import Merged, Sized, angle, between
-from tests import stacks
+from tests.float64 import stacks
 
 B, K, S, H = 2, 3, 9, 8
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import codes
-from kvjax.cache import nbytes
-from kvjax.codes import Codes
+from kvjax.state import codes
+from kvjax.state.cache import nbytes
+from kvjax.state.codes import Codes
 from kvjax.store.pruned import Pruned
 
 encode = jax.jit(codes.encode, static_argnames="codec")

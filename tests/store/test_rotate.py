@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import codes
-from kvjax.codes import Codes, dense
+from kvjax.compress.group import group_method
 from kvjax.grammar import Method, Store
-from kvjax.group import group_method
 from kvjax.ops.attention.union import Keys, attend
+from kvjax.state import codes
+from kvjax.state.code_forms import is_steady, meet, span_of
+from kvjax.state.codes import Codes, dense
 from kvjax.store.affine import Affine
 from kvjax.store.extremes import Extremes
 from kvjax.store.outliers import Outliers
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate, hadamard, orthogonal
 from kvjax.store.sphere import LloydMax, SignSketch
-from kvjax.stored import is_steady, meet, span_of
 from tests.methods.battery import MAIN, ROOM, model, off
 from tests.store.test_affine import affine_by_hand, tokens_of
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from kvjax import codes
-from kvjax.cache import nbytes
-from kvjax.codes import Codes
 from kvjax.methods import turboquant
 from kvjax.ops.base.bit_packing import unpack
+from kvjax.state import codes
+from kvjax.state.cache import nbytes
+from kvjax.state.code_forms import meet, span_of
+from kvjax.state.codes import Codes
 from kvjax.store.codebooks import sphere_codebook
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate, orthogonal
 from kvjax.store.sphere import LloydMax, Signs, SignSketch, gaussian
-from kvjax.stored import meet, span_of
 from tests.sweep import sweep
 
 encode = jax.jit(codes.encode, static_argnames="codec")

@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from kvjax.errors import InputError
-from kvjax.train.ahead import Ahead
-from kvjax.train.rows import Place
+from kvjax.base.errors import InputError
+from kvjax.train.data.packing import Place
+from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.sources import Pairs, source_of, words_of
 from kvjax.train.settings import Data, Devices, Loop
-from kvjax.train.sources import Pairs, source_of, words_of
 
 
 def same(got, want):
@@ -39,8 +39,8 @@ def test_stages_and_places_give_the_rows_of_the_source():
 
 RUN = """
 import multiprocessing, time
-from kvjax.train.ahead import Ahead
-from kvjax.train.sources import Pairs
+from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.sources import Pairs
 
 if __name__ == "__main__":
     Ahead(Pairs(seed=0), workers=1).next(2, 16)

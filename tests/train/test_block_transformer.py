@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.block_transformer import BlockTransformer
-from kvjax.checkpoint import save_checkpoint
-from kvjax.errors import InputError
+from kvjax.api.block_transformer import BlockTransformer
+from kvjax.base.errors import InputError
+from kvjax.io.checkpoint import save_checkpoint
 from kvjax.models.block_transformer import BlockConfig, block_inputs, forward, init
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
 from kvjax.models.params import init as init_one
 from kvjax.models.transformer import forward as decoder
-from kvjax.train.byte_tokenizer import END, byte_tokenizer
-from kvjax.train.conversions import convert, difference
+from kvjax.train.convert.conversions import convert, difference
+from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import training
 from kvjax.train.step import Parts, total_loss

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.checkpoint import save_checkpoint
-from kvjax.errors import InputError
-from kvjax.fitted import load_fitted
+from kvjax.base.errors import InputError
+from kvjax.grammar.fitted import load_fitted
+from kvjax.io.checkpoint import save_checkpoint
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.train.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.compressed import compressor, read_and_said
+from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training
 from kvjax.train.step import Beside, Parts, learned_loss, parted

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.checkpoint import save_checkpoint
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.io.checkpoint import save_checkpoint
 from kvjax.models.config import Config
 from kvjax.models.encoder import encode
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
-from kvjax.train.byte_tokenizer import END, byte_tokenizer
-from kvjax.train.conversions import convert, difference
+from kvjax.train.convert.conversions import convert, difference
+from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training
 from kvjax.train.step import Beside, Frozen, Parts, learned_loss, total_loss

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import on_mesh
 from kvjax.models.params import init
 from kvjax.train import loop as loops
+from kvjax.train.data.packing import Rows
 from kvjax.train.loop import begin, in_parts, train
 from kvjax.train.optimiser import optimiser
-from kvjax.train.rows import Rows
 from kvjax.train.settings import training
 from kvjax.train.step import make_step
 from tests.sweep import sweep

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.block_transformer import BlockConfig, BlockTransformer
-from kvjax.cli import main
-from kvjax.errors import InputError
-from kvjax.gin_bindings import load_training, training_files
+from kvjax.api.block_transformer import BlockConfig, BlockTransformer
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
+from kvjax.io.gin_bindings import load_training, training_files
 from kvjax.models.block_transformer import layout_of
 from kvjax.models.model import Model
 from kvjax.train.loop import begin

@@ -11,19 +11,19 @@ import optax
 import pytest
 
 import kvjax
-from kvjax.checkpoint import save_checkpoint
-from kvjax.errors import InputError
-from kvjax.gin_bindings import load_training
+from kvjax.base.errors import InputError
+from kvjax.io.checkpoint import save_checkpoint
+from kvjax.io.gin_bindings import load_training
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.train import loop as loops
+from kvjax.train.data.packing import Place, Rows
+from kvjax.train.data.sources import Recall, source_of, words_of
 from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import CONFIG
-from kvjax.train.rows import Place, Rows
 from kvjax.train.settings import Data, Loop, training
-from kvjax.train.sources import Recall, source_of, words_of
 from kvjax.train.step import Beside, Frozen, Parts, TrainState, fault, learned_loss, make_step
 from kvjax.train.trained import check_finite
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from kvjax.errors import InputError
-from kvjax.train.byte_tokenizer import byte_tokenizer
-from kvjax.train.rows import Place, Stream, cut, held_out_rows
+from kvjax.base.errors import InputError
+from kvjax.train.data.byte_tokenizer import byte_tokenizer
+from kvjax.train.data.packing import Place, Stream, cut, held_out_rows
+from kvjax.train.data.sources import source_of, words_of
+from kvjax.train.data.texts import is_held_out, read_texts
 from kvjax.train.settings import Data, Loop
-from kvjax.train.sources import source_of, words_of
-from kvjax.train.texts import is_held_out, read_texts
 
 TEXTS = ["one two", "drei vier fünf", "six", "sept huit neuf dix", "onze", "dodici tredici"]
 END, LENGTH = 256, 8

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import checkpoint
-from kvjax.cli import main
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
+from kvjax.io import checkpoint
 from kvjax.train.run_folder import PARTS, alone, open_run
 from kvjax.train.saving import Saver
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from kvjax.errors import InputError
-from kvjax.gin_bindings import load_training
+from kvjax.base.errors import InputError
+from kvjax.io.gin_bindings import load_training
 from kvjax.models.config import Config
 from kvjax.train.settings import SECTIONS, check_changes, training
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.models.params import Group, init
 from kvjax.models.placement import leaves
 from kvjax.models.transformer import hidden
 from kvjax.train import loop as loops
+from kvjax.train.data.packing import Rows
 from kvjax.train.loop import begin, in_parts, train
 from kvjax.train.optimiser import optimiser
-from kvjax.train.rows import Rows
 from kvjax.train.settings import training
 from kvjax.train.step import Beside, Frozen, Parts, learned_loss, make_step
 from kvjax.train.trained import groups_of, joined, kinds

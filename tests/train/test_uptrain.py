@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.checkpoint import save_checkpoint
-from kvjax.cli import main
 from kvjax.commands import train as command
+from kvjax.commands.main import main
+from kvjax.io.checkpoint import save_checkpoint
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.train.byte_tokenizer import END, byte_tokenizer
+from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 
 CONFIG = Config(vocab=257, d_model=16, layers=2, heads=2, kv_heads=2, head_dim=8, d_ff=24)
 SMALL = ("train.steps=2", "train.batch=2", "train.length=16", "train.log_every=1", "data.held_out=0.0")

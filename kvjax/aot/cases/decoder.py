@@ -14,8 +14,6 @@ import numpy as np
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device, Gpu
-from kvjax.cache import Cache, Paged, Slots, nbytes
-from kvjax.codes import Codes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
 from kvjax.models.config import Config
@@ -30,8 +28,10 @@ from kvjax.ops.decode.stacked_decode import slots_per_step
 from kvjax.ops.recurrent.gated_delta import STEP_NUMBERS, SUBLANES
 from kvjax.ops.recurrent.log_linear_levels import levels_for
 from kvjax.pallas_kernels.block_sizes import GENERATIONS
+from kvjax.state.cache import Cache, Paged, Slots, nbytes
+from kvjax.state.codes import Codes
 from kvjax.steps import Run, prefill
-from kvjax.steps.decode import step_fn
+from kvjax.steps.decoding.step import step_fn
 
 # Half of Llama 3 8B, so that weights and cache fit the smallest device.
 CONFIG = Config(

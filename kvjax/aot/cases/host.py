@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from kvjax.aot.case import Case
 from kvjax.aot.cases.decoder import traced_on
 from kvjax.aot.hardware import Device, Gpu
-from kvjax.cache import Cache, host_nbytes, lies_far, nbytes
 from kvjax.grammar import chain
 from kvjax.methods import method
 from kvjax.models.config import Config
@@ -25,8 +24,9 @@ from kvjax.models.placement import weight_layout
 from kvjax.ops.base.memory import to_host
 from kvjax.ops.base.rope import Rope
 from kvjax.place.host import Host
+from kvjax.state.cache import Cache, host_nbytes, lies_far, nbytes
 from kvjax.steps import Run, prefill
-from kvjax.steps.decode import step_fn
+from kvjax.steps.decoding.step import step_fn
 
 # Weights of a layer are an eighth of its keys and values, which are half a gigabyte.
 CONFIG = Config(

@@ -1,6 +1,6 @@
 """One decode step of every class of layout, over caches that are large beside all else: none may be copied.
 
-A class is what `kvjax.layout` says of a sentence, and one sentence stands for each. The model's layers are
+A class is what `kvjax.compat.layout_class` says of a sentence, and one sentence stands for each. The model's layers are
 narrow, so that whatever is as large as the keys of a layer is a copy of some cache.
 """
 
@@ -17,16 +17,16 @@ import numpy as np
 from kvjax.aot.case import Case
 from kvjax.aot.cases.decoder import traced_on
 from kvjax.aot.hardware import Device, Gpu
-from kvjax.cache import Cache, Slots, nbytes
-from kvjax.fitted import Fitted, with_fitted
 from kvjax.grammar import Method, chain
+from kvjax.grammar.fitted import Fitted, with_fitted
 from kvjax.methods import method
 from kvjax.models.config import Config
 from kvjax.models.params import init, plan
 from kvjax.models.placement import weight_layout
 from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import Cache, Slots, nbytes
 from kvjax.steps import Run, prefill
-from kvjax.steps.decode import step_fn
+from kvjax.steps.decoding.step import step_fn
 
 LAYERS, HEADS, LISTS, WIDTH = 2, 16, 8, 128
 # The keys of one layer are half a gigabyte in bfloat16, and no TPU moves half of them into VMEM.

@@ -11,7 +11,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.cache import heavier
 from kvjax.eval.report.cells import Cell, MeanScore, budget_label
 from kvjax.eval.report.console import make_console, print_text
 from kvjax.eval.report.figures import (
@@ -23,6 +22,7 @@ from kvjax.eval.report.figures import (
     speed,
     tests_in_words,
 )
+from kvjax.state.cache import heavier
 
 Column = tuple[str, Callable[[Cell], Text]]
 

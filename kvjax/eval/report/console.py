@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from kvjax.streams import escaped
+from kvjax.base.streams import escaped
 
 # Nothing limits a line of a pipe or a file; rich would assume 80 columns.
 _UNLIMITED_COLUMNS = 10_000

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.report.figures import Timings
 
 _ROW = ("id", "method", "budget", "kept_bytes", "full_bytes", "read_bytes")

@@ -14,9 +14,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import Cell
 from kvjax.eval.report.comparison_table import PROTOCOLS
-from kvjax.files import write_atomic
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; without yellow, which is lost on white.
 # Their number and the markers' share no divisor, so that colour and marker together repeat late.

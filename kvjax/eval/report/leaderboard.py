@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import Cell, MeanScore, NominalBudget
 
 SCHEMA = 1

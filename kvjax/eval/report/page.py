@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import Cell, MeanScore, budget_label
 from kvjax.eval.report.comparison_table import PROTOCOLS, byte_unit
 from kvjax.eval.report.duels import Duels
@@ -28,7 +29,6 @@ from kvjax.eval.report.frontier import SCORES, Axis, Panel, frontier_png, panels
 from kvjax.eval.report.page_assets import SCRIPT, STYLE
 from kvjax.eval.report.paired import Difference
 from kvjax.eval.report.scores_section import Picture, scores_section
-from kvjax.files import write_atomic
 
 Example = Mapping[str, Any]
 

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.errors import InputError
-from kvjax.files import write_atomic
-from kvjax.oracle import Scores
+from kvjax.api.scores import Scores
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
 
 _INK, _KEPT, _DROPPED = "#1b1f24", "#0072B2", "#e3e7ec"
 _DOTS_PER_INCH = 160

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.duels import Duels
 from kvjax.eval.report.figures import chance, signed
 from kvjax.eval.report.page import entry, header, listed, matrix, plots, shell
 from kvjax.eval.report.paired import FEW
 from kvjax.eval.report.text_table import LOST, ends_of, text_panels
-from kvjax.files import write_atomic
 
 
 def text_caption(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

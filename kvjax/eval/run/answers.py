@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax import steps
-from kvjax.cache import Cache
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, new_tokens
 from kvjax.models.layers import Params
+from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
 # What `generate_answers` writes in the place of a token whose logits are no numbers.

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvjax.errors import InputError
-from kvjax.fits_trace import check_fits
-from kvjax.fitted import is_fitted
-from kvjax.gin_bindings import load_preset
+from kvjax.api.fit_arrays import check_fits
+from kvjax.api.prepare import made
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit
+from kvjax.compat.shipped_fits import ready
 from kvjax.grammar import Budget, Method
+from kvjax.grammar.fitted import is_fitted
 from kvjax.hosts.arrays import is_shared
 from kvjax.hosts.messages import count, number_of
-from kvjax.making import made
+from kvjax.io.gin_bindings import load_preset
 from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 from kvjax.pure import bind
-from kvjax.ready import ready
-from kvjax.suits import check_fit
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")

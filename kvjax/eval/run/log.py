@@ -18,10 +18,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from kvjax.errors import InputError
-from kvjax.files import hold, write_atomic
+from kvjax.base.atomic_files import hold, write_atomic
+from kvjax.base.errors import InputError
+from kvjax.base.interrupts import goes_on_in
 from kvjax.hosts.messages import by_first, gathered, is_first, number_of, wait_for_all
-from kvjax.interrupts import goes_on_in
 
 # What a run writes beside its settings: none of it may be there before.
 RESULTS = ("units.jsonl", "results.jsonl", "metrics.json", "frontier.png", "report.html")

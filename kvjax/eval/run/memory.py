@@ -6,9 +6,9 @@ import resource
 
 import jax
 
-from kvjax.errors import InputError
+from kvjax.api.memory import free_bytes
+from kvjax.base.errors import InputError
 from kvjax.hosts.messages import gathered
-from kvjax.memory import free_bytes
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 

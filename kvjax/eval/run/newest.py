@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_budget
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import STAYS
 from kvjax.eval.tasks.sample import Sample
 from kvjax.grammar import Keep, Method
 from kvjax.keep.patterns import Asked, Recent
-from kvjax.suits import check_budget
 
 
 def keeping_newest(method: Method, tokens: int) -> Method:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.api.scores import scores
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.scores_picture import scores_png
 from kvjax.eval.report.scores_section import Picture
@@ -15,7 +16,6 @@ from kvjax.eval.run.runner import bare_method
 from kvjax.eval.tasks.rows import ASKED_FIRST
 from kvjax.eval.tasks.sample import Sample
 from kvjax.models.model import Model
-from kvjax.oracle import scores
 
 
 def draw_pictures(model: Model, entries: Sequence[Entry], protocol: str, sample: Sample) -> list[Picture]:

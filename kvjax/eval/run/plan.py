@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from kvjax.chunking import bucket
-from kvjax.errors import InputError
+from kvjax.api.chunks import bucket
+from kvjax.base.checks import whole_number
+from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.newest import check_newest, newest_of
@@ -20,7 +21,6 @@ from kvjax.eval.tasks.rows import PROTOCOLS
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
-from kvjax.inputs import whole_number
 from kvjax.models.model import Model
 
 # All contexts are drawn before anything runs, and held.

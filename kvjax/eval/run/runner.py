@@ -19,28 +19,28 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax import steps
-from kvjax.cache import Cache, host_nbytes, kept_positions, nbytes
-from kvjax.chunking import bucket
+from kvjax.api.chunks import bucket
+from kvjax.api.nan_checks import check_scores, refuse_prompt, refuse_step
+from kvjax.api.prepare import made
+from kvjax.api.program_limit import forget_if_crowded
+from kvjax.compat.layout_class import mesh_for
+from kvjax.compress.capacity import as_used
+from kvjax.compress.segments import unread_bytes
 from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
-from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
+from kvjax.grammar.calls import hiding_of
+from kvjax.grammar.fitted import with_fitted
+from kvjax.grammar.keys import key_of
 from kvjax.hosts.arrays import fetch, is_shared
-from kvjax.layout import mesh_for
-from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
 from kvjax.place.trim import counted
-from kvjax.program_limit import forget_if_crowded
-from kvjax.room import as_used
-from kvjax.segments import unread_bytes
+from kvjax.state.cache import Cache, host_nbytes, kept_positions, nbytes
 from kvjax.steps import Prompt, Run
-from kvjax.word_keys import key_of
-from kvjax.words import hiding_of
 
 X = TypeVar("X")
 Y = TypeVar("Y")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.run.cellplan import Entry
-from kvjax.word_keys import key_of
+from kvjax.grammar.keys import key_of
 
 # By (label, budget); names as `timings_of` says.
 CellTimings = dict[tuple[str, float | int | None], dict[str, float]]

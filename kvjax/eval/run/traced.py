@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import steps
-from kvjax.errors import InputError
+from kvjax.api.prepare import made
+from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.runner import bare_run
-from kvjax.fitted import with_fitted
-from kvjax.making import made
+from kvjax.grammar.fitted import with_fitted
 from kvjax.methods import METHODS
 from kvjax.models.model import Model
 from kvjax.steps import Run

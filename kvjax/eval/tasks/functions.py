@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks.reader import Reader, reader_of
 from kvjax.eval.tasks.sample import LENGTH, ForcedSample, Graded, Sample
 from kvjax.methods.user import load_function

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks.benchmarks import LONGBENCH, OWN, RULER, Benchmark, Metric
 from kvjax.eval.tasks.reader import Reader, reader_of
 from kvjax.eval.tasks.sample import Graded, OpenSample, Sample

@@ -11,7 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvjax.errors import InputError
+from kvjax.base.checks import check_text
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks import recall
-from kvjax.inputs import check_text
 from kvjax.models.model import Model
 
 
@@ -68,7 +68,7 @@ class Reader(NamedTuple):
 def reader_of(model: Model) -> Reader:
     """The model's tokenizer, without truncation or padding; InputError where it has none.
 
-    >>> from kvjax.loading import load
+    >>> from kvjax.io.load import load
     >>> reader_of(load("recall-tiny")).split("<get> brave", " otter")
     [(3, 12), (64,)]
     """

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 
 MARKERS = tuple("<pad> <bos> <set> <get> <add> <.> <chase> <all> <,> <tag> <mode> <copy>".split())
 PAD, BOS, SET, GET, ADD, DOT, CHASE, ALL, COMMA, TAG, MODE, COPY = range(len(MARKERS))

@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 from jaxtyping import Float32, Int, Int8, Int32
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks.recall import (
     ALL,
     CHASE,

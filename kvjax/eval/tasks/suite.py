@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from kvjax.eval.tasks import recall, recall_tasks
 from kvjax.eval.tasks.functions import Task, is_function, of_functions
 from kvjax.eval.tasks.local_data import read_local
+from kvjax.eval.tasks.plain_english import make_words
 from kvjax.eval.tasks.reader import speaks_recall
 from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite
-from kvjax.eval.tasks.words import make_words
 from kvjax.models.model import Model
 
 
@@ -108,7 +108,7 @@ def make_suite(
     Raises InputError for whatever cannot be asked: unknown tasks, unreadable files, lengths that are too
     short for the questions or beyond the model's positions, a model without a tokenizer.
 
-    >>> from kvjax.loading import load
+    >>> from kvjax.io.load import load
     >>> suite = make_suite(load("recall-tiny"), ["get", "copy"])
     >>> suite.tasks, suite.length, len(suite.rows(0, "aware"))
     (('get', 'copy'), 512, 2)

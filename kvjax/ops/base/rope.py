@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.base.ranges import Range, check_fields
 from kvjax.ops.base.dtypes import wide
-from kvjax.ranges import Range, check_fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.cache import NOTHING
 from kvjax.models.attending import attend_new, new_keys, rotary
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP
@@ -23,6 +22,7 @@ from kvjax.models.transformer import hidden
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import NOTHING
 
 Arrays = Mapping[str, Any]
 HEADS, WINDOW = 2, 11  # of cross_layer_kv

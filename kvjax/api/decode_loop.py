@@ -1,0 +1,174 @@
+"""The loop that writes token after token: slices of many on the device, of one where the host has its say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.api.logit_processors import Processor, processed
+from kvjax.api.nan_checks import refuse_processed
+from kvjax.api.sampling import GIVEN, Sampler, Settings, chosen, logprob_of
+from kvjax.api.stop_strings import StopStrings
+from kvjax.api.types import Step
+from kvjax.hosts.arrays import fetch
+from kvjax.models.layers import Params
+from kvjax.state.cache import Cache
+
+# The most tokens that the device writes before the host looks at them.
+SLICE = 32
+
+
+class Slice(NamedTuple):
+    """What some tokens leave: `count` of them were written, the others are -1 with log-probability 0.
+
+    logits: behind the last of them. done: rows that said a stop token, now or before.
+    """
+
+    count: Int[Array, ""]
+    logits: Float[Array, "R V"]
+    cache: Cache
+    done: Bool[Array, "R"]
+    tokens: Int[Array, "R slice"]
+    logprobs: Float[Array, "R slice"]
+
+
+class Draws(NamedTuple):
+    """How tokens are drawn: token `at` of row r by the key keys[r], folded with `at`; rows end with `stop`.
+
+    given: the first token of a slice where the settings say that it is given, not drawn.
+    """
+
+    settings: Settings
+    keys: Array
+    stop: Int[Array, "S"]
+    given: Int[Array, "R"]
+
+
+@partial(jax.jit, static_argnames=("step",), donate_argnames=("cache",))
+def write_slice(
+    step: Step,
+    params: Params,
+    cache: Cache,
+    logits: Float[Array, "R V"],
+    done: Bool[Array, "R"],
+    draws: Draws,
+    at: Int[Array, ""] | np.int32,
+    n: Int[Array, ""] | np.int32,
+) -> Slice:
+    """The tokens `at`, ..., `at` + n - 1 of every row, each drawn and then appended; 1 <= n <= SLICE.
+
+    Rows that are done append nothing. It ends earlier behind the token with which all rows are done, and
+    behind one whose log-probability is not a number (NaN).
+    """
+    first, most = jnp.asarray(at), jnp.asarray(n)
+
+    def unfinished(carry: tuple[Slice, Array]) -> Array:
+        now, broken = carry
+        return (now.count < most) & ((now.count == 0) | ~(now.done.all() | broken))
+
+    def one(carry: tuple[Slice, Array]) -> tuple[Slice, Array]:
+        i, logits, cache, done, tokens, logprobs = carry[0]
+        folded = jax.vmap(partial(jax.random.fold_in, data=first + i))(draws.keys)
+        token = chosen(draws.settings, logits, folded, draws.given)
+        logprob = jnp.where(done, 0.0, logprob_of(logits, token))
+        shown = jnp.where(done, -1, token)
+        ends = done | (token[:, None] == draws.stop[None]).any(-1)
+        behind, cache = step(params, cache, token, ~done)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, shown, i, 1)
+        logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logprob, i, 1)
+        return Slice(i + 1, behind, cache, ends, tokens, logprobs), jnp.isnan(logprob).any()
+
+    # Of the logits' type, which says on which mesh they lie; what a loop carries keeps its type.
+    none = jnp.isnan(logits) & False
+    blank = jnp.broadcast_to(none[:, :1], (*done.shape, SLICE))
+    start = Slice(
+        jnp.int32(0),
+        logits,
+        cache,
+        done | none[:, 0],
+        jnp.where(blank, 0, -1).astype(jnp.int32),
+        blank.astype(jnp.float32),
+    )
+    return jax.lax.while_loop(unfinished, one, (start, none.any()))[0]
+
+
+def advancing(step: Step, params: Params, rows: int) -> Callable[[Cache, Array, Array, Array], Slice]:
+    """Slices of one token that is given: (cache, logits, token [R], append [R]) to what it leaves."""
+    keys, stop = jnp.broadcast_to(jax.random.key(0), (rows,)), padded_stop(jnp.asarray([-1], jnp.int32))
+    draws = Draws(_given(), keys, stop, jnp.zeros((rows,), jnp.int32))
+
+    def advance(cache: Cache, logits: Array, token: Array, append: Array) -> Slice:
+        now = draws._replace(given=token)
+        return write_slice(step, params, cache, logits, ~append, now, np.int32(0), np.int32(1))
+
+    return advance
+
+
+def _given() -> Settings:
+    return jax.tree.map(jnp.asarray, Sampler().settings._replace(kind=np.int32(GIVEN)))
+
+
+def padded_stop(stop: Int[Array, "S"]) -> Int[Array, "_"]:
+    """Stop tokens in a multiple of eight, so that programs seldom depend on how many there are."""
+    return jnp.pad(stop, (0, -stop.shape[0] % 8), constant_values=-1)
+
+
+def write(
+    step: Step,
+    params: Params,
+    logits: Float[Array, "R V"],
+    cache: Cache,
+    *,
+    new: int,
+    sampler: Sampler,
+    key: Array,
+    stop: Int[Array, "S"],
+    refuse_nan: Callable[[int], None],
+    ends: StopStrings | None = None,
+    processors: tuple[Processor, ...] = (),
+    past: Int[Array, "R T"] | None = None,
+    on_token: Callable[[int, np.ndarray], None] | None = None,
+) -> tuple[Int[Array, "R M"], Float[Array, "R M"], Cache]:
+    """Up to `new` tokens per row and their log-probabilities, and the cache that holds them.
+
+    past: the tokens so far, where there are processors to see them. refuse_nan: called with the step whose
+    logits are not numbers. All else is as in `kvjax.generate`.
+    """
+    rows, at = logits.shape[0], 0
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
+    if past is None and type(sampler) is not Sampler:
+        past = jnp.zeros((rows, 0), jnp.int32)
+    # The host draws by itself where what it draws by is code.
+    settings = jax.tree.map(jnp.asarray, sampler.settings) if past is None else _given()
+    draws = Draws(settings, keys, padded_stop(stop), jnp.zeros((rows,), jnp.int32))
+    most = SLICE if ends is None and past is None and on_token is None else 1
+    tokens, logprobs = np.full((rows, new), -1, np.int32), np.zeros((rows, new), np.float32)
+    # On the host: an array of the device would say where it lies, and the first slice's says nothing.
+    done, lost = np.zeros((rows,), bool), np.zeros((0,), bool)
+    while at < new:
+        if past is not None:
+            given, past, lost = processed(sampler, processors, logits, past, keys, np.int32(at), done)
+            draws = draws._replace(given=given)
+        n = min(most, new - at)
+        out = write_slice(step, params, cache, logits, done, draws, np.int32(at), np.int32(n))
+        logits, cache = out.logits, out.cache
+        count, done, shown, heard, unheard = fetch((out.count, out.done, *out[4:], lost))
+        if (broken := np.isnan(heard).any(0)).any():
+            refuse_nan(at + int(broken.argmax()))
+        if unheard.any():
+            refuse_processed(at)
+        tokens[:, at : at + count], logprobs[:, at : at + count] = shown[:, :count], heard[:, :count]
+        if ends is not None:
+            done = done | ends(shown[:, 0])
+        if on_token is not None:
+            on_token(at, shown[:, 0])
+        at += int(count)
+        if done.all():
+            break
+    return jnp.asarray(tokens), jnp.asarray(logprobs), cache

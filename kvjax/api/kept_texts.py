@@ -1,0 +1,62 @@
+"""Which tokens of a prompt a cache keeps, as text."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.api.prefill import check_cache, padded
+from kvjax.api.types import Lengths, TokenIds
+from kvjax.base.errors import InputError
+from kvjax.models.model import Model
+from kvjax.state.cache import Cache, kept_positions
+
+GAP = " … "
+
+
+def kept_texts(
+    model: Model, cache: Cache, tokens: TokenIds, *, lengths: Lengths | None = None
+) -> list[list[list[str]]]:
+    """The tokens that a cache keeps, as text: one for each layer, row and KV head; " … " where some are gone.
+
+    tokens: what the rows have read, [B, T] with `lengths` or a list of lists, as `prefill` takes it. What was
+    written later has no text unless it is given with them. Layers that carry states have no KV heads here.
+    Raises InputError without a tokenizer, for another number of rows, for a cache of another model, and where
+    a method reads a text of its own making in place of the prompt.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> prompt = [model.tokenizer.encode("<bos> the <set> brave otter 17 4 52 <.> a hill").ids]
+    >>> _, cache = kvjax.prefill(model, prompt, method=kvjax.method("streamingllm", budget=6))
+    >>> kvjax.kept_texts(model, cache, prompt)[0][0][0]
+    '<bos> the <set> brave … a hill'
+    """
+    check_cache(model, cache)
+    if model.tokenizer is None:
+        raise InputError(
+            f"{model.name} has no tokenizer, so its tokens have no text: see kvjax.kept_positions"
+        )
+    if cache.method is not None and cache.method.reread is not None:
+        raise InputError(
+            f"{cache.method.id} reads a text of its own making, and its cache keeps positions of that: "
+            "see kvjax.kept_positions"
+        )
+    batch = padded(model, tokens, lengths)
+    if len(batch.lengths) != cache.next.shape[0]:
+        raise InputError(
+            f"the tokens have {len(batch.lengths)} rows, the cache {cache.next.shape[0]}, expected the same: "
+            "give what every row has read"
+        )
+    rows = [row[:n] for row, n in zip(batch.tokens, batch.lengths, strict=True)]
+    return [
+        [[_text(model, row, heads) for heads in lists] for row, lists in zip(rows, layer, strict=True)]
+        for layer in kept_positions(cache)
+    ]
+
+
+def _text(model: Model, ids: Int[np.ndarray, "T"], pos: Int[np.ndarray, "S"]) -> str:
+    """The tokens at these positions, in their order, those beyond the given ones left out."""
+    found = np.unique(pos[(pos >= 0) & (pos < len(ids))])
+    runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
+    pieces = [model.tokenizer.decode(ids[run].tolist(), skip_special_tokens=False) for run in runs]
+    return GAP.join(piece.strip() for piece in pieces)

@@ -1,0 +1,71 @@
+"""A lower bound of the memory that a prompt takes, so that one that cannot fit is refused unread."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.model import Model
+
+
+def free_bytes() -> int:
+    """Free memory of the device that computes: the accelerator's, or the machine's on CPU."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return int(psutil.virtual_memory().available)
+
+
+def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: int | None = None) -> None:
+    """InputError for a prompt that needs more memory than there is, by its shape alone.
+
+    tokens: as in `kvjax.prefill`. Only arrays that must be in memory at once count, so no prompt that could
+    run is refused.
+    """
+    if (shape := _shape_of(tokens)) is None:
+        return
+    rows, length = shape
+    needed = rows * least_bytes(model, method, length, room, chunk)
+    devices = 1 if model.on_mesh is None else model.on_mesh.mesh.size
+    if needed > (free := free_bytes()) * devices:
+        raise InputError(
+            f"{rows} rows of {length} tokens need at least {needed / 2**30:.1f} GiB, and "
+            f"{free * devices / 2**30:.1f} GiB are free: read fewer rows at a time, shorter ones, or "
+            "pieces of them (chunk=) under a method that keeps less"
+        )
+
+
+def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:
+    """Least bytes of one row of a prompt: a layer's input and output, and a cache that is not compressed."""
+    config, itemsize = model.config, model.params["embed"].dtype.itemsize
+    # A layer's input, and what it adds to it.
+    read = 2 * min(length, chunk or length) * config.d_model * itemsize
+    acts = (method.keep, method.store, method.reread, method.layers, method.make, method.stack, method.host)
+    if any(acts):
+        return read
+    cache = 0
+    for layer in range(config.layers):
+        mixer, window = mixer_of(config, layer), config.window(layer)
+        slots = mixer.slots(config)
+        if slots is None or slots.fixed or slots.factors or getattr(mixer, "source", None) is not None:
+            continue
+        kept = length + room if window is None else min(length, window)
+        cache += slots.heads * (slots.key + (0 if slots.shared else slots.value)) * kept * itemsize
+    return read + cache
+
+
+def _shape_of(tokens: Any) -> tuple[int, int] | None:
+    """Rows and tokens of a prompt; None for anything else, which is refused elsewhere."""
+    if isinstance(tokens, jax.Array | np.ndarray):
+        return (tokens.shape[0], tokens.shape[1]) if tokens.ndim == 2 else None
+    if isinstance(tokens, list | tuple) and tokens and all(isinstance(row, Sized) for row in tokens):
+        return len(tokens), max(len(row) for row in tokens)
+    return None

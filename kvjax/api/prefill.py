@@ -1,0 +1,337 @@
+"""Reading a prompt: `prefill`, and what it checks, pads and cuts before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import steps
+from kvjax.api.chunks import Size, bucket, plan
+from kvjax.api.fit_arrays import check_fits
+from kvjax.api.memory import check_memory
+from kvjax.api.nan_checks import check_scores, refuse_prompt
+from kvjax.api.prepare import made
+from kvjax.api.program_limit import bound_programs
+from kvjax.api.rollback import Added, more_added
+from kvjax.api.types import Lengths, TokenIds, has_verbs, refuse
+from kvjax.base.checks import (
+    check_in_vocabulary,
+    id_array,
+    is_rows,
+    ragged_rows,
+    whole_number,
+)
+from kvjax.base.errors import InputError
+from kvjax.compat.layout_class import mesh_for
+from kvjax.compat.max_length import check_chunks, last_position
+from kvjax.compat.model_fit import check_budget
+from kvjax.compat.shipped_fits import ready
+from kvjax.compress.capacity import as_used
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import with_fitted
+from kvjax.hosts.arrays import fetch
+from kvjax.methods import as_method
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.place.common import apart, has_common, is_shared
+from kvjax.place.trim import counted
+from kvjax.pure import bind
+from kvjax.state.axes import check_rows, placed
+from kvjax.state.cache import Cache, check_alive, kept_positions
+from kvjax.steps import Run
+
+# How many tokens a cache holds beyond its prompt, unless a call says otherwise.
+ROOM = 128
+
+
+class Batch(NamedTuple):
+    """Right-padded tokens on the host, with their lengths."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> Batch:
+    """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
+    if is_rows(tokens):
+        if lengths is not None:
+            raise InputError(
+                "lengths= goes with a padded array of tokens; a list of lists has its own lengths"
+            )
+        rows = ragged_rows(tokens)
+        length = np.array([len(r) for r in rows])
+        array = np.zeros((len(rows), max(length, default=0)), np.int64)
+        for i, row in enumerate(rows):
+            array[i, : len(row)] = row
+    else:
+        array = id_array("tokens", tokens)
+        if array.ndim != 2:
+            raise InputError(
+                f"tokens must be [B, T] or a list of lists of token ids, got shape {array.shape}: "
+                "wrap a single prompt as [[...]]"
+            )
+        length = np.full(array.shape[0], array.shape[1]) if lengths is None else id_array("lengths", lengths)
+    if length.shape != array.shape[:1] or (length > array.shape[1]).any():
+        raise InputError(f"lengths must be [B] and at most T = {array.shape[1]}, got {length.tolist()}")
+    if not len(array) or (length < least).any():
+        raise InputError("every row needs at least one token; a prompt here is empty")
+    check_in_vocabulary(array[np.arange(array.shape[1]) < length[:, None]], model.config.vocab)
+    parts = 1 if model.on_mesh is None else model.on_mesh.devices("tokens")
+    size = -(-bucket(array.shape[1]) // parts) * parts
+    ids = np.zeros((array.shape[0], size), np.int32)
+    ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
+    return Batch(ids, length.astype(np.int32))
+
+
+def check_cache(model: Model, cache: Cache) -> None:
+    """InputError for what is no cache, or one that another model filled, or that a step consumed."""
+    if not isinstance(cache, Cache):
+        given = f"{cache!r}" if isinstance(cache, str | os.PathLike) else f"a {type(cache).__name__}"
+        raise InputError(
+            f"cache is {given}, expected a kvjax.state.cache.Cache: give the `.cache` of what generate returned, "
+            "the second of what prefill and step return, or kvjax.load_cache(path)"
+        )
+    check_alive(cache)
+    model = made(model, cache.method)
+    if cache.model and cache.model != model.fingerprint:
+        raise InputError(
+            f"this cache was filled by another model (fingerprint {cache.model}, this model's is "
+            f"{model.fingerprint}): load the model it was made with, or prefill again"
+        )
+
+
+def bare_cache(cache: Cache) -> Cache:
+    """The cache without its labels, so that programs are shared by everything of the same layout."""
+    return dataclasses.replace(cache, method=None, model="")
+
+
+def labelled(cache: Cache, method: Method, model: Model) -> Cache:
+    labels = dict(method=method, model=model.fingerprint, on_mesh=mesh_for(method, model.on_mesh))
+    return dataclasses.replace(cache, **labels)  # type: ignore[arg-type]
+
+
+def there(model: Model, cache: Cache) -> Cache:
+    """The cache on the model's mesh: one from a file, or of the same model elsewhere, is moved there."""
+    on = mesh_for(cache.method or Method(), model.on_mesh)
+    return cache if cache.on_mesh == on else placed(cache, on)
+
+
+def noted(model: Model, cache: Cache) -> Added:
+    """What the host knows of a cache's newest tokens; that none were added, where it knows nothing."""
+    if cache.added is not None:
+        return cache.added
+    run = Run(model.config, bind(cache.method or Method(), model), on_mesh=cache.on_mesh)
+    return Added(run.groups(model.params), np.zeros(cache.next.shape[0], np.int32))
+
+
+def prefill(
+    model: Model,
+    tokens: TokenIds,
+    *,
+    method: Method | str | None = None,
+    cache: Cache | None = None,
+    lengths: Lengths | None = None,
+    room: int = ROOM,
+    chunk: int | None = None,
+    compress: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Reads a prompt: logits [B, V] at each row's last token, and the (compressed) cache.
+
+    tokens: [B, T] with right padding and `lengths` [B], or a list of lists. With cache=, the tokens
+    continue it and its method applies. room: how many further tokens the cache must hold. chunk: read that
+    many tokens at a time, compressing after each. compress=False stores the new tokens and evicts nothing.
+    implementation: of attention and recurrences, "reference", "tpu" or "gpu"; None takes kernels where they
+    can run.
+
+    InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
+    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers (over
+    a cache, of all rows: one row that holds NaN gives NaN and harms no other), or chunk= for a text so long
+    that a dynamic rotation (NTK) depends on its length; NotImplementedError where a forced kernel cannot run.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> logits, cache = kvjax.prefill(model, [[1, 2, 3]], room=8)
+    >>> logits.shape, len(kvjax.kept_positions(cache))
+    ((1, 220), 4)
+    """
+    if has_verbs(model):
+        options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
+        refuse(model, options | {"implementation=": implementation is not None})
+        return model.prefill(tokens, method=method, lengths=lengths, room=room)
+    chosen = method_of(model, method, cache)
+    model = made(model, chosen)
+    room, note = check_room(model, room, chosen), None if cache is None else cache.added
+    if chunk is not None:
+        chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
+    check_memory(model, tokens, chosen, room, chunk)
+    batch = padded(model, tokens, lengths)
+    if cache is not None and cache.next.shape != batch.lengths.shape:
+        raise InputError(
+            f"the tokens have {len(batch.lengths)} rows, the cache {cache.next.shape[0]}, expected the same "
+            "number: give tokens for every row of the cache, or copy its rows with kvjax.fork"
+        )
+    before = np.zeros(1, np.int32) if cache is None else fetch(cache.next)
+    seen, longest = int(before.max()), int(batch.lengths.max())
+    check_reach(model, seen + longest, chosen)
+    if seen + longest > model.config.max_positions + chosen.shared_positions:
+        pieces = longest if chunk is None or not compress else min(chunk, longest)
+        _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
+    width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
+    check_chunks(model.config, seen + longest, width < longest)
+    if compress:
+        ends = range(width, width + longest, width)
+        check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})
+    on = mesh_for(chosen, model.on_mesh)
+    check_rows(len(batch.lengths), on)
+    if on is not None:
+        n = on.devices("tokens")
+        on.check("tokens", width, "tokens of a chunk", f"read chunk={-(-width // n) * n} at a time")
+    bound_programs()
+    cache = None if cache is None else there(model, cache)
+    run = Run(model.config, bind(chosen, model), implementation, on)
+    params = with_fitted(model.params, chosen)
+    if cache is not None and is_shared(cache):
+        cache = _apart_to_choose(run, params, cache, compress, len(before))
+    cache, sizes = plan(
+        run, params, None if cache is None else bare_cache(cache), batch.lengths,
+        width=width, room=room, compress=compress,
+    )  # fmt: skip
+    last = _question_tokens(run.method, before + batch.lengths) if compress else 0
+    logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
+    unranked, broken = fetch((lost, jnp.isnan(logits).any(-1)))
+    check_scores(chosen.id, np.any(unranked, 0))
+    # Over a cache, one row that overflowed before harms no other.
+    if broken.any() if not before.any() else broken.all():
+        refuse_prompt(model, *batch)
+    if counted(chosen) and compress:
+        cache = placed(as_used(run.groups(params), cache, bucket, room), on)
+    cache = labelled(cache, chosen, model)
+    note = noted(model, cache) if compress or note is None else note
+    return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, rows: int) -> Cache:
+    """A cache with slots in common, or one without where tokens leave: a method chooses for every row."""
+    pairs = zip(run.groups(params), cache.groups, strict=True)
+    chooses = any(run.acts(gm, compress) and has_common(group, rows) for gm, group in pairs)
+    # What a prompt is read over lies beside what it leaves.
+    chooses = chooses or (compress and run.method.reread is not None)
+    return apart(cache) if chooses else cache
+
+
+def _read_chunks(
+    run: Run, params: Params, batch: Batch, cache: Cache | None, sizes: Sequence[Size], width: int,
+    compress: bool, last: int,
+) -> tuple[Float[Array, "B V"], Cache, list[Array]]:  # fmt: skip
+    """Logits [B, V] at each row's last token, the cache, and per chunk the lists whose scores were none.
+
+    last: how many tokens of the prompt's end a probe asks behind every chunk.
+    """
+    call = partial(steps.prefill, compress=compress, watched=True)
+    call = steps.prefill_apart if compress and steps.chooses(run.method) else call
+    logits, lost = None, []
+    for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
+        new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
+        ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
+        here, cache, unranked = call(run, params, *new, cache, **size._asdict(), **ahead)
+        lost.append(unranked)
+        # A row that ended in an earlier chunk keeps the logits of its own last token.
+        logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
+    assert logits is not None and cache is not None
+    return logits, cache, lost
+
+
+def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
+    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none.
+
+    InputError where they do not fit the budget of rows that are so long in the end.
+    """
+    keep = method.keep
+    last = 0 if keep is None else getattr(keep.probe, "last", 0)
+    if keep is None or not last:
+        return 0
+    for length in lengths.tolist():
+        if (n := keep.budget.capacity(length)) < min(last, length):
+            raise InputError(
+                f"{method.id}: the last {last} of {length} tokens are the question and must stay, more than "
+                f"the budget of {n} slots (budget={keep.budget.amount!r}): raise it, or lower question="
+            )
+    return last
+
+
+def _question(batch: Batch, last: int, read: int) -> tuple[Array, Array] | None:
+    """The last tokens of rows that are longer than `read` tokens, and their number; None where none is."""
+    ahead = batch.lengths > read
+    if not ahead.any():
+        return None
+    start = np.maximum(batch.lengths - last, 0)[:, None]
+    index = np.minimum(start + np.arange(last), batch.tokens.shape[1] - 1)
+    asked = np.take_along_axis(batch.tokens, index, axis=1)
+    return jnp.asarray(asked), jnp.asarray(np.where(ahead, np.minimum(batch.lengths, last), 0), jnp.int32)
+
+
+def check_room(model: Model, room: int, method: Method | None = None) -> int:
+    """`room` as an int; InputError unless it is a number of tokens that the model's positions allow."""
+    return whole_number("room", room, 0, "further tokens", max(ROOM, last_position(method, model.config)))
+
+
+def check_reach(model: Model, last: int, method: Method | None = None) -> None:
+    """InputError for a prompt that reaches beyond the positions that the model has under a method."""
+    if last > (most := last_position(method, model.config)):
+        raise InputError(
+            f"the prompt reaches position {last}, this model's last is {most}: "
+            "shorten the prompt, or use a model with a longer context"
+        )
+
+
+def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
+    """InputError where phases of tokens that are read `new` at a time come to lie beyond the positions."""
+    assert method.keep is not None
+    most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
+    phase = method.keep.phase
+    held = phase.most_behind(max(held, method.keep.budget.capacity(last), *windows, 0))
+    if held + new > most:
+        raise InputError(
+            f"{new} tokens at once behind up to {held} {phase.counts} reach beyond the model's last "
+            f"position, {most}: "
+            + (f"read at most {most - held} at a time with chunk=" if held < most else "lower the budget")
+        )
+
+
+def live(cache: Cache) -> int:
+    """The most slots that any head of a cache holds."""
+    return max((int((pos >= 0).sum(-1).max(initial=0)) for pos in kept_positions(cache)), default=0)
+
+
+def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
+    """The method of a prefill: the given one, or that of the cache it continues."""
+    given = None if method is None else as_method(method)
+    if given is not None:
+        given = ready(model, given)
+        check_fits(model, given)
+    if cache is None:
+        return given or Method()
+    check_cache(model, cache)
+    if given is not None and given != cache.method:
+        raise InputError(
+            f"method {given.id!r} and a cache filled by {cache.method.id!r} were both given: "
+            "a cache continues with its own method; leave method= out"
+        )
+    return cache.method or Method()
+
+
+def _chunks(batch: Batch, chunk: int) -> list[Batch]:
+    out = []
+    for start in range(0, int(batch.lengths.max()), chunk):
+        part = batch.tokens[:, start : start + chunk]
+        part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
+        out.append(Batch(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
+    return out

@@ -1,0 +1,72 @@
+"""The models that methods run on, made of the one that is given before anything is read: `prepare`."""
+
+from __future__ import annotations
+
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit
+from kvjax.compat.shipped_fits import ready
+from kvjax.grammar import Method
+from kvjax.methods import as_method
+from kvjax.models.axes import spread_params
+from kvjax.models.model import Model, check_single
+from kvjax.place.pairs import groups_apart
+
+
+def prepare(model: Model, method: Method | str) -> Model:
+    """The model that a method runs on: the model itself, unless the method has a `make`, or merges layers.
+
+    The verbs do this by themselves, once per model and method, and remember it as long as the model lives.
+    What is made is a model like any other: it has weights and a config of its own, can be called and trained,
+    and takes any method that fits its layers. Its caches are those of the method on the model that was given.
+    Where layers are stacked, as on TPUs, and the method merges some in pairs, these are taken out of their
+    stacks. Their weights are then in memory twice, unless the given model is let go.
+
+    Raises InputError where the method does not fit the model, or the model was made by another method.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> made = kvjax.prepare(model, kvjax.method("palu", rank=0.5))
+    >>> made.config.mixers[0], kvjax.prepare(model, "full") is model
+    (GroupedLatent(group=2, key_rank=32, value_rank=32), True)
+    """
+    return made(model, ready(model, as_method(method)))
+
+
+def made(model: Model, method: Method | None) -> Model:
+    """The model that a method runs on. Raises InputError as `prepare`."""
+    return model if method is None else _with_pairs_apart(_remade(model, method), method)
+
+
+def _with_pairs_apart(model: Model, method: Method) -> Model:
+    """The same model with the layers that a method merges each by itself."""
+    if method.stack is None:
+        return model
+    check_single(model, f"{method.id} merges layers of one decoder")
+    sizes = tuple(next(iter(layers.values())).shape[0] for layers in model.params["layers"])
+    groups = groups_apart(method.stack, model.config, sizes)
+    if len(groups) == len(sizes):
+        return model
+    if groups not in model.models_made:
+        model.models_made[groups] = model.regrouped(groups)
+    return model.models_made[groups]
+
+
+def _remade(model: Model, method: Method) -> Model:
+    """What a method's `make` makes of the model; the model itself where it has none."""
+    if method.make is None:
+        return model
+    check_single(model, f"{method.id} rewrites the weights of one decoder")
+    if model.made_by == method.make:
+        return model
+    if model.made_by is not None:
+        raise InputError(
+            f"{method.id} makes its own weights of a model's, and {model.name} was made by "
+            f"{model.made_by!r}: give the model that this one was made of"
+        )
+    check_fit(method, model.config)
+    if method.make not in model.models_made:
+        params, config = method.make.params(model.params, model.config), method.make.config(model.config)
+        if model.on_mesh is not None:
+            params = spread_params(params, config, model.on_mesh)
+        model.models_made[method.make] = model.remade(method.make, config, params)
+    return model.models_made[method.make]

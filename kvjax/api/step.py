@@ -1,0 +1,111 @@
+"""One token at a time: `step`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import steps
+from kvjax.api.chunks import tokens_that_fit
+from kvjax.api.prefill import bare_cache, check_cache, live, noted, there
+from kvjax.api.prepare import made
+from kvjax.api.rollback import more_added
+from kvjax.api.types import OneToken, Step, has_verbs, refuse
+from kvjax.base.checks import (
+    one_token,
+)
+from kvjax.base.errors import InputError
+from kvjax.compat.max_length import last_position
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import with_fitted
+from kvjax.hosts.arrays import fetch
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.pure import decoding
+from kvjax.state.cache import Cache
+from kvjax.steps import Run
+
+
+def step(
+    model: Model,
+    cache: Cache,
+    token: OneToken,
+    *,
+    append: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
+
+    token: one id per row. Ids on the host (NumPy, lists) must be in the vocabulary; of an array on a device
+    only dtype and shape are checked, because to read it would make every step wait for the one before.
+
+    append=False asks the last token again at its own position over the cache as it is, which stays usable.
+    implementation: as in `prefill`. InputError when the cache has no room left, was consumed before, or
+    belongs to another model, and beyond the model's last position.
+    """
+    if has_verbs(model):
+        refuse(model, {"append=False": not append, "implementation=": implementation is not None})
+        return model.step(cache, token)
+    check_cache(model, cache)
+    model = made(model, cache.method)
+    cache = there(model, cache)
+    run = decoding(model, cache.method, implementation)
+    ids = one_token(token, cache.next.shape[0], model.config.vocab)
+    spare = cache.spare
+    if append and spare < 1:
+        spare = int(fetch(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min())
+        if spare < 1:
+            raise InputError(
+                "the cache is full: give prefill(..., room=) the number of tokens you will add, "
+                "or call prefill(model, tokens, cache=cache, room=...), which makes room"
+            )
+        spare = min(spare, positions_left(model, cache))
+    note = more_added(cache.added or noted(model, cache), append)
+    call = steps.step if append else steps.step_keeping
+    params = with_fitted(model.params, cache.method)
+    logits, new = call(run, params, bare_cache(cache), ids, np.full(ids.shape, append))
+    return logits, dataclasses.replace(
+        new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note,
+        on_mesh=run.on_mesh,
+    )  # fmt: skip
+
+
+def positions_left(model: Model, cache: Cache) -> int:
+    """How many more tokens the cache's longest row can take; InputError where there are none."""
+    most, last = model.config.max_positions, last_position(cache.method, model.config)
+    left = last - int(fetch(cache.next).max())
+    method = cache.method or Method()
+    if last > most and (keep := method.keep) is not None and not method.shared_positions:
+        # Slots that do not leave at once turn behind each other; more than the budget are those that a
+        # prefill with compress=False leaves.
+        held, behind = live(cache), keep.phase.most_behind
+        if behind(held + (1 if keep.when.at_once else left)) > most:
+            last, left = most, most - behind(held)
+    if left < 1:
+        raise InputError(
+            f"the cache stands at this model's last position, {last}: start again with "
+            "a shorter text, or use a model with a longer context"
+        )
+    return left
+
+
+class OneStep(NamedTuple):
+    """A `Step` of single decoders: equal ones share programs."""
+
+    run: Run
+
+    def __call__(
+        self, params: Params, cache: Cache, token: Int[Array, "B"], append: Bool[Array, "B"]
+    ) -> tuple[Float[Array, "B V"], Cache]:
+        return steps.step_fn(self.run, params, cache, token, append)
+
+
+def stepping(model: Model, method: Method | None, implementation: str | None) -> tuple[Step, Params]:
+    """`Verbs.stepping` of any model, and the parameters that it takes."""
+    if has_verbs(model):
+        return model.stepping(method), model.params
+    model = made(model, method)
+    return OneStep(decoding(model, method, implementation)), with_fitted(model.params, method)

@@ -1,0 +1,148 @@
+"""Several tokens at once as single steps would take them: `verify`, for drafts and for measuring texts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax import steps
+from kvjax.api.chunks import bucket, tokens_that_fit
+from kvjax.api.prefill import Batch, bare_cache, check_cache, noted, padded, there
+from kvjax.api.prepare import made
+from kvjax.api.program_limit import bound_programs
+from kvjax.api.rollback import more_added
+from kvjax.api.step import positions_left
+from kvjax.api.types import Lengths, TokenIds
+from kvjax.base.errors import InputError
+from kvjax.grammar.fitted import with_fitted
+from kvjax.hosts.arrays import fetch
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.model import Model, check_single
+from kvjax.pure import decoding
+from kvjax.state.cache import Cache
+from kvjax.state.codes import Codes
+from kvjax.steps import Run
+
+
+def verify(
+    model: Model,
+    cache: Cache,
+    tokens: TokenIds,
+    *,
+    lengths: Lengths | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T V"], Cache]:
+    """Several tokens per row in one pass: logits [B, T, V] at each of them, and the cache that holds them.
+
+    It gives what as many calls of `kvjax.step` would give. The given cache is consumed (donated). tokens,
+    lengths: as in `prefill`, but a row may have none; logits behind a row's last token mean nothing. Where a
+    method encodes tokens together it takes several passes, each up to the token behind which a step would do
+    so. `kvjax.rollback` takes the newest tokens back. implementation: as in `prefill`.
+
+    Raises InputError where a token changes what the next one sees of the others: slots leave, a read visits
+    some of them, a state is encoded, or the rotation grows with the text. Also when the cache has no room for
+    all tokens, was consumed before, or belongs to another model, for token ids outside the vocabulary, and
+    beyond the model's last position; NotImplementedError where a forced kernel cannot run.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]], room=8)
+    >>> logits, cache = kvjax.verify(model, cache, [[6, 7, 8], [9]])
+    >>> logits.shape, cache.next.tolist()
+    ((2, 3, 220), [6, 3])
+    """
+    check_single(model, "add its tokens with kvjax.step")
+    check_cache(model, cache)
+    model = made(model, cache.method)
+    batch = padded(model, tokens, lengths, least=0)
+    if cache.next.shape != batch.lengths.shape or not batch.lengths.any():
+        raise InputError(
+            f"the tokens have {len(batch.lengths)} rows of {batch.lengths.tolist()} tokens, the cache "
+            f"{cache.next.shape[0]} rows, expected the same number and at least one token: give one row of "
+            "tokens for every row of the cache"
+        )
+    bound_programs()
+    cache = there(model, cache)
+    run = decoding(model, cache.method, implementation)
+    if why := one_pass_refused(model, run, cache, batch.lengths):
+        name = "full" if cache.method is None else cache.method.id
+        raise InputError(
+            f"{name} cannot take {int(batch.lengths.max())} tokens in one pass: {why}; add them with "
+            "kvjax.step, one by one"
+        )
+    spare = _room_for(model, run, cache, batch.lengths)
+    note = more_added(noted(model, cache), batch.lengths)
+    width = int(batch.lengths.max())
+    params, size = with_fitted(model.params, cache.method), _width(width)
+    labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=run.on_mesh)
+    logits, new = _passes(run, params, bare_cache(cache), batch, size)
+    return logits[:, :width], dataclasses.replace(new, **labels)
+
+
+def _width(tokens: int) -> int:
+    """The static number of tokens that a pass is made for: powers of two below 16, then buckets."""
+    return 1 << (tokens - 1).bit_length() if tokens < 16 else bucket(tokens)
+
+
+def _passes(
+    run: Run, params: dict, cache: Cache, batch: Batch, size: int
+) -> tuple[Float[Array, "B T V"], Cache]:
+    """Logits at all tokens and the cache behind them; a pass ends where a step would flush a tail."""
+    gms = run.groups(params)
+    rows, split = np.arange(len(batch.lengths))[:, None], any(gm.split for gm in gms)
+    done, found = np.zeros_like(batch.lengths), []
+    # Which pass a token was read in, and its place there.
+    at = np.zeros((2, len(batch.lengths), size), np.int32)
+    while not found or (done < batch.lengths).any():
+        count = batch.lengths - done
+        if split:
+            count = np.minimum(count, fetch(steps.until_flush(gms, cache)))
+        here = np.arange(size)
+        source = np.minimum(done[:, None] + here, batch.tokens.shape[1] - 1)
+        row, column = np.nonzero(here < count[:, None])
+        at[0, row, done[row] + column], at[1, row, done[row] + column] = len(found), column
+        piece = jnp.asarray(batch.tokens[rows, source]), jnp.asarray(count)
+        logits, cache = steps.verify(run, params, cache, *piece)
+        found.append(logits)
+        done = done + count
+    if len(found) == 1:
+        return found[0], cache
+    return jnp.stack(found)[at[0], rows, at[1]], cache
+
+
+def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
+    """How many more tokens surely fit behind these; InputError where these do not."""
+    longest = int(lengths.max())
+    if cache.spare >= longest:
+        return cache.spare - longest
+    fit = fetch(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min(0)
+    if (fit < lengths).any():
+        raise InputError(
+            f"{longest} tokens were given and the cache has room for {int(fit.min())} more: give "
+            "prefill(..., room=) the number of tokens you will add, or verify fewer"
+        )
+    if (left := positions_left(model, cache)) < longest:
+        raise InputError(
+            f"{longest} tokens were given and the model has {left} positions behind this cache: verify "
+            "fewer, or use a model with a longer context"
+        )
+    return min(int((fit - lengths).min()), left - longest)
+
+
+def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
+    """Why one pass over several tokens would differ from single steps; "" where it would not."""
+    why, config, gms = "", run.config, run.groups(model.params)
+    if any(gm.evicting and config.window(gm.first) is None for gm in gms):
+        why = "its slots leave while tokens are added, so a later token would see what has left"
+    elif any(gm.read is not None for gm in gms):
+        why = "a step reads the slots that its own token picks, and a pass reads all of them"
+    elif any(isinstance(x, Codes) for g in cache.groups if g.state for x in g.state.data.values()):
+        why = "a step encodes the states of recurrent layers behind every token, and a pass once"
+    ropes = [mixer_of(config, i).rope(config, i) for i in range(config.layers)]
+    short = min((r.original_max for r in ropes if r.kind == "dynamic"), default=None)
+    if not why and short is not None and int(np.max(fetch(cache.next) + lengths)) > short:
+        why = f"beyond {short} tokens this model's rotation grows with every token"
+    return why

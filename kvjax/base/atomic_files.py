@@ -1,0 +1,136 @@
+"""Writing result files so that a reader, or a killed run, never meets half of one."""
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+
+from kvjax.base.errors import InputError
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary name in the same folder that becomes `path` once its content is on disk.
+
+    No two calls get the same name. If anything raises, an old file stays as it was and the temporary one is
+    removed.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replaces the file at `path` by `data` in one step: readers see the old content or all of the new.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomic(Path(folder) / "a.txt", b"new")
+    ...     (Path(folder) / "a.txt").read_bytes()
+    b'new'
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def disk_says(error: Exception) -> str | None:
+    """Why the disk refused, if that caused the error, which libraries may wrap in their own; else None.
+
+    >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
+    'No space left on device'
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    code = re.search(r"os_error_code='(\d+)|os error (\d+)", str(error))
+    return None if code is None else os.strerror(int(code[1] or code[2]))
+
+
+def in_short(error: Exception) -> str:
+    """The first line of an error's message, cut to fit into a sentence.
+
+    >>> in_short(ValueError("no array\\nof that name"))
+    'no array'
+    """
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return said.partition(". See full TensorStore")[0].partition(" [tensorstore_spec")[0][:160]
+
+
+def check_file(path: str | os.PathLike[str] | None) -> None:
+    """InputError where no file can be written at a path that a user names; asked before the work for it.
+
+    >>> check_file("new.json")
+    """
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a folder, expected the path of a file")
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder} for {path}: make it first, or choose another path")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{path} cannot be written (Permission denied): choose another path")
+
+
+def write_named(path: str | os.PathLike[str], data: bytes) -> None:
+    """`write_atomic` to a path that a user names. Raises InputError where the disk refuses."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}): choose another path") from error
+
+
+def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
+    """InputError where `path` exists and must not be replaced, or cannot be written."""
+    if not overwrite and os.path.lexists(path):
+        raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
+    folder = next(one for one in Path(path).absolute().parents if one.exists())
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{path} cannot be written: give the path of a file in a folder of yours")
+
+
+def check_kind(path: str | os.PathLike[str], kind: str) -> None:
+    """InputError where `path` holds something else than a safetensors file of this kind."""
+    if not os.path.lexists(path) or os.path.isdir(path) or os.path.getsize(path) == 0:
+        return
+    try:
+        with safe_open(path, framework="np") as file:
+            found = (file.metadata() or {}).get("kind")
+    except (SafetensorError, OSError):
+        found = None
+    if found != kind:
+        raise InputError(f"{path} holds something else than {kind}, which would be lost: choose another path")
+
+
+def hold(folder: str | os.PathLike[str]) -> FileLock:
+    """Locks a folder for one run, until the lock is released or the process ends.
+
+    The folder is made if it does not exist. Raises InputError where another run holds it, and where it cannot
+    be made.
+    """
+    lock = FileLock(Path(folder) / ".lock")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(NotImplementedError):  # a file system without locks
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(
+            f"{folder} is in use by a run that is alive: wait until it ends, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be made ({error.strerror}): choose a folder that can be written"
+        ) from error
+    return lock

@@ -1,0 +1,10 @@
+"""The one error that means "the input is at fault": the command line prints it alone, with exit code 2."""
+
+
+class InputError(ValueError):
+    """Something given to kvjax cannot be used; the message says what it was, what was expected, what to do.
+
+    >>> raise InputError("budget is 1.5, expected a fraction in (0, 1] or a whole number of slots")
+    Traceback (most recent call last):
+    kvjax.base.errors.InputError: budget is 1.5, expected a fraction in (0, 1] or a whole number of slots
+    """

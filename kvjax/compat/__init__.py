@@ -1,0 +1,1 @@
+"""Compat: whether a method fits a model, how long its texts may get, and which methods share a cache layout."""

@@ -1,0 +1,60 @@
+"""How long texts may get: the positions of a model, or more where what keys turn by stays within them."""
+
+from __future__ import annotations
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Keep, Method
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.mixers.latent import Latent
+
+# Up to here float32 tells positions apart, by which scores may rank slots.
+_EXACT = 2**24
+
+
+def last_position(method: Method | None, config: Config | BlockConfig) -> int:
+    """How many tokens a row may have: the model's positions, or more where a phase stays within them.
+
+    Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
+    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) Contexts
+    at the same positions leave others free. It may not where any layer turns by positions after all: one that
+    keeps everything, no plain attention, or frequencies that depend on the length of the text ("dynamic").
+    """
+    most, keep = config.max_positions, None if method is None else method.keep
+    if method is not None and method.restore is not None:
+        # Restore tokens stand behind what was read.
+        most -= method.restore.tokens
+    if method is None or keep is None or not isinstance(config, Config):
+        return most
+    shared, leaves = method.shared_positions, _leaves(keep) and keep.skip_layers == 0
+    if not shared and not (keep.phase.bounded(most) and leaves):
+        return most
+    for layer in range(config.layers):
+        mixer, window = mixer_of(config, layer), config.window(layer)
+        turns_by_rank = type(mixer) in (Attention, Latent) and mixer.rope(config, layer).kind != "dynamic"
+        if not turns_by_rank or (window is not None and window >= most):
+            return most
+    return most + shared if shared else max(most, min(keep.budget.reach(most - 1), _EXACT))
+
+
+def _leaves(keep: Keep) -> bool:
+    """Whether lists are back at their budgets behind every token or every prompt."""
+    return keep.score is not None and (keep.when.at_once or not keep.when.in_steps)
+
+
+def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> None:
+    """InputError where a dynamic rotation (NTK) makes reading in several chunks differ from reading at once.
+
+    The keys of an earlier chunk would be rotated as those of a shorter text.
+    """
+    if not several or not isinstance(config, Config):
+        return
+    ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]
+    ends = [rope.original_max for rope in ropes if rope.kind == "dynamic"]
+    if ends and tokens > min(ends):
+        raise InputError(
+            f"chunk= cannot read {tokens} tokens: this model's rotation is dynamic, so beyond {min(ends)} "
+            "tokens it depends on the length of the whole text, and earlier chunks would be turned by "
+            "shorter ones: leave chunk= out"
+        )

@@ -1,0 +1,156 @@
+"""Room: how many more tokens fit into a cache, and more empty slots where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import whole_tiles
+from kvjax.grammar import Keep
+from kvjax.grammar.calls import counts_slots
+from kvjax.grammar.when import Full
+from kvjax.hosts.arrays import fetch
+from kvjax.ops.base.memory import there
+from kvjax.place.host import in_its_memory
+from kvjax.place.trim import trimmed
+from kvjax.state.cache import Cache, GroupState, Slots, State
+from kvjax.state.codes import Codes, width_of
+from kvjax.state.write import pad_slots
+
+# Tokens that fit where a group makes room by itself.
+PLENTY = 2**30
+
+
+def free_slots(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
+    """Per row, how many more tokens fit; a large number where every group makes room by itself."""
+    return free_by_group(gms, cache).min(0)
+
+
+def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "groups B"]:
+    """Per group and row, how many more tokens fit; a large number where it makes room by itself."""
+    free = []
+    for gm, group in zip(gms, cache.groups, strict=True):
+        if gm.grows:
+            assert group.state is not None
+            count = group.state.data["count"]
+            assert not isinstance(count, Codes)
+            used = jnp.moveaxis(count, 1, 0)
+            free.append(_room_of_state(gm, group) - used.reshape(used.shape[0], -1).max(1))
+            continue
+        if gm.kind != "slots":
+            free.append(jnp.full(cache.next.shape, PLENTY, jnp.int32))
+            continue
+        if gm.rated:
+            # A token needs an empty slot before another leaves, and a share of the tokens grows with them.
+            slots = group.tail
+            assert gm.keep is not None and slots is not None
+            full = (slots.pos >= 0).all(-1).any((0, 2))
+            free.append(jnp.where(full, 0, tokens_in(gm.keep, slots.capacity) - cache.next))
+            continue
+        # New tokens enter a tail; only where they are encoded behind it does a body take them, too.
+        parts = (*group.bodies, group.tail) if gm.split else (group.tail,)
+        used = [(s.pos < 0).sum(-1, dtype=jnp.int32) for s in parts if isinstance(s, Slots)]
+        room = reduce(jnp.add, used) + jnp.maximum(gm.sinks - cache.next, 0)[None, :, None]
+        # A full body cannot take the granule that a full tail would flush.
+        free.append((room - int(gm.split)).min((0, 2)))
+    return jnp.stack(free)
+
+
+def tokens_in(keep: Keep, capacity: int) -> int:
+    """How many tokens a row may have seen while lists that evict in steps stay within so many slots."""
+    return keep.budget.reach(capacity - (1 if isinstance(keep.when, Full) else keep.when.due_at(0)))
+
+
+def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
+    """The cache with `room` more empty slots per head in every group that does not evict."""
+
+    def grow(gm: GroupMethod, group: GroupState) -> GroupState:
+        if gm.grows:
+            return widened(gm, group, more_slots(gm, room, 0))
+        if gm.rated or gm.kind != "slots":
+            return group
+        tail = group.tail
+        assert tail is not None
+        return widened(gm, group, more_slots(gm, room, width_of(tail.k)))
+
+    groups = tuple(grow(g, x) for g, x in zip(gms, cache.groups, strict=True))
+    return dataclasses.replace(cache, groups=groups)
+
+
+def as_used(
+    gms: tuple[GroupMethod, ...], cache: Cache, bucket: Callable[[int], int], room: int
+) -> Cache:  # fmt: skip
+    """The cache cut to what is in use, where only the data says how much that is.
+
+    Pools as `trimmed` says; dense lists of which a threshold says how long they are, to bucket(the longest
+    one's slots) and `room` more. bucket: as of `trimmed`.
+    """
+
+    def shorter(gm: GroupMethod, group: GroupState) -> GroupState:
+        if not counts_slots(gm.keep):
+            return group
+        tail = group.tail
+        assert tail is not None
+        # What stays lies in the first slots of every list.
+        longest = bucket(int((fetch(tail.pos) >= 0).sum(-1).max(initial=1)))
+        size = whole_tiles(longest + room, width_of(tail.k), gm.multiple)
+        return group.with_tail(jax.tree.map(lambda x: x[:, :, :, :size], tail))
+
+    cache = trimmed(cache, bucket)
+    groups = tuple(shorter(gm, group) for gm, group in zip(gms, cache.groups, strict=True))
+    return dataclasses.replace(cache, groups=groups)
+
+
+def more_slots(gm: GroupMethod, room: int, width: int) -> int:
+    """How many empty slots a group of rows of that width gets for `room` more tokens."""
+    return -(-room // gm.granule) * gm.granule if gm.split else whole_tiles(room, width, gm.multiple)
+
+
+def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
+    """The group with more empty slots, as many as `more_slots` says."""
+    if gm.grows:
+        return longer(gm, group, slots)
+    if not gm.split:
+        assert group.tail is not None
+        return group.with_tail(pad_slots(group.tail, slots))
+    (body,) = group.bodies
+    assert isinstance(body, Slots)
+    body = _pad_granules(body, slots // gm.granule, gm.granule)
+    body = in_its_memory(gm.host, gm.read, body)
+    return dataclasses.replace(group, bodies=(body,))
+
+
+def _room_of_state(gm: GroupMethod, group: GroupState) -> int:
+    """For how many tokens the parts of a state that grow have room."""
+    assert group.state is not None
+    part = group.state.data[min(gm.grows)]
+    assert not isinstance(part, Codes)
+    return part.shape[2]
+
+
+def longer(gm: GroupMethod, group: GroupState, tokens: int) -> GroupState:
+    """The group with room for so many more tokens in the parts of its state that grow."""
+    if not gm.grows or not tokens:
+        return group
+    assert group.state is not None
+
+    def grow(x: Array) -> Array:
+        return jnp.pad(x, [(0, tokens if axis == 2 else 0) for axis in range(x.ndim)])
+
+    data = {n: grow(x) if n in gm.grows else x for n, x in group.state.data.items()}  # type: ignore[arg-type]
+    return dataclasses.replace(group, state=State(data))
+
+
+def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:
+    def grow(x: Array, fill: int = 0) -> Array:
+        more = x.shape[3] * granule // body.capacity * granules
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, more)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
+
+    padded = jax.tree.map(lambda x: there(grow, x), dataclasses.replace(body, sums={}, near=None))
+    return dataclasses.replace(padded, pos=grow(body.pos, -1), sums=body.sums)

@@ -1,0 +1,205 @@
+"""Groups: what a sentence means for one run of equal layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar.calls import counts_slots, hiding_of, observations
+from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
+from kvjax.grammar.read_protocols import Remembering
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.observations.observe import Mass, Queries
+from kvjax.keep.scores.score import Position
+from kvjax.state.code_forms import is_steady
+from kvjax.state.codes import Taught
+
+
+class GroupMethod(NamedTuple):
+    """What a sentence means for one group of layers.
+
+    shared: channels of the keys that are the values too, which are then not stored; None where they are
+    stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
+    (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
+    have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
+    the codecs' words were fitted to, of the group's layers (`kvjax.steps.shared.fitted_arrays`). stack: how a prefill
+    merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
+    memory. picker: the layer whose picks a read visits, the group's own where it chooses for those above.
+    multiple: a list has as many slots on each of so many devices. grows: the parts of a state that have room
+    for tokens, as slots do; such states are not encoded.
+    """
+
+    keep: Keep | None
+    codecs: tuple[Any, Any]
+    granule: int
+    residual: int
+    read: Any
+    first: int
+    shared: int | None = None
+    kind: str = "slots"
+    sinks: int = 0
+    taught: Taught | tuple[()] = ()
+    stack: Stacking | None = None
+    upper: bool = False
+    host: Any = None
+    picker: int | None = None
+    multiple: int = 1
+    grows: frozenset[str] = frozenset()
+
+    @property
+    def picks(self) -> bool:
+        """Whether the layer chooses for those above it, and reads all of its own slots."""
+        return self.picker == self.first
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many slots of a prompt stay beside those that are merged; None where all do."""
+        if self.stack is not None:
+            return self.stack.most
+        return None if self.keep is None else self.keep.budget
+
+    @property
+    def paged(self) -> bool:
+        return self.keep is not None and not self.keep.allocate.uniform
+
+    @property
+    def codecs_of_new(self) -> tuple[Any, Any]:
+        """The codecs of the slots that new tokens enter; a tail before an encoded body is plain."""
+        return (None, None) if self.split else self.codecs
+
+    @property
+    def evicting(self) -> bool:
+        """Whether slots leave in steps."""
+        return self.keep is not None and self.keep.when.in_steps
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a slot may leave after every token, inside the layer."""
+        return self.keep is not None and self.keep.when.at_once
+
+    @property
+    def hiding(self) -> Hiding | None:
+        """What hides slots from tokens behind them, before a layer attends."""
+        return hiding_of(self.keep)
+
+    @property
+    def rated(self) -> bool:
+        """Whether steps keep the group's dense lists at a budget, rather than let slots leave alone."""
+        return self.evicting and not self.paged and not counts_slots(self.keep)
+
+    @property
+    def lasting(self) -> bool:
+        """Whether steps add slots and change none that is stored, so that copies can have these in common."""
+        apart = self.split or self.sinks or self.stack is not None or self.host is not None
+        unsteady = self.keep is not None and not self.keep.phase.steady
+        return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """What is remembered of every slot."""
+        score = None if self.keep is None else self.keep.score
+        found = {*(() if score is None else score.traces)}
+        found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
+        return tuple(sorted(found, key=key_of))
+
+    @property
+    def meetings(self) -> tuple[Meeting, ...]:
+        """What is computed of slots and new queries, because traces grow by it."""
+        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
+        return tuple(sorted(asked, key=key_of))
+
+    @property
+    def carried(self) -> tuple[Carried, ...]:
+        """What every row carries from step to step: observations of more than the newest token."""
+        if self.keep is None or not self.evicting:
+            return ()
+        found = [o for o in observations(self.keep) if isinstance(o, Carried)]
+        # A token's own step has its query at hand.
+        return tuple(o for o in found if not (self.at_once and o == Queries(1)))
+
+    @property
+    def merge(self) -> CarryingMerge | None:
+        """The merge of which every row carries something."""
+        merge = None if self.keep is None else self.keep.merge
+        return merge if isinstance(merge, CarryingMerge) else None
+
+    @property
+    def answering(self) -> Answering | None:
+        """The merge that answers queries for what has left."""
+        return self.merge if isinstance(self.merge, Answering) else None
+
+    @property
+    def masses(self) -> tuple[Mass, ...]:
+        """The attention that a step records of its query, in the ways in which words ask for it."""
+        if self.keep is None or self.keep.score is None:
+            return ()
+        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Mass)}
+        if self.at_once:
+            asked |= {o for o in observations(self.keep) if isinstance(o, Mass)}
+            if Queries(1) in self.keep.score.needs:
+                asked.add(Mass("sum"))
+        return tuple(sorted(asked, key=key_of))
+
+    def of_layer(self, index: Array) -> GroupMethod:
+        """The same with what was taught to one layer, as a group of its own."""
+        one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
+        return self._replace(taught=jax.tree.map(one, self.taught))
+
+    @property
+    def split(self) -> bool:
+        """Whether the group has an encoded body and a plain tail, rather than one segment."""
+        return not self.paged and (self.granule > 1 or self.residual > 0 or self.read is not None)
+
+
+def group_method(
+    method: Method, first: int, size: int, window: int | None, shared: int | None = None, kind: str = "slots"
+) -> GroupMethod:
+    """The part of a sentence that the layers first .. first + size - 1, stacked as one group, follow.
+
+    Windowed layers keep their window and nothing else (all of it, so that the last token can be asked again),
+    recurrent ones their state and others a context; codecs that encode token by token encode all three, but
+    neither window nor state where these would drift, nor a state or a context by what was fitted to slots.
+    The first `skip_layers` layers keep everything.
+    """
+    if len({method.at(i) for i in range(first, first + size)}) > 1:
+        raise ValueError(
+            f"{method.id}: the stacked layers {first} to {first + size - 1} follow several sentences: give "
+            "them one, or layers that are not stacked"
+        )
+    method = method.at(first)
+    keep, store, read = method.keep, method.store, method.read
+    codecs = (None, None) if store is None else (store.keys, store.values)
+    granule = 1 if store is None else store.granule
+    residual = 0 if store is None else store.residual
+    if kind == "reads":
+        return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)
+    if window is not None or kind in ("state", "fixed"):
+        # A state is decoded and encoded again at every token, and a window in every turn.
+        drifts = kind != "fixed" and not all(map(is_steady, codecs))
+        foreign = window is None and any(True for codec in codecs for _ in fitted_words(codec))
+        plain = (None, None) if granule > 1 or residual > 0 or drifts or foreign else codecs
+        rule = None if window is None else Keep(Position(), Budget(window), Uniform(), when=STEP)
+        return GroupMethod(rule, plain, 1, 0, None, first, shared, kind)
+    for part in (keep, read):
+        if part is not None and first < part.skip_layers < first + size:
+            raise ValueError(
+                f"{method.id}: skip_layers={part.skip_layers} ends inside the stacked layers {first} to "
+                f"{first + size - 1}: use {first} or {first + size}, or layers that are not stacked"
+            )
+    if keep is not None and (first < keep.skip_layers or keep.score is None):
+        keep = None
+    if read is not None and first < read.skip_layers:
+        read = None
+    if read is not None:
+        granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
+    sinks = store.sinks if store is not None and codecs != (None, None) else 0
+    # Layers that a read leaves alone stay on the device.
+    host = method.host if (read is None) == (method.read is None) else None
+    return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host)

@@ -1,0 +1,80 @@
+"""Pairs: how a prefill makes two layers one.
+
+A pair of layers has one body, in which every token has a direction once and the length of its vector in
+either layer. Directions lie with the lower layer, and each layer holds its own lengths. Tokens that stay as
+computed, and those that came later, lie in the tail of each layer. Both layers hold the same tokens in the
+same slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import taken_slots, whole_tiles
+from kvjax.compress.select import Fresh, union
+from kvjax.grammar.protocols import View
+from kvjax.keep.select import top
+from kvjax.state.cache import GroupState, Slots
+from kvjax.state.codes import Codes
+from kvjax.state.write import pad_slots, write_rows
+
+
+class Half(NamedTuple):
+    """A layer of a pair: what the sentence means for it, what it holds, and what it computed anew."""
+
+    gm: GroupMethod
+    past: GroupState
+    fresh: Fresh
+
+
+def merge_pair(
+    lower: Half, upper: Half, pos: Int[Array, "B T"], length: Int[Array, "B"], *, tokens: int, room: int
+) -> tuple[GroupState, GroupState]:
+    """The groups of a pair of layers behind a prefill: what lay in the tails and what is new, merged.
+
+    What was merged before stays as it is. tokens bounds how many any row has seen, and room is for more.
+    """
+    stack = lower.gm.stack
+    assert stack is not None
+    low, high = (
+        union(x.gm, dataclasses.replace(x.past, bodies=()), (), x.fresh._replace(masses=()), pos)
+        for x in (lower, upper)
+    )
+    live = low.pos >= 0
+    apart = top(
+        stack.apart((low.k, high.k), (low.v, high.v), live),
+        jnp.broadcast_to(stack.most.count(length)[None, :, None], live.shape[:3]),
+    )
+    # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
+    apart = live & (apart | (pos < 0).all(-1)[None, :, None, None])
+    capacity = whole_tiles(tokens, low.k.shape[-1])
+    keys, values = (
+        stack.merge(x, y, codec)
+        for x, y, codec in zip((low.k, low.v), (high.k, high.v), lower.gm.codecs, strict=True)
+    )
+
+    def group(half: Half, view: View, k: Codes, v: Codes) -> GroupState:
+        body = _appended(half.past, Slots(k, v, view.pos), live & ~apart, capacity)
+        return GroupState((body,), taken_slots(half.gm, view, apart, tokens, room))
+
+    return group(lower, low, keys[0], values[0]), group(upper, high, keys[1], values[1])
+
+
+def _appended(past: GroupState, new: Slots, which: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
+    """A layer's merged slots with those of `new` that `which` names behind them, in `capacity` slots."""
+    if past.bodies:
+        (old,) = past.bodies
+        assert isinstance(old, Slots)
+        body = pad_slots(old, capacity - old.capacity)
+    else:
+        empty = jax.tree.map(lambda x: jnp.zeros((*x.shape[:3], capacity, *x.shape[4:]), x.dtype), new)
+        body = dataclasses.replace(empty, pos=jnp.full_like(empty.pos, -1))
+    start = (body.pos >= 0).sum(-1, dtype=jnp.int32)[..., None]
+    slot = jnp.where(which, start + jnp.cumsum(which, -1, dtype=jnp.int32) - 1, -1)
+    return jax.tree.map(lambda x, y: write_rows(x, slot, y), body, new)

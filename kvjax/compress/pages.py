@@ -1,0 +1,163 @@
+"""Storage acts where lists are unequal: the slots that a method keeps in pages, a dense tail behind them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import encoded, take, whole_tiles
+from kvjax.grammar import Keep
+from kvjax.grammar.phase import BY_POSITION
+from kvjax.grammar.protocols import View
+from kvjax.keep.patterns import Recent
+from kvjax.ops.base.dispatch import platform
+from kvjax.place.paged import build_pages, pool_pages
+from kvjax.state.cache import GroupState, Paged, Pages, Slots
+from kvjax.state.write import pad_slots
+
+# The largest page that is chosen; of how many slots of a list one may be empty, in the last page.
+_LARGEST, _ONE_IN = 128, 64
+# Least rows that a TPU kernel copies: of numbers, of codes, and where slots have scales or biases.
+_TILE, _TILE_OF_CODES, _LANES = 16, 32, 128
+
+
+class Tier(NamedTuple):
+    """What one tier of every group gets: its slots, how many of a row at most per layer, and its codecs."""
+
+    kept: list[Bool[Array, "_ B K S"]]
+    most: list[int]
+    codecs: list[tuple[Any, Any]]
+
+
+def build_group_pages(
+    chosen: list[tuple[GroupMethod, View, Bool[Array, "_ B K S"]]],
+    length: Int[Array, "B"],
+    tokens: int,
+    room: int,
+    lists: int = 0,
+) -> tuple[list[GroupState], tuple[Pages, ...]]:
+    """Paged bodies of groups, each with a dense tail of `room` slots for new tokens.
+
+    A keep with a second tier has a second body, in pages of its own. Where slots leave in steps, the tail
+    also holds the newest tokens, which may leave when they are older. One pool per tier for all groups where
+    the allocation moves slots between layers, else one per group. lists: as in `Ahead`.
+    """
+    gms, views, kept = (list(x) for x in zip(*chosen, strict=True))
+    keep = gms[0].keep
+    assert keep is not None
+    layers = sum(v.pos.shape[0] for v in views)
+    heads, slots = views[0].pos.shape[2:]
+    slots = list_slots(keep, lists or slots, tokens)
+    newest = [_newest(gm, view, length) & stays for gm, view, stays in zip(gms, views, kept, strict=True)]
+    n = min(keep.budget.capacity(tokens), slots)
+    older = max(min(slots, tokens - recent_tokens(gms[0])), 1)
+    most = keep.allocate.layer_slots(min(n, older), older, layers, heads) if gms[0].evicting else None
+    most = keep.allocate.layer_slots(n, slots, layers, heads) if most is None else most
+    page = page_of(gms[0], slots, tokens)
+    first = [stays & ~new for stays, new in zip(kept, newest, strict=True)]
+    tiers = [Tier(first, most, [gm.codecs for gm in gms])]
+    if keep.lower is not None:
+        leaving = [(view.pos >= 0) & ~stays for view, stays in zip(views, kept, strict=True)]
+        codecs = [(keep.lower.keys, keep.lower.values)] * len(gms)
+        tiers.append(Tier(leaving, most_left(keep, slots, layers, heads), codecs))
+    bodies: list[list[Paged]] = [[] for _ in gms]
+    pools: list[Pages] = []
+    for tier in tiers:
+        for group, index in zip(bodies, _build_tier(gms, views, tier, slots, page, pools), strict=True):
+            group.append(index)
+    groups = [
+        GroupState(tuple(body), _tail_of(gm, view, new, slots, room))
+        for gm, view, body, new in zip(gms, views, bodies, newest, strict=True)
+    ]
+    return groups, tuple(pools)
+
+
+def _build_tier(
+    gms: list[GroupMethod], views: list[View], tier: Tier, slots: int, page: int, pools: list[Pages]
+) -> list[Paged]:
+    """One tier of every group in pages of `page` slots; its pools are added to `pools`."""
+    keep = gms[0].keep
+    assert keep is not None
+    sizes = [view.pos.shape[0] for view in views]
+    shares = [sum(tier.most[sum(sizes[:i]) :][:size]) for i, size in enumerate(sizes)]
+    numbers = range(len(gms))
+    out: list[Paged] = []
+    for batch in [numbers] if keep.allocate.across_layers else [[i] for i in numbers]:
+        _, rows, heads, _ = views[batch[0]].pos.shape
+        count = sum(sizes[i] for i in batch) * rows * heads
+        indices, pool = build_pages(
+            tuple(tier.kept[i] for i in batch),
+            tuple(views[i] for i in batch),
+            page=page,
+            pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, page, slots), 1),
+            slots=slots,
+            codecs=tier.codecs[batch[0]],
+            number=len(pools),
+            shared=gms[batch[0]].shared,
+        )
+        pools.append(pool)
+        out += indices
+    return out
+
+
+def list_slots(keep: Keep, slots: int, tokens: int) -> int:
+    """Of how many slots at most a list in pages is chosen, if there are `slots` and so many tokens.
+
+    What drops nothing has a slot for each token, however many empty ones lie in both tiers.
+    """
+    return slots if keep.lower is None else min(slots, tokens)
+
+
+def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
+    """Slots per page, for lists chosen out of `slots` slots of at most `tokens` tokens.
+
+    In a list's last page, all but one slot may be empty and still take memory. So a page is the largest power
+    of two of which all but one slot are at most a 64th of what lists keep on average; where scores alone
+    decide how many stay, a quarter of their tokens stands for that average. On a TPU a page has at least one
+    tile, and where slots have scales, biases or phases the 128 slots that the kernel asks for, if lists
+    keep four times as many.
+    """
+    keep = gm.keep
+    assert keep is not None
+    if keep.page is not None:
+        return keep.page
+    n = getattr(keep.allocate, "mean", int)(min(keep.budget.capacity(tokens), slots))
+    n = n // 4 if hasattr(keep.allocate, "threshold") else n
+    n = n if keep.lower is None else min(n, slots - n)
+    page = min(2 ** ((n // _ONE_IN + 1).bit_length() - 1), _LARGEST) if n > 0 else 1
+    if platform() != "tpu":
+        return page
+    coded = gm.codecs != (None, None)
+    beside = coded or keep.merge is not None or keep.phase != BY_POSITION
+    least = _LANES if beside and n >= 4 * _LANES else _TILE_OF_CODES if coded else _TILE
+    return max(page, least)
+
+
+def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
+    """Most slots that a row of at most `tokens` tokens has in the second tier of all its heads, per layer."""
+    rest = getattr(keep.allocate, "layer_rest", None)
+    return [heads * tokens] * layers if rest is None else rest(keep.budget, tokens, layers, heads)
+
+
+def _newest(gm: GroupMethod, view: View, length: Int[Array, "B"]) -> Bool[Array, "Lg B K S"]:
+    """The slots of a view that a step may empty later: those that `Recent` protects now."""
+    return (view.pos >= (length - recent_tokens(gm))[None, :, None, None]) & (view.pos >= 0)
+
+
+def recent_tokens(gm: GroupMethod) -> int:
+    assert gm.keep is not None
+    recent = [p.tokens for p in gm.keep.protect if isinstance(p, Recent)] if gm.evicting else []
+    return int(max(recent, default=0))
+
+
+def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
+    """Slots of the tail behind pages that were chosen of `slots`: the newest tokens, and room for more."""
+    return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)
+
+
+def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:
+    """The newest slots behind pages, and empty ones for `room` more tokens."""
+    slots = take(gm, view, newest, min(recent_tokens(gm), most))
+    return encoded(pad_slots(slots, tail_slots(gm, most, room, view.k.shape[-1]) - slots.capacity), gm)

@@ -1,0 +1,347 @@
+"""Storage acts: from the slots a method keeps to the segments of a cache.
+
+`build` makes a group's dense segments from chosen slots (`kvjax.compress.pages` those in pages), `extend` adds new
+tokens where nothing is evicted, `flush` moves full granules of the newest tokens into an encoded body. No
+method by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.select import Fresh, grown
+from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
+from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
+from kvjax.grammar.calls import counts_slots
+from kvjax.grammar.protocols import View, over_layers
+from kvjax.grammar.read_protocols import Remembering
+from kvjax.keep.select import slot_lists
+from kvjax.ops.base.dispatch import alone, platform
+from kvjax.place.host import in_its_memory
+from kvjax.place.paged import put_traces
+from kvjax.state.cache import GroupState, Paged, Pages, Segment, Slots, nbytes
+from kvjax.state.codes import Codes, dense, encode, lent, width_of
+from kvjax.state.page_gather import gather_traces
+from kvjax.state.write import pad_slots, write_blocks, write_slots
+
+TILE, LANES, SUBLANES = 32, 128, 8
+
+
+class Ahead(NamedTuple):
+    """What one chunk of a prompt is told of the others (static); nothing for a prompt that is read at once.
+
+    slots: by group, how many empty slots a group that keeps everything gets for later chunks. lists: of how
+    many slots at most a list in pages is chosen, which decides how many pages there are; 0 for those it has.
+    """
+
+    slots: tuple[int, ...] = ()
+    lists: int = 0
+
+
+AT_ONCE = Ahead()
+
+
+# --- building ------------------------------------------------------------------------------------------
+
+
+def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
+    """Static capacity of one head's list: a function of method, bucket, room and platform only."""
+    if gm.budget is None:
+        return whole_tiles(tokens + room, width, gm.multiple)
+    if gm.keep is not None and gm.evicting and not counts_slots(gm.keep):
+        # More than the budget: a token is attended before others leave.
+        return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width, gm.multiple)
+    return whole_tiles(gm.budget.capacity(tokens) + room, width, gm.multiple)
+
+
+def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
+    """A TPU's memory holds slots in whole tiles, used or not: all of them can hold tokens.
+
+    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes. Devices that share a
+    list hold as many slots each.
+    """
+    tile = (LANES if width % LANES else TILE) if platform() == "tpu" else 1
+    return -(-slots // (tile * devices)) * tile * devices
+
+
+def whole_granules(granules: int) -> int:
+    """As many as fill tiles of a TPU's memory, in which a granule has one row of scales."""
+    return -(-granules // SUBLANES) * SUBLANES if platform() == "tpu" else granules
+
+
+def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> GroupState:
+    """Dense segments holding the kept slots of a group, with room for `room` more tokens."""
+    capacity = slots_needed(gm, tokens, room, view.k.shape[-1])
+    live = view.pos >= 0
+    kept = live if kept is None else kept & live
+    whole = kept.shape[-1] <= capacity and gm.keep is None and not gm.sinks
+    if whole and not gm.split:
+        plain = whole_slots(gm, view)
+        return GroupState(tail=_tail(gm, pad_slots(plain, capacity - plain.capacity)))
+    sinks = _sinks(gm, view, kept)
+    if sinks is not None:
+        kept &= view.pos >= gm.sinks
+        if gm.keep is None and not gm.split:
+            capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1], gm.multiple)
+    slots = take(gm, view, kept, capacity)
+    if gm.keep is not None and gm.keep.lower is not None:
+        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
+    if not gm.split:
+        return GroupState(tail=_tail(gm, slots), sinks=sinks)
+    # The tail is filled as if everything were new, then flushed into an empty body.
+    tail = _sized(slots, capacity)
+    body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
+    body = in_its_memory(gm.host, gm.read, body)
+    return GroupState((body,), tail, sinks=sinks)
+
+
+def _tail(gm: GroupMethod, slots: Slots) -> Slots:
+    """The slots of a group that has no body, as it stores them and where."""
+    return in_its_memory(gm.host, gm.read, encoded(slots, gm))
+
+
+def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
+    """The kept ones of every row's first tokens, as computed; None where the group holds none so."""
+    return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
+
+
+def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
+    """The second tier: what leaves the first, with room for what will leave it in steps."""
+    assert gm.keep is not None and gm.keep.lower is not None
+    most = tokens + room if gm.evicting else tokens
+    size = max(most - gm.keep.budget.capacity(most), 1)
+    slots = take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
+    return encoded(slots, gm._replace(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
+
+
+def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int, room: int) -> GroupState:
+    """A group that nothing has left yet, with the second tier that its steps need for what will, if any."""
+    if not gm.evicting or gm.keep is None or gm.keep.lower is None:
+        return group
+    nothing = jnp.zeros(view.pos.shape, bool)
+    return dataclasses.replace(group, bodies=(_lower(gm, view, nothing, tokens, room),))
+
+
+def body_slots(gm: GroupMethod, capacity: int) -> int:
+    """Slots of the encoded body that `capacity` tokens need before a tail."""
+    return whole_granules(max((capacity - gm.residual) // gm.granule, 1)) * gm.granule
+
+
+def capacity_of(gm: GroupMethod, slots: int) -> int:
+    """How many slots a dense group has that `build` makes for `slots`."""
+    return body_slots(gm, slots) + gm.residual + gm.granule if gm.split else slots
+
+
+def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
+    """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
+
+    def make(slots: Slots) -> Slots:
+        body = with_summary(gm, encoded(_sized(slots, capacity), gm))
+        # What a read remembers of slots goes into its summaries.
+        traces = {} if isinstance(gm.read, Remembering) else body.traces
+        return dataclasses.replace(body, traces=traces)
+
+    body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
+    return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
+
+
+def whole_slots(gm: GroupMethod, view: View) -> Slots:
+    """All slots of a view as they are; values that lie in the keys are not stored again."""
+    v = view.v if gm.shared is None else None
+    return Slots(view.k, v, view.pos, view.bias, view.traces, shared=gm.shared or 0)
+
+
+def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
+    """The kept slots in slot order, `capacity` of them, empty ones behind."""
+    index, used = slot_lists(kept, capacity)
+
+    def pick(x: Array, fill: int) -> Array:
+        extra = x.ndim - index.ndim
+        i, u = (y.reshape(*y.shape, *(1,) * extra) for y in (index, used))
+        return jnp.where(u, jnp.take_along_axis(x, i, axis=3), jnp.asarray(fill, x.dtype))
+
+    taken = jax.tree.map(lambda x: pick(x, 0), whole_slots(gm, view))
+    return dataclasses.replace(taken, pos=pick(view.pos, -1))
+
+
+def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
+    """The kept slots of a group as it stores them, with room for `room` more tokens."""
+    return encoded(take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
+
+
+def encoded(slots: Slots, gm: GroupMethod) -> Slots:
+    v = None if slots.v is None else encode(dense(slots.v), gm.codecs[1], gm.taught)
+    return dataclasses.replace(slots, k=encode(dense(slots.k), gm.codecs[0], gm.taught), v=v)
+
+
+def _sized(slots: Slots, capacity: int) -> Slots:
+    """Plain slots cut or padded to `capacity`."""
+    cut = jax.tree.map(lambda x: x[:, :, :, :capacity], slots)
+    return pad_slots(cut, capacity - cut.capacity)
+
+
+def is_full(gm: GroupMethod, tail: Slots) -> Bool[Array, ""]:
+    """Whether any list of a tail at its resting capacity has a granule to give to the body before it."""
+    return ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()
+
+
+def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
+    """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
+    layers, rows = tail.pos.shape[:2]
+    # A row of a layer looks like a layer of one row. Rows of several devices stay together.
+    apart = alone(body, tail)
+    steps = layers * rows if apart else layers
+
+    def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
+        body, tail = jax.tree.map(lambda x: x.reshape(steps, 1, -1, *x.shape[2:]), state) if apart else state
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1), tail)
+        body, own = flush(gm.of_layer(at // rows if apart else at), body, own, at)
+        tail = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0), tail, own)
+        return flat((body, tail))
+
+    def flat(tree: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
+        """Layers and rows as one axis: XLA for CPUs would copy a body to move an axis of one row."""
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if apart else tree
+
+    done = jax.lax.fori_loop(0, steps, one, flat((body, tail)))
+    return jax.tree.map(lambda new, x: new.reshape(x.shape), done, (body, tail))
+
+
+def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:
+    """Moves the oldest full granules of the tail into the body, leaving `residual` tokens or a few more.
+
+    The tail's live slots must be its first ones, in order; `layer`: which of the body's its first layer is.
+    Returns it with its resting capacity of residual + granule slots.
+    """
+    g = gm.granule
+    count = (tail.pos >= 0).sum(-1, dtype=jnp.int32)
+    moved = jnp.maximum(count - gm.residual, 0) // g
+    most = max((tail.capacity - gm.residual) // g, 0)
+    if most:
+        held = jax.lax.dynamic_slice_in_dim(body.pos, layer, tail.pos.shape[0])
+        start = (held >= 0).sum(-1, dtype=jnp.int32) // g
+        index = jnp.arange(most, dtype=jnp.int32)[None, None, None]
+        row = jnp.where(index < moved[..., None], start[..., None] + index, -1)
+        body = _write_granules(gm, body, row, jax.tree.map(lambda x: x[:, :, :, : most * g], tail), layer)
+    return body, _rested(tail, count, moved, g, gm.residual + g)
+
+
+def _rested(tail: Slots, count: Array, moved: Array, granule: int, capacity: int) -> Slots:
+    """The tail without its first `moved` granules, in `capacity` slots."""
+    source = moved[..., None] * granule + jnp.arange(capacity, dtype=jnp.int32)[None, None, None]
+    used = source < count[..., None]
+
+    def shift(x: Array) -> Array:
+        extra = (1,) * (x.ndim - source.ndim)
+        if x.shape[3] == capacity:
+            # At most one granule has left. A gather would hold every slot twice.
+            left = (moved > 0).reshape(*moved.shape, 1, *extra)
+            return jnp.where(left, jnp.roll(x, -granule, axis=3), x)
+        index = jnp.minimum(source, x.shape[3] - 1).reshape(*source.shape, *extra)
+        return jnp.take_along_axis(x, index, axis=3)
+
+    rested = jax.tree.map(shift, tail)
+    return dataclasses.replace(rested, pos=jnp.where(used, rested.pos, -1))
+
+
+def _write_granules(
+    gm: GroupMethod, body: Slots, row: Int[Array, "l B K F"], new: Slots, layer: int | Array
+) -> Slots:
+    """Whole granules `new` [.., F * g, ..] into granule rows of the body; rows < 0 write nothing."""
+
+    def put(old: Array, fresh: Array) -> Array:
+        return write_blocks(old, row, fresh, layer)
+
+    k = encode(dense(new.k), gm.codecs[0], gm.taught)
+    v = None if new.v is None else encode(dense(new.v), gm.codecs[1], gm.taught)
+    summary = summary_of_new(gm, body, k, new.traces, layer)
+    moves = jnp.repeat(row >= 0, gm.granule, axis=3)
+    return dataclasses.replace(
+        body,
+        k=jax.tree.map(put, body.k, k),
+        v=None if body.v is None else jax.tree.map(put, body.v, v),
+        pos=put(body.pos, new.pos),
+        bias=None if body.bias is None else put(body.bias, new.bias),  # type: ignore[arg-type]
+        summary={n: put(x, summary[n]) for n, x in body.summary.items()},
+        sums=sums_with_new(gm, body, dataclasses.replace(new, k=k, v=v), moves, layer),
+    )
+
+
+# --- extending -----------------------------------------------------------------------------------------
+
+
+def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T"]) -> GroupState:
+    """New tokens behind what a group holds; nothing is evicted. The tail must have room."""
+    assert fresh.k is not None
+    layers, b, heads, t, _ = fresh.k.shape
+    where = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
+    tail = past.tail
+    assert tail is not None
+    start = fresh.traces
+    if fresh.masses:
+        start = grown(gm.traces, start, fresh.masses[-1])
+        pairs = zip(past.parts, fresh.masses, strict=False)
+        past = past.with_parts([_grown_slots(gm, s, seen) for s, seen in pairs])
+        tail = past.tail
+        assert tail is not None
+    past, behind = write_sinks(gm, past, fresh.k, fresh.v, where, start), behind_sinks(gm, past, where)
+    if gm.split:
+        tail = pad_slots(tail, t)
+    empty, free = empty_slots(past, tail.pos, behind)
+    slot = jnp.where((behind >= 0) & free, empty, -1)
+    tail = write_slots(tail, slot, fresh.k, fresh.v, where, traces=start)
+    if not gm.split:
+        return past.with_tail(tail)
+    (body,) = past.bodies
+    assert isinstance(body, Slots)
+    body, tail = flush(gm, lent(body, ()), tail)
+    return dataclasses.replace(past, bodies=(body,), tail=tail)
+
+
+def _grown_slots(gm: GroupMethod, segment: Segment, received: dict[str, Array]) -> Segment:
+    """A segment whose slots' traces have grown by what they received; those of pages lie in their pool."""
+    if isinstance(segment, Paged):
+        return segment
+    return dataclasses.replace(segment, traces=grown(gm.traces, segment.traces, received))
+
+
+def remember_in_pages(
+    gm: GroupMethod,
+    group: GroupState,
+    pools: tuple[Pages, ...],
+    received: tuple[dict[str, Float[Array, "_ _ _ _"]], ...],
+) -> tuple[Pages, ...]:
+    """The pools with what their slots remember, grown by what they received of new queries."""
+    for segment, seen in zip(group.bodies, received, strict=False):
+        if isinstance(segment, Paged) and gm.traces:
+            pool = pools[segment.pool]
+            old = over_layers(lambda s, pool=pool: gather_traces(s, pool), segment)
+            pool = put_traces(segment, pool, grown(gm.traces, old, seen))
+            pools = (*pools[: segment.pool], pool, *pools[segment.pool + 1 :])
+    return pools
+
+
+def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
+    """Bytes of keys and values that a decode step leaves unread because a read method visits some slots.
+
+    What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
+    decoded to look at any of it.
+    """
+    if gm.read is None or gm.picks:
+        return 0
+    (body,) = group.bodies
+    assert isinstance(body, Slots)
+    slots, width = body.capacity, width_of(body.k)
+    left = slots - gm.read.pages_visited(slots) * gm.granule
+    looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
+    looked = width if looked and isinstance(body.k, Codes) else looked
+    keys = nbytes(body.k) * max(left * width - slots * looked, 0) // (slots * width)
+    # Of what the device holds of a body in host memory a step reads what it does not count there.
+    copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
+    return keys + nbytes(body.v) * left // slots + copies

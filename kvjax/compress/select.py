@@ -1,0 +1,279 @@
+"""Methods decide: the union of old and new slots, its scores, and which slots stay.
+
+Nothing here moves a slot; that is `kvjax.compress.segments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.grammar import Keep
+from kvjax.grammar.calls import merged, protected, scored, shaped, written
+from kvjax.grammar.fitted import of_layer
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, View, over_layers
+from kvjax.keep.select import top
+from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import GroupState, Pages, Segment, Slots
+from kvjax.state.page_gather import gather_pages, gather_traces
+
+# Higher than any score that is computed from numbers of a model, and finite.
+_HIGHEST = 1e30
+
+# (a layer's parameters, its stored keys and values, their positions) -> keys and values that queries meet.
+AsMet = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
+
+
+class Fresh(NamedTuple):
+    """What the layers of a group computed for new tokens: stored keys, values, and what was observed.
+
+    v is None where the values are not stored (`GroupMethod.shared`). masses: what the slots of (each past
+    part ..., the new tokens) received, by the repr of the mass; empty where nobody asked. traces: what the
+    new tokens' slots start with, by the repr of the trace. readers: what was observed in the layers that read
+    these slots; masses include theirs. k is None in those layers themselves. rows: what rows carry behind the
+    new tokens, by the repr of the observation.
+    """
+
+    k: Float[Array, "Lg B K T H"] | None
+    v: Float[Array, "Lg B K T V"] | None
+    observed: dict[str, Any]
+    masses: tuple[dict[str, Float[Array, "Lg _ _ _"]], ...]
+    traces: dict[str, Float[Array, "Lg B K T"]]
+    readers: tuple[dict[str, Any], ...] = ()
+    rows: dict[str, Any] = {}  # noqa: RUF012 (never written to)
+
+
+def union(
+    gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], fresh: Fresh, pos: Int[Array, "B T"]
+) -> View:
+    """All slots of a group, old and new, decoded and in position order, empty ones last: [Lg, B, K, S, ...].
+
+    Traces have grown by what each slot received. Where the keep's merge writes biases, every slot has one.
+    """
+    assert fresh.k is not None
+    layers, b, heads, t, _ = fresh.k.shape
+    new_pos = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
+    values = fresh.k[..., : gm.shared] if fresh.v is None else fresh.v
+    views = [_decoded(s, pools) for s in past.parts]
+    views.append(View(fresh.k, values, new_pos, None, fresh.traces))
+    views = [
+        w._replace(traces=grown(gm.traces, w.traces, seen), received=seen)
+        for w, seen in zip(views, fresh.masses or [{}] * len(views), strict=True)
+    ]
+    merge = None if gm.keep is None else gm.keep.merge
+    if "bias" in written(merge) or any(w.bias is not None for w in views):
+        views = [w._replace(bias=jnp.zeros(w.pos.shape, jnp.float32)) if w.bias is None else w for w in views]
+    if len(views) == 1:
+        return views[0]
+    both = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
+    # Smoothing looks at neighbours, granules are filled in order, and ties go to the older token.
+    order = jnp.argsort(jnp.where(both.pos < 0, jnp.iinfo(jnp.int32).max, both.pos), axis=3, stable=True)
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 4)), axis=3), both
+    )
+
+
+def in_first_tier(
+    gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], view: View, tokens: int
+) -> Bool[Array, "Lg B K S"]:
+    """The live slots of a view that do not lie in the past's second tier; positions are below `tokens`."""
+    live = view.pos >= 0
+    if gm.keep is None or gm.keep.lower is None:
+        return live
+    below = _decoded(past.bodies[-1], pools).pos
+    held = jnp.zeros((*below.shape[:3], tokens + 1), bool)
+    held = jnp.put_along_axis(held, jnp.where(below < 0, tokens, below), True, axis=3, inplace=False)
+    return live & ~jnp.take_along_axis(held, jnp.maximum(view.pos, 0), axis=3)
+
+
+def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
+    """What is remembered of slots after new queries, from what they received of them [..., S].
+
+    Slots of which something is not remembered stay so. What other methods remember, of a prompt that several
+    of them share, is left out.
+    """
+    length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
+    seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
+    both = [t for t in traces if key_of(t) in old]
+    return {key_of(t): t.grow(old[key_of(t)], seen) if received else old[key_of(t)] for t in both}
+
+
+def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
+    """A layer's view with what traces remember of this choice."""
+    new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
+    return view._replace(traces=view.traces | new)
+
+
+def judged_layers(gm: GroupMethod, view: View, length: Int[Array, "B"], attention: AttentionSpec) -> View:
+    """The view of all layers with what traces remember of this choice."""
+    if not any(isinstance(t, Judging) for t in gm.traces):
+        return view
+    assert gm.keep is not None
+    n = gm.keep.budget.count(length)
+    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+
+    def one(layer: Array, view: View) -> View:
+        return judged(gm.traces, view, Seen({}, None, length, n, layer, attention))
+
+    return over_layers(one, numbers, view)
+
+
+def _decoded(segment: Segment, pools: tuple[Pages, ...]) -> View:
+    if isinstance(segment, Slots):
+        keys = segment.keys()
+        return View(keys.k, keys.v, segment.pos, segment.bias, segment.traces)
+    pool = pools[segment.pool]
+    keys, traces = over_layers(lambda s: (gather_pages(s, pool), gather_traces(s, pool)), segment)
+    return View(keys.k, keys.v, keys.pos, keys.bias, traces)
+
+
+def score_slots(
+    gm: GroupMethod,
+    view: View,
+    fresh: Fresh,
+    length: Int[Array, "B"],
+    attention: AttentionSpec,
+    weights: dict[str, Array] | None = None,
+    met: AsMet | None = None,
+) -> Float[Array, "Lg B K S"]:
+    """The keep's scores, +inf where a pattern protects and -inf where a slot is empty.
+
+    Slots that several layers read have the sum of the scores that each reader gives them. weights: matrices
+    of the group's layers [Lg, ...]. met: where queries do not meet what is stored (`Mixer.met`); a score that
+    looks at keys then judges every head that they meet, and a list has the mean of its heads' scores.
+    """
+    assert gm.keep is not None and gm.keep.score is not None
+    keep, score = gm.keep, gm.keep.score
+    n = keep.budget.count(length)
+    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+
+    weighs, met = getattr(score, "weights", False), met if getattr(score, "looks", True) else None
+    mine = weights if weighs or met is not None else None
+
+    def one(layer: Array, view: View, observed: dict[str, Any], mine: Any) -> Float[Array, "B K S"]:
+        known, matrices = observed | view.received, mine if weighs else None
+        seen = Seen(
+            known, None, length, n, layer, attention, weights=matrices, protect=keep.protect
+        )  # fmt: skip
+        if met is None:
+            s = scored(score, view, seen).astype(jnp.float32)
+        else:
+            s = scored(score, _as_met(met, mine, view), seen).astype(jnp.float32)
+            s = s.reshape(*view.pos.shape[:2], -1, view.pos.shape[2]).mean(2)
+        # What a pattern protects stays also before what a score wants at any price, as `stage` does.
+        s = jnp.minimum(s, _HIGHEST) if keep.protect else s
+        for pattern in keep.protect:
+            s = jnp.where(protected(pattern, view.pos, length, n), jnp.inf, s)
+        return jnp.where(view.pos < 0, -jnp.inf, s)
+
+    each = [over_layers(one, numbers, view, seen, mine) for seen in (fresh.observed, *fresh.readers)]
+    return reduce(jnp.add, each)
+
+
+def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
+    """A layer's slots as its queries meet them: every head of a list at that one's positions."""
+    k, v = met(weights, view.k, view.v, view.pos)
+    each = k.shape[1] // view.pos.shape[1]
+    pos, bias = (None if x is None else jnp.repeat(x, each, axis=1) for x in (view.pos, view.bias))
+    assert pos is not None
+    return View(k, v, pos, bias, {})
+
+
+def preferences(
+    gm: GroupMethod, view: View, fresh: Fresh, length: Int[Array, "B"], attention: AttentionSpec
+) -> Float[Array, "Lg B K"] | None:
+    """What the layers of a group should get, as the keep's allocation says; None where it needs only scores.
+
+    Slots that several layers read have the sum of what each reader prefers.
+    """
+    assert gm.keep is not None
+    keep, allocate = gm.keep, gm.keep.allocate
+    if not isinstance(allocate, Preferring):
+        return None
+    n = keep.budget.count(length)
+    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+
+    def one(layer: Array, view: View, observed: dict[str, Any]) -> Float[Array, "B K"]:
+        seen = Seen(observed | view.received, None, length, n, layer, attention)
+        found = allocate.preference(view, seen).astype(jnp.float32)
+        return shaped(allocate, "preferences", found, "[B, K]", view.pos.shape[:2])
+
+    return reduce(jnp.add, [over_layers(one, numbers, view, s) for s in (fresh.observed, *fresh.readers)])
+
+
+def merge_evicted(
+    gm: GroupMethod,
+    view: View,
+    kept: Bool[Array, "Lg B K S"],
+    fresh: Fresh,
+    length: Int[Array, "B"],
+    attention: AttentionSpec,
+    carried: dict[str, Any],
+    params: dict[str, Any],
+) -> tuple[View, dict[str, Any]]:
+    """The view with every live slot that is not kept folded into the kept ones, as the keep's merge says.
+
+    carried: what rows carry of the merge [Lg, B, ...], which comes back with these slots. params: the
+    model's, with what was fitted.
+    """
+    assert gm.keep is not None
+    merge, n = gm.keep.merge, gm.keep.budget.count(length)
+    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+    slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 3)
+    leaving = jnp.where((view.pos >= 0) & ~kept, slot, view.pos.shape[-1])
+
+    def one(layer: Array, view: View, kept: Array, leaving: Array, observed: Any, carried: Any) -> Any:
+        taught = of_layer(params, layer)
+        seen = Seen(observed | view.received, None, length, n, layer, attention, fitted=taught)
+        return merged(merge, view, kept, leaving, seen, carried)
+
+    return over_layers(one, numbers, view, kept, leaving, fresh.observed, carried)
+
+
+def reused(
+    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]]
+) -> dict[int, Float[Array, "_ B K S"]]:
+    """The scores by which every layer chooses: where a keep says so, those of the first of several layers."""
+    out = dict(scores)
+    alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items() if keep and keep.reuse > 1}
+    for kind in dict.fromkeys(alike.values()):
+        keep = kind[0]
+        where = [(i, at) for i, other in alike.items() if other == kind for at in range(scores[i].shape[0])]
+        source = {here: where[n // keep.reuse * keep.reuse] for n, here in enumerate(where)}
+        for i in dict.fromkeys(i for i, _ in where):
+            sources = [source[i, at] for at in range(scores[i].shape[0])]
+            out[i] = jnp.stack([scores[j][at] for j, at in sources])
+    return out
+
+
+def choose(
+    keeps: dict[int, Keep | None],
+    scores: dict[int, Float[Array, "_ B K S"]],
+    preferences: dict[int, Float[Array, "_ B K"] | None],
+    length: Int[Array, "B"],
+) -> dict[int, Bool[Array, "_ B K S"]]:
+    """Which slots stay, per group; counts are shared over all layers with the same keep and heads."""
+    chosen: dict[int, Array] = {}
+    alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items()}
+    for kind in dict.fromkeys(alike.values()):
+        keep = kind[0]
+        assert keep is not None
+        where = [i for i, other in alike.items() if other == kind]
+        stacked = jnp.concatenate([scores[i] for i in where])
+        more = [preferred for i in where if (preferred := preferences[i]) is not None]
+        also = (jnp.concatenate(more),) if more else ()
+        counts = keep.allocate.counts(stacked, keep.budget.count(length), *also)
+        shaped(keep.allocate, "counts", counts, "[L, B, K]", stacked.shape[:3])
+        at = 0
+        for i in where:
+            size = scores[i].shape[0]
+            chosen[i] = top(scores[i], counts[at : at + size])
+            at += size
+    return chosen

@@ -1,0 +1,88 @@
+"""What lies beside the slots of a body for a read method: summaries per page, and what it holds of a list."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.grammar.protocols import over_layers
+from kvjax.grammar.read_protocols import Learning, Remembering, Resting
+from kvjax.state.cache import GroupState, Slots
+from kvjax.state.codes import Codes, dense
+
+
+def with_summary(gm: GroupMethod, body: Slots) -> Slots:
+    """A body with what its method keeps beside it, of all its slots."""
+    if gm.read is None:
+        return body
+    k = dense(body.k)
+    sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
+    if isinstance(gm.read, Learning):
+        sums = sums | gm.read.learn(k, body.pos)
+    return dataclasses.replace(body, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
+
+
+def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]) -> dict[str, Array]:
+    if isinstance(read, Learning):
+        return read.summarise(k, sums)
+    return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)
+
+
+def summary_of_new(
+    gm: GroupMethod, body: Slots, k: Array | Codes, traces: dict[str, Array], layer: int | Array
+) -> dict[str, Array]:
+    """Summaries of whole granules `k` [l, B, K, ...] that go into l layers of a body from `layer` on."""
+    if gm.read is None:
+        return {}
+    held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, _layers(k)), body.sums)
+    return _summarised(gm.read, dense(k), held, traces)
+
+
+def _layers(k: Array | Codes) -> int:
+    return jax.tree.leaves(k)[0].shape[0]
+
+
+def sums_with_new(
+    gm: GroupMethod, body: Slots, new: Slots, moves: Bool[Array, "l B K S"], layer: int | Array
+) -> dict[str, Array]:
+    """What is held of a body's slots together, once those of `new` that move are among them."""
+    if not isinstance(gm.read, Resting):
+        return body.sums
+    stored = new.keys().v
+    more = gm.read.total(jnp.where(moves[..., None], stored, jnp.zeros((), stored.dtype)))
+    return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
+
+
+def _added(old: Array, more: Array, layer: int | Array) -> Array:
+    """`old` with `more` added to its layers from `layer` on."""
+    part = jax.lax.dynamic_slice_in_dim(old, layer, more.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(old, part + more, layer, 0)
+
+
+def learnt(gm: GroupMethod, group: GroupState, past: GroupState, idle: Bool[Array, "B"]) -> GroupState:
+    """A group at the end of a prefill, summarised by what its method learns of it (`Learning`).
+
+    past: the group before. Rows that got no tokens, `idle`, keep what was learnt of them.
+    """
+    read = gm.read
+    if not isinstance(read, Learning):
+        return group
+    (body,) = group.bodies
+    assert isinstance(body, Slots)
+
+    def one(k: Array | Codes, pos: Int[Array, "B K S"], old: dict[str, Array]) -> tuple[Any, Any]:
+        k = dense(k)
+        new = read.learn(k, pos)
+        stay = {n: idle.reshape(-1, *(1,) * (x.ndim - 1)) for n, x in new.items()}
+        new = {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
+        return new, read.summarise(k, new)
+
+    before = past.bodies[0].sums if past.bodies and isinstance(past.bodies[0], Slots) else {}
+    sums, summary = over_layers(one, body.k, body.pos, before)
+    body = dataclasses.replace(body, sums=body.sums | sums, summary=summary)
+    return dataclasses.replace(group, bodies=(body,))

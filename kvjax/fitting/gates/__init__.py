@@ -1,0 +1,1 @@
+"""Fits of gates, which score tokens when they are written."""

@@ -1,0 +1,105 @@
+"""Gates that say which tokens share a slot, taught by what the model says with them (DMC)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.eval.tasks.sample import Sample
+from kvjax.fitting.gates.eviction_gates import Aim, mean_of, of_layer, relaxed
+from kvjax.fitting.loops.cuts import Cut, Left, cut_behind_contexts, divergence, mean_before
+from kvjax.fitting.loops.descent import Arrays, descended, uniform
+from kvjax.fitting.loops.whole import check_whole
+from kvjax.grammar.fitted import Fitted
+from kvjax.grammar.protocols import Inputs
+from kvjax.keep.merges.merge_runs import linear
+from kvjax.models.attending import rotary
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.model import Model
+from kvjax.ops.attention.union import Keys
+
+
+def fit_run_gates(
+    model: Model,
+    batches: list[list[Sample]],
+    *,
+    target: float = 0.5,
+    penalty: float = 10.0,
+    tau: float = 0.1,
+    rate: float = 1e-2,
+    epochs: int = 16,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """DMC's decisions and weights (arXiv:2403.09636, section 3.2), learned from what the model says itself.
+
+    Contexts are merged by relaxed decisions a = sigmoid((logit + noise) / tau), with the difference of two
+    draws of a Gumbel distribution (`merged`). What becomes small is the divergence from the model itself
+    where it says answers, plus `penalty` max(0, target - mean a), where `target` is the share of tokens that
+    join others, 1 - 1 / the compression ratio; by Adam (arXiv:1412.6980) at learning rate `rate`, one step
+    per batch, in `epochs` readings. Deviations: the model stays as it is, where the authors train all of it
+    on, by all tokens of texts; `target` is not reached step by step; and every token of a context sees the
+    others one by one. Raises InputError for a model whose layers are not all plain attention that keeps all
+    tokens.
+    """
+    check_whole(model, "gates")
+    c, keys, aim = model.config, jax.random.split(jax.random.key(seed)), Aim(target, penalty, tau)
+    start = {}
+    for name, key in zip(("join", "weight"), keys, strict=True):
+        start[name] = uniform(key, (c.layers, c.d_model, c.kv_heads), c.d_model)
+        start[f"{name}_bias"] = jnp.zeros((c.layers, c.kv_heads))
+
+    def loss(arrays: Arrays, batch: Cut, params: Params) -> Float[Array, ""]:
+        return shared(c, params, arrays, batch, aim)
+
+    read = cut_behind_contexts(model, batches, epochs, seed, progress)
+    return Fitted(descended(loss, start, read, model.params, rate=rate), "Opening", model.signature)
+
+
+def shared(config: Config, params: Params, arrays: Arrays, batch: Cut, aim: Aim) -> Float[Array, ""]:
+    """The loss of decisions and weights on a batch."""
+
+    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:
+        mine = of_layer(arrays, layer)
+        logit = relaxed(linear(mine, "join", inputs), batch.seed, layer.number, aim.tau)
+        assert inputs.v is not None
+        k, v, amount = merged(logit, linear(mine, "weight", inputs), inputs.k_raw, inputs.v, before)
+        found = mean_before(jax.nn.sigmoid(logit), before)
+        return Left(rotary(layer, k, inputs.pos, inputs.length), v, amount, found)
+
+    off, found = divergence(config, params, batch, leaving, "gates")
+    return off + aim.penalty * jnp.maximum(aim.target - mean_of(found), 0.0)
+
+
+def merged(
+    joins: Float[Array, "B K T"],
+    weight: Float[Array, "B K T"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T V"],
+    before: Bool[Array, "B T"],
+) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"], Float[Array, "B K T"]]:
+    """(unrotated keys, values, what is added to logits) of slots that tokens share by relaxed decisions.
+
+    With a_j = sigmoid(joins_j), but 0 for the first token, and w_j = sigmoid(weight_j), token i is
+    sum_j c_ij w_j x_j / z_i for x = k and v, where c_ij = a_i+1 .. a_j from i on, up to the cut, and z_i =
+    sum_j c_ij w_j. log(z_i / w_i) + log(1 - a_i) is added. What is not before the cut stays.
+    """
+    t = joins.shape[-1]
+    later = jnp.arange(t) > 0
+    together = jnp.cumsum(jnp.where(later, jax.nn.log_sigmoid(joins), 0.0), -1)
+    reach = jnp.tril(jnp.ones((t, t), bool)).T[None, None] & before[:, None, None, :]
+    # What is added to a logit that counts must not overflow in one that does not.
+    apart = jnp.where(reach, together[..., None, :] - together[..., :, None], 0.0)
+    w = jax.nn.log_sigmoid(weight)
+    share = jnp.where(reach, jnp.exp(apart + w[..., None, :]), 0.0)
+    z = jnp.where(before[:, None], share.sum(-1), 1.0)
+    mean = lambda x: jnp.einsum("bkij,bkjh->bkih", share, x) / z[..., None]  # noqa: E731
+    amount = jnp.log(z) - w + jnp.where(later, jax.nn.log_sigmoid(-joins), 0.0)
+    here = before[:, None, :, None]
+    return jnp.where(here, mean(k), k), jnp.where(here, mean(v), v), amount

@@ -1,0 +1,1 @@
+"""Loops that fits share: gradient descent, cut points, whole-model losses."""

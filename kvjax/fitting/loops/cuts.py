@@ -1,0 +1,120 @@
+"""Texts that are cut in two: what is left of the first part is what the second one is read with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.eval.tasks.sample import Sample
+from kvjax.fitting.gates.head_gates import answers
+from kvjax.fitting.loops.whole import Attention, read_whole
+from kvjax.grammar.protocols import Inputs
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.model import Model
+from kvjax.models.transformer import positions, unembed
+from kvjax.ops.attention.union import Keys, logits, weigh
+
+
+class Cut(NamedTuple):
+    """Texts, how many tokens are before their cuts, where answers are said, and a seed of what is drawn."""
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    cuts: Int[Array, "B"]
+    said: Bool[Array, "B T"]
+    seed: Int[Array, ""]
+
+
+class Left(NamedTuple):
+    """What a layer has left of the tokens before a cut: keys and values, and what is added to their logits.
+
+    found: what is collected of the layer.
+    """
+
+    k: Float[Array, "B K T H"]
+    v: Float[Array, "B K T V"]
+    amount: Float[Array, "B K T"]
+    found: Any = None
+
+
+# (the layer, what it computed, its keys, logits, which tokens are before the cut [B, T]) -> what is left.
+Leaving = Callable[[Layer, Inputs, Keys, Array, Bool[Array, "B T"]], Left]
+
+
+def cut_behind_contexts(
+    model: Model, batches: list[list[Sample]], epochs: int, seed: int,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+) -> Iterator[Cut]:  # fmt: skip
+    """Batches of contexts, questions and answers, `epochs` times, cut where the questions begin."""
+    draw = np.random.default_rng(seed)
+    for samples in progress([samples for _ in range(epochs) for samples in batches]):
+        given = answers(model, samples)
+        cuts = jnp.asarray([len(s.context) for s in samples], jnp.int32)
+        yield Cut(given.tokens, given.lengths, cuts, given.said, jnp.int32(draw.integers(2**31 - 1)))
+
+
+def behind(
+    config: Config, params: Params, batch: Any, leaving: Leaving | None, what: str
+) -> tuple[Float[Array, "B T Z"], Bool[Array, "B T"], tuple[Any, ...]]:
+    """(logits, which tokens stand behind the cuts, what was found in every group's layers).
+
+    Tokens before a cut see all tokens; those behind it see what `leaving` leaves of these, and each other.
+    leaving: None where all stays. what: what is fitted so, for an error.
+    """
+    at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
+    before = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
+    later = at.pos >= batch.cuts[:, None]
+
+    def whole(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Any]:
+        return weigh([s], [keys])[0], jnp.zeros(())
+
+    def thinned(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Any]:
+        assert leaving is not None
+        left = leaving(layer, inputs, keys, s, before)
+        seen = Keys(left.k, left.v, keys.pos)
+        near = logits(inputs.q, seen, at.pos, scale=layer.scale, softcap=config.attention_softcap)
+        # Queries before the cut are not asked; what is added there must not touch their slopes.
+        amount = jnp.where(before[:, None], left.amount, 0.0)[:, :, None, None]
+        near = jnp.where(later[:, None, None, :, None], near + amount, s)
+        part = weigh([near], [seen])[0]
+        return jnp.where(later[:, None, :, None], part, whole(layer, inputs, keys, s)[0]), left.found
+
+    attention: Attention = whole if leaving is None else thinned
+    ran = read_whole(config, params, batch.tokens, at, attention, what)
+    return unembed(params, ran.x, config).astype(jnp.float32), later, ran.collected
+
+
+def divergence(
+    config: Config, params: Params, batch: Cut, leaving: Leaving, what: str
+) -> tuple[Float[Array, ""], tuple[Any, ...]]:
+    """(KL(p || q), what was found in every group's layers).
+
+    The mean in nats over the tokens at which answers are said; p is what the model says there with all slots,
+    and q with what is left.
+    """
+    told, *_ = behind(config, params, batch, None, what)
+    said, _, found = behind(config, params, batch, leaving, what)
+    return divergence_of(told, said, batch.said), found
+
+
+def divergence_of(
+    told: Float[Array, "B T Z"], said: Float[Array, "B T Z"], at: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """KL(p || q) in nats, the mean over the tokens `at`; p by the logits `told`, which are no subject."""
+    wanted = jax.lax.stop_gradient(jax.nn.log_softmax(told))
+    each = (jnp.exp(wanted) * (wanted - jax.nn.log_softmax(said))).sum(-1)
+    many = jnp.maximum(at.sum(), 1).astype(jnp.float32)
+    return jnp.where(at, each, 0.0).sum() / many
+
+
+def mean_before(x: Float[Array, "B K T"], before: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The mean over the tokens before cuts, and over heads."""
+    many = jnp.maximum(before.sum(), 1).astype(jnp.float32) * x.shape[1]
+    return jnp.where(before[:, None], x, 0.0).sum() / many

@@ -1,0 +1,65 @@
+"""Models that words are fitted to: every layer keeps all tokens, and its attention can be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.grammar.protocols import Inputs
+from kvjax.models.attending import new_keys, published_by, rotary
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected
+from kvjax.models.model import Model
+from kvjax.models.transformer import Positions, Ran, decode_layers
+from kvjax.ops.attention.union import Keys, logits
+from kvjax.state.cache import NOTHING
+from kvjax.steps import Run
+from kvjax.steps.shared.run import held
+
+# (the layer, what it computed of its tokens, keys and values, logits [B, K, G, T, S]) -> (out [B, N, T, V],
+# what is collected of the layer).
+Attention = Callable[[Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Float[Array, "B N T V"], Any]]
+
+
+def check_whole(model: Model, what: str) -> None:
+    """InputError for a model that has layers which do not keep all tokens in slots of their own."""
+    kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
+    if kinds != {"slots"} or model.config.windows:
+        raise InputError(
+            f"{what} are fitted where every layer keeps all tokens, and this model has windows, states or "
+            "shared slots: use another method"
+        )
+
+
+def read_whole(
+    config: Config, params: Params, tokens: Int[Array, "B T"], at: Positions, attention: Attention, what: str
+) -> Ran:
+    """A model's reading of texts whose every layer attends by `attention`; its `collected` is by group.
+
+    what: what is fitted so, for the InputError where a layer is no plain attention.
+    """
+
+    def attend(layer: Layer, x: Projected, state: Any) -> Any:
+        if x.k is None or x.expand is not None or x.extra is not None or layer.mixer.clip is not None:
+            raise InputError(
+                f"{what} are fitted where every layer is plain attention, and this model has another kind: "
+                "use another method"
+            )
+        q, k = (rotary(layer, y, at.pos, at.length) for y in (x.q, x.k))
+        keys = new_keys(layer, k, x.v, at.pos)
+        s = logits(q, keys, at.pos, scale=layer.scale, softcap=config.attention_softcap)
+        inputs = Inputs(q, x.q, x.k, x.hidden, at.pos, at.length, k=k, v=x.v)
+        out, found = attention(layer, inputs, keys, s)
+        left = published_by(layer, state, k, x.v, None) | {"collected": found}
+        return out.astype(q.dtype), state, left
+
+    def recur(*_: Any) -> NoReturn:
+        raise AssertionError("no layer has a state")
+
+    memory = Memory(at.pos, attend, recur, held)
+    return decode_layers(params, tokens, config, memory, (NOTHING,) * len(params["layers"]))

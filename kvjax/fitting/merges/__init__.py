@@ -1,0 +1,1 @@
+"""Fits of merges and of states that replace evicted slots."""

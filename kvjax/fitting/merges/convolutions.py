@@ -1,0 +1,98 @@
+"""Convolutions that mix what leaves into a few slots (LoCoCo, arXiv:2406.05317)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from kvjax.fitting.loops.cuts import Left, behind
+from kvjax.fitting.loops.descent import Arrays, descended, uniform
+from kvjax.fitting.loops.whole import check_whole
+from kvjax.fitting.merges.residue import Batch, cut, kept_before
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import Fitted
+from kvjax.grammar.protocols import Inputs
+from kvjax.keep.merges.merge_conv import mixed
+from kvjax.keep.scores.score import probabilities
+from kvjax.models.attending import rotary
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.model import Model
+from kvjax.ops.attention.union import Keys
+
+
+def fit_convolutions(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    method: Method,
+    slots: int = 64,
+    neighbours: int = 21,
+    rate: float = 1e-2,
+    epochs: int = 4,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The convolution of every layer, which makes `slots` mixtures and sees so many `neighbours`.
+
+    Every text is cut at a place between a quarter and three quarters, which differs from epoch to epoch; what
+    is before it is compressed by the method, and what becomes small is the negative log-likelihood of what
+    stands behind it. By Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs`
+    readings, with the model as it is. Raises InputError for a model whose layers are not all plain attention
+    that keeps all tokens, for a keep of unequal heads, and for a budget under which nothing leaves.
+    """
+    check_whole(model, "convolutions")
+    assert method.keep is not None
+    run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
+    newest = method.keep.merge.newest
+
+    def loss(arrays: Arrays, batch: Batch, params: Params) -> Float[Array, ""]:
+        return surprise(model.config, newest, params, arrays, batch)
+
+    read = (cut(model, run, rows, draw) for rows in progress([x for _ in range(epochs) for x in batches]))
+    arrays = drawn(model.config, slots, neighbours, seed)
+    return Fitted(descended(loss, arrays, read, model.params, rate=rate), "ConvMerge", model.signature)
+
+
+def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
+    """Convolutions before they are fitted: half of a slot is its mixture."""
+    keys, width = jax.random.split(jax.random.key(seed)), 2 * config.head_dim
+    return {
+        "conv": uniform(keys[0], (config.layers, neighbours, width, slots), neighbours * width),
+        "conv_bias": uniform(keys[1], (config.layers, slots), neighbours * width),
+        "share": jnp.full((config.layers,), 0.5),
+    }
+
+
+def surprise(
+    config: Config, newest: int, params: Params, arrays: Arrays | None, batch: Batch
+) -> Float[Array, ""]:
+    """The mean negative log-likelihood of the tokens behind the cuts, over what is left of those before.
+
+    arrays: None where nothing is mixed, so that what leaves is dropped.
+    """
+
+    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:
+        kept, k, v = batch.kept[layer.number], keys.k, inputs.v
+        assert inputs.k_raw is not None and v is not None
+        gone = before[:, None] & ~kept
+        if arrays is not None:
+            received = jnp.where(before[:, None, None, :, None], probabilities(s), 0.0).sum((2, 3))
+            mine = {n: x[layer.number] for n, x in arrays.items()}
+            pos = jnp.broadcast_to(inputs.pos[:, None], gone.shape)
+            old = kept & (inputs.pos < batch.cuts[:, None] - newest)[:, None]
+            raw, v, takes = mixed(mine, inputs.k_raw, v, pos, old, gone, received)
+            k = jnp.where(takes[..., None], rotary(layer, raw, inputs.pos, inputs.length), k)
+        return Left(k, v, jnp.where(gone, -jnp.inf, 0.0))
+
+    said, later, _ = behind(config, params, batch, leaving, "convolutions")
+    each = optax.softmax_cross_entropy_with_integer_labels(said[:, :-1], batch.tokens[:, 1:])
+    counts = later[:, :-1] & later[:, 1:]
+    return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1).astype(jnp.float32)

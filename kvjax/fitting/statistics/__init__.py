@@ -1,0 +1,1 @@
+"""Fits without gradients: statistics of queries, keys, heads and layers over a few texts."""

@@ -1,0 +1,138 @@
+"""What heads lose when a score chooses for them, and the budgets that lose least in all (LU-KV)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import steps
+from kvjax.api.prefill import padded
+from kvjax.base.errors import InputError
+from kvjax.fitting.loops.whole import check_whole, read_whole
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar.fitted import Fitted
+from kvjax.grammar.protocols import Inputs
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.scores.score import probabilities
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.model import Model
+from kvjax.models.transformer import positions
+from kvjax.ops.attention.union import Keys
+from kvjax.steps import Run
+from kvjax.steps.prefilling.settle import scored
+
+PERCENT = 100
+
+
+def fit_curves(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    method: Method,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The share [L, K, 99] of its slots that every head keeps where 1 to 99 percent of all slots leave.
+
+    Half of every text is scored by the method's score, and what the tokens of the other half give each of its
+    tokens, the mean over these and the heads of a group, is what that token is good for. A head's curve is
+    what its best tokens by score are good for together, by their share, the mean over texts; of its concave
+    hull each percent is worth less than the one before, so that the percents of all heads that are worth most
+    are the best budgets (arXiv:2602.08585, section 4). Raises InputError for texts of fewer than 100 tokens,
+    and a model whose layers are not all plain attention that keeps all tokens.
+    """
+    check_whole(model, "budgets of heads")
+    assert method.keep is not None and method.keep.score is not None
+    run = Run(model.config, Method(Keep(method.keep.score, Budget(1.0), Uniform())))
+    worth, count = np.zeros((model.config.layers, model.config.kv_heads, PERCENT + 1)), 0
+    for rows in progress(batches):
+        rows = [row for row in rows if len(row) >= PERCENT]
+        if not rows:
+            continue
+        given = padded(model, rows, None)
+        ids, lengths = jnp.asarray(given.tokens), jnp.asarray(given.lengths)
+        cuts = lengths // 2
+        score = np.asarray(_scores(run, model.params, ids, cuts), np.float64)
+        good = np.asarray(_good_for(model.config, model.params, ids, lengths, cuts), np.float64)
+        for i, row in enumerate(rows):
+            cut = len(row) // 2
+            worth += curves(score[:, i, :, :cut], good[:, i, :, :cut])
+        count += len(rows)
+    if not count:
+        raise InputError(f"no text has {PERCENT} tokens, expected some: give longer texts")
+    return Fitted({"kept": best_shares(worth / count)}, "CurveProfile", model.signature)
+
+
+def curves(
+    score: Float[np.ndarray, "L K T"], good: Float[np.ndarray, "L K T"]
+) -> Float[np.ndarray, "L K 101"]:
+    """What the best 0 to 100 percent of a head's tokens by score are good for together."""
+    order = np.argsort(-score, axis=-1, kind="stable")
+    total = np.cumsum(np.take_along_axis(good, order, -1), -1)
+    total = np.concatenate([np.zeros((*total.shape[:-1], 1)), total], -1)
+    many = score.shape[-1]
+    return total[..., np.arange(PERCENT + 1) * many // PERCENT]
+
+
+def best_shares(worth: Float[np.ndarray, "L K 101"]) -> Float[np.ndarray, "L K 99"]:
+    """What heads keep of their slots where 1 to 99 percent of all leave, so that most worth is left.
+
+    >>> steep, even = np.minimum(np.arange(101) * 10.0, 100), np.arange(101.0)
+    >>> best_shares(np.stack([steep, even])[None])[0, :, 94].tolist()  # 95 percent leave
+    [0.10000000149011612, 0.0]
+    """
+    heads = worth.reshape(-1, PERCENT + 1)
+    gains = np.stack([np.diff(_hull(one)) for one in heads])
+    # Of a concave curve the first percents are worth most, so the best ones are its first ones.
+    order = np.argsort(-gains, axis=None, kind="stable") // PERCENT
+    kept = [
+        np.bincount(order[: (PERCENT - leave) * len(heads)], minlength=len(heads))
+        for leave in range(1, PERCENT)
+    ]
+    return (np.stack(kept, -1) / PERCENT).reshape(*worth.shape[:-1], -1).astype(np.float32)
+
+
+def _hull(worth: Float[np.ndarray, "P"]) -> Float[np.ndarray, "P"]:
+    """The least concave curve that is nowhere below this one."""
+    corners: list[int] = []
+    for i, y in enumerate(worth):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (worth[b] - worth[a]) * (i - b) > (y - worth[b]) * (b - a):
+                break
+            corners.pop()
+        corners.append(i)
+    return np.interp(np.arange(len(worth)), corners, worth[corners])
+
+
+@partial(jax.jit, static_argnames=("run",))
+def _scores(
+    run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> Float[Array, "L B K T"]:
+    prompt = steps.observe(run, params, tokens, lengths, None, steps.needs_of(run, params))
+    found = scored(run, params, prompt)
+    return jnp.concatenate([found[i] for i in sorted(found)])
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _good_for(
+    config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cuts: Int[Array, "B"]
+) -> Float[Array, "L B K T"]:
+    """What the tokens behind the cuts give every token, the mean over them and the heads of a group."""
+    at = positions(tokens, lengths, jnp.zeros_like(lengths))
+    asks = (at.pos >= cuts[:, None])[:, None, None, :, None]
+    many = jnp.maximum(lengths - cuts, 1).astype(jnp.float32)[:, None, None]
+
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Array]:
+        p = probabilities(s)
+        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*inputs.q.shape[:3], -1)
+        return out, jnp.where(asks, p, 0.0).sum(3).mean(2) / many
+
+    return jnp.concatenate(read_whole(config, params, tokens, at, attention, "budgets of heads").collected)

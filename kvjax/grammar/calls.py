@@ -1,0 +1,149 @@
+"""Words asked for their results, whose shapes are checked while they are traced, and the words they hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import CarryingMerge, Hiding, Meeting, Preferring, View
+
+# When an observation exists: while many new tokens are read, or in the step of one token.
+IN_PREFILL, IN_STEP = "prefill", "step"
+
+
+def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
+    """`got`, a word's result, while it is traced; ValueError where it has another shape or type.
+
+    Arrays of other shapes may broadcast, and then a slot would be judged by what another one holds.
+    """
+    kind = "" if dtype is None else f" {np.dtype(dtype).name}"
+    shape, own = getattr(got, "shape", None), getattr(got, "dtype", None)
+    if shape != sizes or (dtype is not None and own != dtype):
+        found = type(got).__name__ if shape is None else f"{own} of shape {list(shape)}"
+        raise ValueError(f"{word!r} gave {what}: {found}, expected{kind} {axes} = {list(sizes)}")
+    return got
+
+
+def scored(score: Any, view: View, seen: Any) -> Any:
+    """The scores of a view's slots."""
+    return shaped(score, "scores", score(view, seen), "[B, K, S]", view.pos.shape)
+
+
+def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
+    """Which slots a pattern protects."""
+    return shaped(pattern, "a mask", pattern(pos, length, n), "[B, K, S]", pos.shape, np.bool_)
+
+
+def spared(view: View, seen: Any) -> Any:
+    """Which slots [B, K, S] of a view some pattern of the keep protects."""
+    masks = [protected(pattern, view.pos, seen.length, seen.n) for pattern in seen.protect]
+    return reduce(or_, masks, np.zeros(view.pos.shape, bool)) & (view.pos >= 0)
+
+
+def written(merge: Any) -> tuple[str, ...]:
+    """What a merge changes of the slots that stay; nothing where there is none."""
+    return () if merge is None else getattr(merge, "writes", ("k", "v", "bias"))
+
+
+def merges_prompts(merge: Any) -> bool:
+    """Whether a merge takes up slots evicted from a prompt, and not only those evicted while decoding."""
+    return merge is not None and getattr(merge, "at_prompts", True)
+
+
+def merged(
+    merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
+) -> tuple[View, dict[str, Any]]:
+    """A view after a merge, of the same shapes as before, and what rows carry for the merge, by its key."""
+    rows = {}
+    if isinstance(merge, CarryingMerge):
+        rows = {key_of(merge): merge.carry(carried[key_of(merge)], view, kept, leaving, seen)}
+        seen = seen._replace(observed=seen.observed | rows)
+    new = merge(view, kept, leaving, seen)
+    for name, axes in (
+        ("k", "[B, K, S, H]"),
+        ("v", "[B, K, S, V]"),
+        ("pos", "[B, K, S]"),
+        ("bias", "[B, K, S]"),
+    ):
+        old = getattr(view, name)
+        if old is not None:
+            shaped(merge, f"a view's {name}", getattr(new, name, None), axes, old.shape)
+    return new, rows
+
+
+def met(
+    word: Meeting, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
+) -> Float[Array, "B K S"]:
+    """What slots receive from new queries; layer: its index in the stack."""
+    return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
+
+
+def observations(keep: Keep) -> list[Any]:
+    """What the words of a keep and its score's traces observe, in the order of their names."""
+    words = [word for word in (keep.score, keep.merge) if word is not None]
+    words += [keep.allocate] if isinstance(keep.allocate, Preferring) else []
+    words += [] if keep.score is None else keep.score.traces
+    return sorted({o for word in words for o in word.needs}, key=key_of)
+
+
+def hiding_of(keep: Keep | None) -> Hiding | None:
+    """What hides slots from tokens behind them where a keep chooses; None where nothing does."""
+    words = [] if keep is None or keep.score is None else observations(keep)
+    return next((o for o in words if isinstance(o, Hiding)), None)
+
+
+def counts_slots(keep: Keep | None) -> bool:
+    """Whether dense lists hold as many slots as a threshold lets stay, however many that is."""
+    if keep is None or not hasattr(keep.allocate, "threshold"):
+        return False
+    return keep.allocate.uniform and keep.budget.ratio == 1
+
+
+def number_of(layer: int | float, layers: int) -> int:
+    """The number of a layer that is given as one, or as the share of the layers that end with it."""
+    return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1
+
+
+def probes_of(word: Any) -> set[Any]:
+    """The probes that a word reads: its own field `probe`, and those of the words it is made of."""
+    found: set[Any] = set()
+    for name, value in _fields(word).items():
+        found |= {value} if name == "probe" else probes_of(value)
+    return found
+
+
+def with_probe(word: Any, probe: Any) -> Any:
+    """The word with another probe, wherever it or a word it is made of has one."""
+    changed = {}
+    for name, value in _fields(word).items():
+        new = probe if name == "probe" and value is not None else with_probe(value, probe)
+        changed |= {} if new is value else {name: new}
+    return dataclasses.replace(word, **changed) if changed else word
+
+
+def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
+    """The word, in which words that name tokens by their characters (`kvjax.keep.observations.tokens`) have their ids."""
+    if isinstance(word, tuple):
+        new = tuple(with_token_ids(one, ids_of) for one in word)
+        return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)
+    fields = _fields(word)
+    changed: dict[str, Any] = {name: with_token_ids(x, ids_of) for name, x in fields.items()}
+    changed = {name: x for name, x in changed.items() if x is not fields[name]}
+    if "characters" in fields and fields["ids"] is None:
+        changed["ids"] = ids_of(fields["characters"])
+    return dataclasses.replace(word, **changed) if changed else word
+
+
+def _fields(word: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(word) or isinstance(word, type):
+        return {}
+    return {f.name: getattr(word, f.name) for f in dataclasses.fields(word) if f.init}

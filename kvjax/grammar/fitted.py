@@ -1,0 +1,217 @@
+"""Fitted arrays: what a word of a sentence was taught about one model, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from kvjax.base.atomic_files import check_kind, in_short, write_atomic
+from kvjax.base.errors import InputError
+from kvjax.grammar.keys import key_of
+
+KIND = "kvjax fitted arrays"
+# What comes with kvjax, one folder for each model: arrays by the method that they are for.
+SHIPPED = Path(__file__).parents[1] / "fits"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fitted:
+    """Arrays [layers, ...] by name, of one word and one model; equal where every bit is equal.
+
+    One row stands for all layers.
+    word: the name of the word's class. model: the signature of the model; "" is any. file: the user's file
+    that they are from.
+    """
+
+    arrays: Mapping[str, Shaped[np.ndarray, "L *_"]]
+    word: str
+    model: str
+    file: str = ""
+    digest: str = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        found = hashlib.sha256(f"{self.word} {self.model}".encode())
+        for name, x in sorted(self.arrays.items()):
+            found.update(f"{name} {x.dtype} {x.shape}".encode() + np.ascontiguousarray(x).tobytes())
+        object.__setattr__(self, "digest", found.hexdigest()[:16])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fitted) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Fitted({self.digest!r})"
+
+
+def fitted_words(word: Any) -> Iterator[Any]:
+    """Every word of a sentence that has a field `fitted`."""
+    if dataclasses.is_dataclass(word) and not isinstance(word, type):
+        if hasattr(word, "fitted"):
+            yield word
+        for field in dataclasses.fields(word):
+            yield from fitted_words(getattr(word, field.name))
+        # What a score observes and remembers is named by its properties.
+        for name in ("needs", "traces"):
+            for part in sorted(getattr(word, name, ()), key=key_of):
+                yield from fitted_words(part)
+    elif isinstance(word, tuple):
+        for part in word:
+            yield from fitted_words(part)
+
+
+def lacks_fit(word: Any) -> bool:
+    """Whether a word cannot act before it was fitted; one that can says `fit_first = False`."""
+    return word.fitted is None and getattr(word, "fit_first", True)
+
+
+def is_fitted(method: Any) -> bool:
+    """Whether every word of a method that must be fitted was."""
+    return not any(lacks_fit(word) for word in fitted_words(method))
+
+
+def spelled(spec: tuple[Any, ...], id: str) -> str:
+    """A method of a sentence with the hyper-parameters that it was given, as commands read it.
+
+    spec: as of `kvjax.grammar.Method`.
+
+    >>> spelled(("gisting", (("tokens", 16),)), "gisting")
+    'gisting:tokens=16'
+    """
+    match spec:
+        case (str(), ("chain", *parts)):
+            return next((found for part in parts if (found := spelled(part, id)) != id), id)
+        case (str() as name, tuple() as hyper) if name == id:
+            given = ",".join(f"{name}={value}" for name, value in hyper if value is not None)
+            return shlex.quote(f"{id}:{given}") if given else id
+    return id
+
+
+class ModelSizes(NamedTuple):
+    """What the arrays of a word must match: heads are those of queries, head_dim their channels."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> ModelSizes:
+        """Those of a model's config."""
+        return cls(config.layers, config.d_model, config.heads, config.kv_heads, config.head_dim)
+
+
+def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, ...]) -> None:
+    """InputError where the first axes of a word's array `name` are not of these sizes."""
+    arrays = word.fitted.arrays
+    found = arrays[name].shape[: len(sizes)] if name in arrays else ()
+    if found != sizes:
+        raise InputError(
+            f"it was fitted to another model: the ({axes}) of its {called} are {found}, this model's "
+            f"are {sizes}: run `kvjax fit {word.by}` on this model"
+        )
+
+
+def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:
+    """A model's parameters with the arrays of the methods' words beside them, by their digests."""
+    found: dict[str, dict[str, Array]] = {}
+    for method in methods:
+        found |= {} if method is None else _arrays(method)
+    return params | {"fitted": found} if found else params
+
+
+@lru_cache(maxsize=256)
+def _arrays(method: Any) -> dict[str, dict[str, Array]]:
+    """On the device, once for every method: a step asks for them at every token."""
+    # A make has used its arrays up before any program runs.
+    acting = dataclasses.replace(method, make=None)
+    words = [word.fitted for word in fitted_words(acting) if word.fitted is not None]
+    with jax.ensure_compile_time_eval():  # or a program being traced would leave its own values here
+        return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()} for fitted in words}
+
+
+def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str, Array]]:
+    """The fitted arrays of one layer, by digest and name."""
+    return jax.tree.map(lambda x: x[number if x.shape[0] > 1 else 0], params.get("fitted", {}))
+
+
+def save_fitted(path: str | Path, fitted: Fitted) -> None:
+    """Writes fitted arrays to one safetensors file, which appears whole or not at all.
+
+    An older file of fitted arrays is replaced. Raises InputError where `path` holds something else or cannot
+    be written.
+    """
+    check_kind(path, KIND)
+    metadata = {"kind": KIND, "word": fitted.word, "model": fitted.model}
+    arrays = {name: np.ascontiguousarray(x) for name, x in fitted.arrays.items()}
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, save(arrays, metadata))
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}): choose another path") from error
+
+
+def load_fitted(path: str | Path) -> Fitted:
+    """The arrays that `save_fitted` wrote. Raises InputError where the file is missing or something else."""
+    if not Path(path).is_file():
+        raise InputError(f"{path} does not exist, expected what `kvjax fit --out {path}` writes: run that")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({in_short(error)}): write it again with `kvjax fit`") from error
+    if metadata.get("kind") != KIND or not {"word", "model"} <= metadata.keys() or not arrays:
+        raise InputError(f"{path} holds no fitted arrays, expected what `kvjax fit` writes: check the path")
+    for name, x in arrays.items():
+        if x.dtype.kind in "fV" and np.isnan(x.astype(np.float32)).any():
+            raise InputError(f"{path}: its array {name} holds values that are no numbers: fit again")
+    return Fitted(arrays, metadata["word"], metadata["model"], str(path))
+
+
+def as_fitted(given: str | Fitted | None) -> Fitted | None:
+    """What a method's hyper-parameter `fitted` stands for: arrays, or the file that holds them.
+
+    A name such as "recall-tiny/locret" is what comes with kvjax, unless there is a file of that name.
+
+    >>> as_fitted("recall-tiny/locret").word
+    'RetainingHead'
+    """
+    if not isinstance(given, str):
+        return given
+    shipped = SHIPPED / f"{given}.safetensors"
+    return _shipped(shipped) if not Path(given).exists() and shipped.is_file() else load_fitted(given)
+
+
+@cache
+def _shipped(path: Path) -> Fitted:
+    """Shipped arrays are halves, so that they are small, and are computed with as they were fitted."""
+    found = load_fitted(path)
+    whole = {n: x.astype(np.float32) if x.dtype == np.float16 else x for n, x in found.arrays.items()}
+    return Fitted(whole, found.word, found.model)
+
+
+@cache
+def shipped_for(signature: str) -> dict[str, str]:
+    """The names of what comes with kvjax for a model of this signature, by the methods that they are for."""
+    found = {file.stem: f"{file.parent.name}/{file.stem}" for file in sorted(SHIPPED.glob("*/*.safetensors"))}
+    return {by: name for by, name in found.items() if _model_of(SHIPPED / f"{name}.safetensors") == signature}
+
+
+def _model_of(path: Path) -> str:
+    with safe_open(path, framework="np") as file:
+        return (file.metadata() or {})["model"]

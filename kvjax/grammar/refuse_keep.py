@@ -1,0 +1,314 @@
+"""Which words of a sentence cannot work together, each told in one sentence when it is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvjax.grammar.calls import IN_PREFILL, IN_STEP, hiding_of, observations, probes_of
+from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.keys import alike, key_of
+from kvjax.grammar.protocols import Answering, Judging
+from kvjax.grammar.when import Full
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep
+    from kvjax.grammar.protocols import Score
+
+# (wrong, why) for each way in which words cannot work together.
+Refusals = list[tuple[bool, str]]
+# The longest prompt that is laid out when a sentence is checked.
+_LONG = 2**20
+
+
+def refused(keep: Keep) -> Refusals:
+    """What the words of a keep cannot do together."""
+    score = keep.score
+    if score is None:
+        return _narrowed(keep)
+    parts = (_in_steps, _per_query_head, _merged, _phased, _probed, _restored)
+    found = [one for part in parts for one in part(keep, score)]
+    return [_alike(keep, score), _protected(keep), *found, *_lower(keep), *_narrowed(keep)]
+
+
+def _alike(keep: Keep, score: Score) -> tuple[bool, str]:
+    words = [*observations(keep), *score.traces, keep.merge, keep.probe]
+    why = alike(word for word in words if word is not None)
+    return bool(why), why
+
+
+def _protected(keep: Keep) -> tuple[bool, str]:
+    whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
+    # So many tokens show all that patterns protect; of a budget beyond _LONG the prompt itself will.
+    full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens", False) if whole else ""
+    return bool(full), full
+
+
+def _in_steps(keep: Keep, score: Score) -> Refusals:
+    """Of evictions while decoding."""
+    whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
+    in_steps, threshold = keep.when.in_steps, hasattr(keep.allocate, "threshold")
+    masses = _masses(score)
+    absent = [o for o in observations(keep) if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
+    return [
+        (
+            isinstance(keep.when, Full) and not 0 < whole < keep.when.slots,
+            f"{keep.when!r} evicts where a list holds so many slots, and the budget is "
+            f"{keep.budget.amount!r}: give a smaller number of slots",
+        ),
+        (
+            in_steps and not keep.allocate.uniform and not (threshold and keep.when.at_once),
+            "evicting while decoding works with the uniform allocation, or after every token by a threshold",
+        ),
+        (
+            in_steps and threshold and not (_by_one(keep.merge) and all(map(_of_tokens, keep.protect))),
+            "evicting by a threshold merges nothing but what joins one slot at a time, and protects whole "
+            "numbers of tokens",
+        ),
+        (
+            in_steps
+            and keep.when.at_once
+            and threshold
+            and keep.allocate.uniform
+            and keep.budget.ratio != 1
+            and not getattr(score, "bounded", False),
+            f"{keep.allocate!r} lets slots leave by their own score, and {score!r} gives more than fit "
+            "a high one: use a score that is `bounded`, such as Votes(256, 256)",
+        ),
+        (
+            in_steps and bool(absent),
+            "evicting while decoding needs what is observed in steps too, and "
+            f"{', '.join(map(repr, absent))} exists in prefills only: use when=PREFILL_END",
+        ),
+        (
+            in_steps and not keep.when.at_once and bool(masses),
+            f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
+            "receive of the newest one: name traces, such as Received(Mass()), in its score",
+        ),
+        (
+            hiding_of(keep) is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "what newer tokens drop leaves where the next one comes, from lists of equal heads: use "
+            "UpTo(0.0), and when=STEP or PREFILL_END",
+        ),
+        (
+            hiding_of(keep) is not None
+            and in_steps
+            and (len(observations(keep)) > 1 or keep.merge is not None),
+            f"{hiding_of(keep)!r} decides before a token attends, and merges or other observations ask what "
+            "it attends to: leave them out",
+        ),
+        (
+            in_steps and keep.when.at_once and any(isinstance(t, Judging) for t in score.traces),
+            f"{keep.when!r} sees slots in any order, and its score ranks them with their neighbours: evict "
+            "after several tokens, as in Every(128)",
+        ),
+        (
+            in_steps and keep.when.at_once and getattr(keep.merge, "ordered", False),
+            f"{keep.when!r} sees slots in any order, and {keep.merge!r} asks which are neighbours: evict "
+            "after several tokens, as in Every(128)",
+        ),
+    ]
+
+
+def _lower(keep: Keep) -> Refusals:
+    """Of a second tier."""
+    lower, in_steps = keep.lower, keep.when.in_steps
+    if lower is None:
+        return []
+    return [
+        (
+            hasattr(keep.allocate, "threshold") and keep.allocate.uniform,
+            f"a second tier has room for what a budget leaves out, and {keep.allocate!r} may leave out more: "
+            "use the uniform allocation",
+        ),
+        (
+            lower.granule > 1 or lower.residual > 0,
+            "what leaves for a second tier is encoded token by token: use int8, int4 or turboquant's codecs",
+        ),
+        (
+            keep.merge is not None or not keep.phase.steady,
+            "a second tier works without merging, and with keys at their own positions",
+        ),
+        (
+            in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "a second tier takes what leaves at the end of prompts or, with the uniform allocation, after "
+            "every token",
+        ),
+        (
+            not keep.allocate.uniform and any(True for _ in fitted_words(lower)),
+            "codes of a second tier are read by what was fitted to each layer, which pages do not know: use "
+            "a keep of equal heads",
+        ),
+    ]
+
+
+def _per_query_head(keep: Keep, score: Score) -> Refusals:
+    """Of a selection of its own for every query head."""
+    fitted = [word for part in (score, keep.allocate) for word in fitted_words(part)]
+    of_kv_heads = [type(word).__name__ for word in fitted if getattr(word, "of_kv_heads", False)]
+    masses = _masses(score)
+    if not keep.per_query_head:
+        return []
+    return [
+        (
+            bool(masses or score.traces),
+            "what slots receive is recorded per KV head, and this keep selects per query head",
+        ),
+        (
+            keep.probe is not None or bool(of_kv_heads),
+            f"{of_kv_heads[0] if of_kv_heads else keep.probe!r} says something of every KV head, and this "
+            "keep selects per query head: leave out per_query_head",
+        ),
+        (
+            isinstance(keep.merge, Answering),
+            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out per_query_head",
+        ),
+    ]
+
+
+def _merged(keep: Keep, score: Score) -> Refusals:
+    """Of a merge."""
+    unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=key_of)
+    return [
+        (
+            bool(unknown),
+            f"{keep.merge!r} asks for {', '.join(map(repr, unknown))}, which its score does not remember: "
+            "use a score that names it in `traces`, such as AccumulatedAttention()",
+        ),
+        (
+            keep.merge is not None and not keep.phase.steady,
+            f"{keep.merge!r} merges keys that stand at their positions, and {keep.phase!r} turns them anew "
+            "whenever they are read: leave one of both out",
+        ),
+    ]
+
+
+def _phased(keep: Keep, score: Score) -> Refusals:
+    """Of keys that do not turn by their positions."""
+    probes = probes_of(score) - {None}
+    looks = bool(_masses(score) or score.traces or probes or getattr(score, "looks", True))
+    return [
+        (
+            not keep.phase.alike and looks,
+            f"its score looks at keys or at what they receive, and under {keep.phase!r} a key meets every "
+            "query otherwise: use a score of positions",
+        ),
+    ]
+
+
+def _probed(keep: Keep, score: Score) -> Refusals:
+    """Of a probe behind the prompt, and of layers that choose for others."""
+    in_steps, probes = keep.when.in_steps, probes_of(score)
+    return [
+        (
+            in_steps and keep.probe is not None,
+            f"evicting while decoding cannot score by a probe that follows a prompt ({keep.probe!r}): "
+            "use when=PREFILL_END",
+        ),
+        (
+            probes - {None} != {keep.probe} - {None},
+            f"its score reads the probe {' and '.join(sorted(map(repr, probes))) or None} and the keep's is "
+            f"{keep.probe!r}: give both the same",
+        ),
+        (
+            keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in score.traces),
+            f"{keep.narrow!r} leaves tokens out of the upper layers, and its score asks how likely they were",
+        ),
+        (
+            keep.reuse > 1 and (in_steps or not keep.allocate.uniform),
+            f"{keep.reuse} layers keep what one of them chooses, and while decoding, or by budgets of their "
+            "own, they would choose apart: use the uniform allocation at the end of prompts",
+        ),
+    ]
+
+
+def _restored(keep: Keep, score: Score) -> Refusals:
+    """Of learned tokens that read a prompt before slots of it leave."""
+    parts = (keep.merge, keep.lower, keep.narrow)
+    plain = parts == (None,) * 3 and keep.phase.steady and keep.skip_layers == 0
+    return [
+        (
+            keep.restore is not None and (keep.when.in_steps or bool(score.traces) or not plain),
+            f"{keep.restore!r} reads whole prompts, and what stays of them is not moved, merged or counted "
+            "again: use it with a keep that acts at the end of prompts alone, such as kvzip",
+        ),
+    ]
+
+
+def _masses(score: Score) -> list[Any]:
+    """What slots receive, as a score asks for it."""
+    return sorted((o for o in score.needs if hasattr(o, "reduction")), key=key_of)
+
+
+def _narrowed(keep: Keep) -> Refusals:
+    """(wrong, why) for what cannot be where the upper layers see fewer tokens than the lower ones."""
+    if keep.narrow is None:
+        return []
+    return [
+        (
+            not keep.allocate.uniform,
+            f"{keep.narrow!r} gives layers unequal numbers of tokens, among which {keep.allocate!r} cannot "
+            "share out a budget: use the uniform allocation",
+        ),
+        (
+            not keep.phase.steady and keep.phase != getattr(keep.narrow, "phase", None),
+            f"{keep.narrow!r} leaves tokens at their own positions, and {keep.phase!r} turns them by others",
+        ),
+        (
+            keep.probe is not None,
+            f"{keep.narrow!r} leaves some tokens out of the upper layers, and the probe {keep.probe!r} would "
+            "attend to all of them: leave one of both out",
+        ),
+    ]
+
+
+def _by_one(merge: Any) -> bool:
+    """Whether a merge, or none, can act where a threshold decides after every token."""
+    return merge is None or getattr(merge, "one_by_one", False)
+
+
+def _of_tokens(pattern: Any) -> bool:
+    """Whether a pattern protects a whole number of tokens."""
+    return isinstance(getattr(pattern, "tokens", None), int)
+
+
+def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
+    """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
+
+    row: what messages call such a row. halved: refuses a window of more than half of the budget, which leaves
+    too few slots to choose by scores.
+
+    Where every step evicts, the newest token needs a slot beside those that patterns protect.
+    """
+    n, newest = keep.budget.capacity(tokens), keep.when.in_steps
+    # Layers of unequal budgets: the smallest must hold what is protected.
+    n = getattr(keep.allocate, "fewest", int)(n)
+    pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
+    stays = (pos == tokens - 1) & newest
+    more = 0 if keep.restore is None else keep.restore.tokens
+    for pattern in keep.protect:
+        stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
+    if stays.sum() + more <= n:
+        return _wide(keep, keep.budget.capacity(tokens), tokens, row) if halved else ""
+    names = [*map(repr, keep.protect), *(["the newest token"] if newest else [])]
+    names += [repr(keep.restore)] if more else []
+    return (
+        f"{stays.sum() + more} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
+        f"more than the budget of {n} slots{getattr(keep.allocate, 'poorest', '')} "
+        f"(budget={keep.budget.amount!r}): raise the budget or lower "
+        "what is protected (window=, sinks=)"
+    )
+
+
+def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
+    """Why the window takes more than half of n slots; empty where it does not."""
+    windows = [getattr(p, "tokens", 0) for p in keep.protect if getattr(p, "newest", False)]
+    widest = max((w for w in windows if isinstance(w, int)), default=0)
+    if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):
+        return ""
+    return (
+        f"the newest {widest} of {row or f'{tokens} tokens'} must stay, more than half of the budget of {n} "
+        f"slots (budget={keep.budget.amount!r}), expected at most {n // 2}: lower window= (recent= or "
+        "newest=, where the method calls it so), or raise the budget"
+    )

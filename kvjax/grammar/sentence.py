@@ -1,0 +1,398 @@
+"""The grammar: a method is a sentence of keep, store and read, made of small hashable words.
+
+Words are frozen dataclasses: equal sentences are equal values, so they compile once and print as they were
+written. This module holds the sentence. What its words see and promise is in `kvjax.grammar.protocols`, and the words
+themselves live in `kvjax.keep`, `kvjax.store`, `kvjax.read`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.grammar.phase import BY_POSITION, Phase
+from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
+from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.refuse_keep import refused
+from kvjax.grammar.refuse_method import refused_parts
+from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
+from kvjax.grammar.validate import (
+    check_codecs,
+    check_make,
+    check_narrow,
+    check_phase,
+    check_reread,
+    check_stack,
+    check_words,
+)
+from kvjax.grammar.when import PREFILL_END, When
+from kvjax.state.codes import Codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Slots per head: a fraction of the tokens seen (float in (0, 1]) or a number of slots (int >= 1)."""
+
+    amount: float | int
+    # A budget of 1 slot is not one of 1.0, everything, though the numbers are equal.
+    kind: type = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        if isinstance(self.amount, np.generic):
+            object.__setattr__(self, "amount", self.amount.item())
+        a = self.amount
+        object.__setattr__(self, "kind", type(a))
+        whole = isinstance(a, int) and not isinstance(a, bool) and a >= 1
+        if not (whole or (isinstance(a, float) and 0.0 < a <= 1.0)):
+            large = isinstance(a, float) and 1 < a < math.inf
+            hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if large else ""
+            raise ValueError(
+                "budget must be a fraction in (0, 1] (float) or a number of slots >= 1 (int), "
+                f"got {a!r}{hint}"
+            )
+
+    @property
+    def says(self) -> str:
+        return f"{self.amount} slots." if self.ratio is None else f"{float(self.ratio):g} of all slots."
+
+    @property
+    def ratio(self) -> Fraction | None:
+        """The fraction in thousandths or simpler, so that counts are exact integer arithmetic."""
+        if isinstance(self.amount, int):
+            return None
+        return max(Fraction(self.amount).limit_denominator(1000), Fraction(1, 1000))
+
+    def capacity(self, tokens: int) -> int:
+        """Most slots a head can keep of `tokens` tokens."""
+        if self.ratio is None:
+            return min(int(self.amount), tokens)
+        return max(1, tokens * self.ratio.numerator // self.ratio.denominator)
+
+    def count(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
+        """max(1, floor(ratio * length)) per row, never more than the row has."""
+        if self.ratio is None:
+            return jnp.minimum(length, min(int(self.amount), 2**30))
+        return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)
+
+    def reach(self, slots: int) -> int:
+        """Most tokens of which a head keeps at most `slots`; 2^30 where that is any number."""
+        if self.ratio is None:
+            return 2**30 if int(self.amount) <= slots else slots
+        return ((slots + 1) * self.ratio.denominator - 1) // self.ratio.numerator
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Which slots stay.
+
+    when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; then the cache never grows beyond the
+    budget by more than that word says). per_query_head: select for every query head alone, so the cache holds
+    K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn by
+    (`kvjax.grammar.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
+    dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
+    (`kvjax.keep.prompts.narrow`). reuse: so many layers in a row keep what the first of them chooses. restore:
+    learned tokens that read a prompt before slots of it are evicted, and stay (`kvjax.keep.prompts.restore`). page:
+    slots per page where heads have unequal budgets; None chooses it by the length of lists
+    (`kvjax.compress.pages.page_of`).
+    """
+
+    score: Score | None
+    budget: Budget
+    allocate: Allocation
+    protect: tuple[Pattern, ...] = ()
+    when: When = PREFILL_END
+    per_query_head: bool = False
+    skip_layers: int = 0
+    phase: Phase = BY_POSITION
+    probe: Any = None
+    merge: Any = None
+    lower: Store | None = None
+    page: int | None = None
+    narrow: Any = None
+    reuse: int = 1
+    restore: Any = None
+
+    def __post_init__(self):
+        check_words(self.score, self.allocate, self.protect, self.merge)
+        check_phase(self.phase)
+        check_narrow(self.narrow)
+        if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
+            raise ValueError(f"reuse is a number of layers that keep alike, at least 1, got {self.reuse!r}")
+        if not isinstance(self.budget, Budget):
+            raise ValueError(f"a keep's budget must be a Budget, got {self.budget!r}: write Budget(0.25)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """How slots are encoded: keys and values each by a codec (None = as computed).
+
+    The newest `residual` tokens stay as computed; older ones are encoded `granule` tokens at a time. The
+    first `sinks` tokens of every row always stay as computed. unrotated: keys are stored as they are before
+    RoPE, and turned by their positions whenever they are read.
+    """
+
+    keys: Codec | None = None
+    values: Codec | None = None
+    residual: int = 0
+    sinks: int = 0
+    unrotated: bool = False
+
+    def __post_init__(self):
+        check_codecs(self.keys, self.values)
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise ValueError(f"sinks is a number of first tokens, at least 0, got {self.sinks!r}")
+
+    @property
+    def granule(self) -> int:
+        return max((c.granule for c in (self.keys, self.values) if c is not None), default=1)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Method:
+    """A sentence. spec: how to build it again (`kvjax.grammar.to_text`), mostly (id, sorted hyper-parameters).
+
+    Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` where
+    methods have names, and a constructor where it was written by hand or changed. `words` is the constructor.
+
+    reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.prompts.reread`, `distilled` and
+    `memory_tokens` there). layers: instead of all those, a
+    sentence for every layer of the model. make: the model that all this acts on, as `kvjax.prepare` makes it
+    of the one that is given. stack: which layers are stored as one (`kvjax.store.merged`). host: what the
+    device holds of slots that lie in host memory (`kvjax.place.host`).
+    """
+
+    keep: Keep | None = None
+    store: Store | None = None
+    read: Any = None
+    spec: tuple[Any, ...] = ()
+    reread: Any = None
+    layers: tuple[Method, ...] = ()
+    make: Any = None
+    stack: Stacking | None = None
+    host: Residence | None = None
+
+    def __post_init__(self):
+        check_reread(self.reread)
+        check_make(self.make)
+        check_stack(self.stack)
+        parts = (self.keep, self.store, self.read)
+        parts += () if self.reread is None else (self.reread,)
+        parts += (self.layers,) if self.layers else ()
+        parts += () if self.make is None else (self.make,)
+        parts += () if self.stack is None else (self.stack,)
+        parts += () if self.host is None else (self.host,)
+        if not self.spec:
+            full = parts == (None,) * 3
+            object.__setattr__(self, "spec", ("full", ()) if full else ("custom", ()))
+            object.__setattr__(self, "_named", full)
+
+    @property
+    def id(self) -> str:
+        return self.spec[0]
+
+    def called(self, spec: tuple[Any, ...]) -> Method:
+        """The same sentence with this `spec`, which must build it."""
+        new = dataclasses.replace(self, spec=spec)
+        # No field: a copy that `dataclasses.replace` changes is no longer what its spec builds.
+        object.__setattr__(new, "_named", spec[0] not in NAMELESS)
+        return new
+
+    @property
+    def words(self) -> str:
+        """The sentence word by word, as Python writes it, in lines."""
+        return written(self)
+
+    def __repr__(self) -> str:
+        return name_of(self.spec) if getattr(self, "_named", False) else constructor(self)
+
+    @property
+    def restore(self) -> Any:
+        """The learned tokens that read its prompts before slots leave, if there are any."""
+        return None if self.keep is None else self.keep.restore
+
+    @property
+    def sentences(self) -> tuple[Method, ...]:
+        """The sentence itself, or those of its layers, each once."""
+        return tuple(dict.fromkeys(self.layers)) or (self,)
+
+    @property
+    def shared_positions(self) -> int:
+        """By how many a text has more tokens than positions, because some tokens stand at the same ones."""
+        return 0 if self.keep is None else getattr(self.keep.phase, "shared", 0)
+
+    def at(self, layer: int) -> Method:
+        """The sentence that a layer follows."""
+        return self.layers[layer] if self.layers else self
+
+    def decode_part(self) -> Method:
+        """What a decode step depends on: sentences that differ only before it share one program."""
+        if self.layers:
+            return Method(layers=tuple(one.decode_part() for one in self.layers), spec=("decode", ()))
+        keep = None
+        if self.keep is not None:
+            k = self.keep
+            # Steps ask such a merge for what left before them.
+            answering = k.merge if isinstance(k.merge, Answering) else None
+            if k.when.in_steps:
+                keep = dataclasses.replace(k, probe=None, narrow=None)
+            elif k.score is not None and (k.score.traces or answering is not None):
+                bare: dict[str, Any] = dict(protect=(), probe=None, merge=answering, lower=None, narrow=None)
+                bare["reuse"] = 1
+                keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
+            elif k.phase != BY_POSITION or k.per_query_head:
+                keep = Keep(None, Budget(1.0), k.allocate, per_query_head=k.per_query_head, phase=k.phase)
+        return Method(keep, self.store, self.read, ("decode", ()), host=self.host)
+
+    def protecting(self, *patterns: Pattern) -> Method:
+        """The same sentence with more slots that must stay (they count against the budget)."""
+        if self.layers:
+            return dataclasses.replace(self, layers=tuple(one.protecting(*patterns) for one in self.layers))
+        if self.keep is None:
+            return self
+        return dataclasses.replace(
+            self, keep=dataclasses.replace(self.keep, protect=(*self.keep.protect, *patterns))
+        )
+
+
+def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
+    """One method from its parts: at most one make, keep, store, read and place.
+
+    A keep that keeps everything and says a phase gives that to the other keep.
+
+    >>> from kvjax.methods import method
+    >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
+    'snapkv + kivi'
+    """
+    found: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    specs = []
+    for part in parts:
+        pieces = (
+            {"keep": part} if isinstance(part, Keep) else {"store": part} if isinstance(part, Store) else None
+        )
+        if isinstance(part, Method):
+            if part.layers:
+                raise ValueError(
+                    f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
+                    "the methods of its layers"
+                )
+            verbs = ("keep", "store", "read", "reread", "make", "stack", "host")
+            pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
+            specs.append(part.spec)
+        elif pieces is None:
+            if not isinstance(part, Read | Residence):
+                raise ValueError(
+                    f"{part!r:.80} is no method, keep, store, read or place: build it with kvjax.method"
+                )
+            pieces = {"read": part} if isinstance(part, Read) else {"host": part}
+        for name, piece in pieces.items():
+            turned = None
+            if name in found and isinstance(piece, Keep):
+                turned = _turned(found[name], piece)
+            if turned is not None:
+                piece = turned
+            elif name in found:
+                raise ValueError(
+                    f"a method has at most one {name}; this chain has two, of {owner[name]} and "
+                    f"{_called(part)}: leave one out"
+                )
+            found[name], owner[name] = piece, _called(part)
+    method = Method(**found)
+    if spec := spec or _joined(specs, len(parts)):
+        method = method.called(spec)
+    check(method)
+    return method
+
+
+def _turned(a: Keep, b: Keep) -> Keep | None:
+    """One of two keeps with the phase of the other, which says nothing else; None where both say more."""
+    for phase, keep in ((a.phase, b), (b.phase, a)):
+        bare = Keep(None, Budget(1.0), keep.allocate, phase=phase)
+        other = a if keep is b else b
+        if keep.phase == BY_POSITION and dataclasses.replace(other, allocate=keep.allocate) == bare:
+            return dataclasses.replace(keep, phase=phase)
+    return None
+
+
+def _called(part: Any) -> str:
+    return part.id if isinstance(part, Method) else type(part).__name__
+
+
+def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
+    """The spec of a chain; None where a part of it has no name."""
+    if len(specs) < parts or any(spec[0] in NAMELESS for spec in specs):
+        return None
+    if len(specs) == 1:
+        return specs[0]
+    return (" + ".join(s[0] for s in specs), ("chain", *specs))
+
+
+def check(method: Method) -> None:
+    """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
+    for one in method.layers:
+        check(one)
+    keep, store, read = method.keep, method.store, method.read
+    granule, residual = (1, 0) if store is None else (store.granule, store.residual)
+    in_steps = keep is not None and keep.when.in_steps
+    paged = keep is not None and not keep.allocate.uniform
+    together = granule > 1 or residual > 0
+    problems = [
+        *([] if keep is None else refused(keep)),
+        (
+            method.stack is not None and (keep is not None or read is not None or method.reread is not None),
+            "it merges the tokens of two layers one by one, and what leaves tokens out, or reads some of "
+            "them, would choose others in each layer: use it alone, or with a store method",
+        ),
+        (
+            method.stack is not None and together,
+            "it merges layers token by token, and this store encodes "
+            f"{granule} tokens together behind a residual of {residual}: use int8, int4 or fp8",
+        ),
+        (
+            in_steps and together,
+            "evicting while decoding needs a store that encodes tokens one by one, this one encodes "
+            f"{granule} together behind a residual: use int8, int4 or fp8",
+        ),
+        (
+            paged and together,
+            "heads of unequal budgets need a store that encodes tokens one by one, this one encodes "
+            f"{granule} together behind a residual: use int8, int4 or fp8",
+        ),
+        (
+            in_steps and read is not None,
+            "a read method ranks pages of slots that stay put, and this keep evicts while decoding",
+        ),
+        (
+            keep is not None and keep.lower is not None and (together or read is not None),
+            "a second tier needs a first one that encodes token by token, and no read method",
+        ),
+        (
+            paged and read is not None,
+            "a read method needs the same number of slots in every head, and this keep gives unequal numbers",
+        ),
+        (
+            keep is not None and not keep.phase.steady and read is not None,
+            f"a read method ranks keys as they are stored, and {keep and keep.phase!r} turns them anew "
+            "whenever they are read",
+        ),
+        (
+            keep is not None and method.reread is not None,
+            "what stays of its prompts is chosen as they are read, and a keep would choose again: leave one "
+            "out",
+        ),
+        *refused_parts(method),
+        (
+            read is not None and read.granule % granule != 0,
+            f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "
+            f"{granule} tokens that are encoded together",
+        ),
+    ]
+    for wrong, why in problems:
+        if wrong:
+            raise ValueError(f"{method.id} cannot work: {why}")

@@ -1,0 +1,136 @@
+"""What a sentence asks of its words, whoever wrote them: said in one sentence when the `Keep` is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+# The protocols of kvjax.grammar, by what a word of each must have.
+SCORE, MERGE = ("needs", "traces", "__call__"), ("needs", "__call__")
+TRACE = ("needs", "start", "grow")
+ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
+PREFERRING = ("needs", "preference")
+CODEC = ("granule", "encode", "decode")
+MAKE = ("config", "params")
+NARROW = ("needs", "after", "most", "stages", "phase_in", "all_layers", "first_turn_only")
+REREAD = ("reads", "most", "count")
+PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
+STACK = ("most", "first", "codecs", "apart", "merge")
+
+
+def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
+    """ValueError for a word that is no frozen dataclass, lacks a part of its protocol, or is not where it
+    belongs.
+
+    >>> check_words(None, None, 3, None)
+    Traceback (most recent call last):
+    ValueError: protect must be a tuple of patterns, got 3: write protect=(3,)
+    """
+    if not isinstance(protect, tuple):
+        more = protect if isinstance(protect, list) else [protect]
+        right = f"({', '.join(map(repr, more))},)"
+        raise ValueError(f"protect must be a tuple of patterns, got {protect!r}: write protect={right}")
+    if score is not None:
+        _check(score, "score", SCORE, "inherit from kvjax.keep.scores.algebra.Word, which needs nothing")
+        _check_needs(score)
+        for trace in _frozenset(score, "traces", "frozenset({Received(Mass())})"):
+            _check(trace, "trace", TRACE, "see kvjax.keep.observations.trace")
+            _check_needs(trace)
+    if allocate is not None:
+        _check(allocate, "allocation", ALLOCATION, "see kvjax.grammar.protocols.Allocation")
+        if hasattr(allocate, "preference") or hasattr(allocate, "needs"):
+            _check(
+                allocate, "allocation with preferences", PREFERRING, "see kvjax.grammar.protocols.Preferring"
+            )
+            _check_needs(allocate)
+    for pattern in protect:
+        _check(pattern, "pattern", ("__call__",), "see kvjax.grammar.protocols.Pattern")
+    if merge is not None:
+        _check(merge, "merge", MERGE, "see kvjax.keep.merges.merge.ZipMerge")
+        _check_needs(merge)
+
+
+def check_narrow(narrow: Any) -> None:
+    """ValueError for what narrows no prompt or is no frozen dataclass; None is none."""
+    if narrow is not None:
+        _check(narrow, "narrowing", NARROW, "see kvjax.keep.prompts.narrow.Narrow")
+
+
+def check_reread(reread: Any) -> None:
+    """ValueError for what reads no prompt in its own way or is no frozen dataclass; None is none."""
+    if reread is not None:
+        _check(reread, "reading", REREAD, "see kvjax.keep.prompts.reread.Reread")
+
+
+def check_phase(phase: Any) -> None:
+    """ValueError for what says not what keys turn by, or is no frozen dataclass."""
+    _check(phase, "phase", PHASE, "see kvjax.grammar.phase")
+
+
+def check_make(make: Any) -> None:
+    """ValueError for what makes no model or is no frozen dataclass; None is none."""
+    if make is not None:
+        _check(make, "make", MAKE, "see kvjax.grammar.protocols.Make")
+
+
+def check_stack(stack: Any) -> None:
+    """ValueError for what merges no layers or is no frozen dataclass; None is none."""
+    if stack is not None:
+        _check(stack, "stack word", STACK, "see kvjax.store.merged.Merged")
+
+
+def check_codecs(*codecs: Any) -> None:
+    """ValueError for a codec that is no frozen dataclass or lacks a part of its protocol; None is none."""
+    for codec in codecs:
+        if codec is not None:
+            how = "see kvjax.state.codes.Codec; a wrapper stands before one, as in Rotate() >> Affine(4)"
+            _check(codec, "codec", CODEC, how)
+
+
+def _check(word: Any, kind: str, parts: tuple[str, ...], how: str) -> None:
+    if isinstance(word, type):
+        raise ValueError(
+            f"the {kind} is the class {word.__name__}, not one of its words: write {_call(word)}"
+        )
+    name = type(word).__name__
+    for part in parts:
+        if not hasattr(word, part):
+            raise ValueError(f"{name} is no {kind}, it has no `{part}`: {how}")
+    _check_frozen(word)
+
+
+def _check_frozen(word: Any) -> None:
+    name, params = type(word).__name__, getattr(type(word), "__dataclass_params__", None)
+    if not (params is not None and params.frozen) and not isinstance(word, tuple):
+        raise ValueError(
+            f"{name} is no frozen dataclass, so that equal sentences would not be equal: "
+            "write @dataclasses.dataclass(frozen=True) above the class"
+        )
+    try:
+        hash(word)
+    except TypeError as error:
+        raise ValueError(
+            f"{word!r} cannot be hashed ({error}): its fields must be numbers, texts, tuples or other words"
+        ) from None
+
+
+def _check_needs(word: Any) -> None:
+    for observation in _frozenset(word, "needs", "frozenset({Queries(1)})"):
+        _check(observation, "observation", ("__call__",), "see kvjax.keep.observations.observe")
+
+
+def _frozenset(word: Any, name: str, example: str) -> frozenset[Any]:
+    """The property `name` of a word, which must be a frozenset."""
+    found = getattr(word, name)
+    if not isinstance(found, frozenset):
+        raise ValueError(
+            f"`{name}` of {type(word).__name__} must be a frozenset, got {type(found).__name__}: "
+            f"write it as a @property that returns {example}, for example"
+        )
+    return found
+
+
+def _call(word: type) -> str:
+    fields = dataclasses.fields(word) if dataclasses.is_dataclass(word) else ()
+    missing, none = dataclasses.MISSING, lambda f: f.default is missing and f.default_factory is missing
+    return f"{word.__name__}({', '.join(f'{f.name}=...' for f in fields if none(f))})"

@@ -1,0 +1,1 @@
+"""IO: models, checkpoints, saved caches and gin files, read and written."""

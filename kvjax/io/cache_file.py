@@ -1,0 +1,216 @@
+"""A cache as one file: safetensors, with what the arrays mean as JSON in its header.
+
+Where several processes hold a cache, its arrays lie in parts beside the file (`cache_arrays.py`). The header
+names the tree (`cache_tree.py`), the method that filled the cache and the model it belongs to. No code
+is stored, and no code that a header names is run: where the method is a user's own, the user gives its file
+or function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from safetensors import SafetensorError
+
+import kvjax
+from kvjax.base.atomic_files import check_kind
+from kvjax.base.errors import InputError
+from kvjax.compat.layout_class import mesh_for
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import fitted_words
+from kvjax.hosts.arrays import is_shared
+from kvjax.io.cache_arrays import Arrays, check_parts, check_seal, write_arrays, write_parts
+from kvjax.io.cache_tree import describe, restore_tree
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.methods.parse import from_spec
+from kvjax.methods.saved import saved_spec
+from kvjax.methods.user import Own, from_given, only_given
+from kvjax.models.files import open_safetensors
+from kvjax.models.model import Model
+from kvjax.place.common import apart
+from kvjax.state.axes import map_axes
+from kvjax.state.cache import Cache, check_alive
+
+KIND = "kvjax cache"
+# 2: codes of 8 bits are bytes, and words of fewer bits lie next to each other (`kvjax.store.affine`).
+# 4: the model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so those of before fit none.
+# 5: what a group of layers holds has names (`GroupState`).
+# 6: digests of all arrays and of the header.
+# 7: a list in pages names its first one.
+FORMAT = 7
+
+
+class CacheFile(NamedTuple):
+    """The header of a saved cache: who wrote it, the model's fingerprint, the method's spec, the tree.
+
+    fitted: the digests of the arrays that the method was fitted with. parts: the files that hold the arrays,
+    none where the file itself does.
+    """
+
+    kvjax: str
+    model: str
+    spec: tuple[Any, ...] | None
+    tree: dict[str, Any]
+    fitted: list[str]
+    parts: list[str]
+
+
+def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
+    """Writes a cache to one file, which appears whole or not at all; an older cache at `path` is replaced.
+
+    Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
+    they share: each writes what it holds to a part beside the file. Raises InputError where `path` holds
+    something else or cannot be written, where the method cannot be built again from a text, or where the
+    cache was consumed by a step.
+
+    >>> import kvjax, tempfile
+    >>> model = kvjax.load("recall-tiny")
+    >>> _, cache = kvjax.prefill(model, [[1, 2, 3]], method="int8")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_cache(f"{folder}/three.cache", cache)
+    ...     load_cache(f"{folder}/three.cache").method.id
+    'int8'
+    """
+    check_alive(cache)
+    check_kind(path, KIND)
+    cache = apart(cache)
+    tensors: dict[str, Any] = {}
+    tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
+    metadata = {
+        "kind": KIND,
+        "format": str(FORMAT),
+        "kvjax": kvjax.__version__,
+        "model": cache.model,
+        "method": json.dumps(None if cache.method is None else saved_spec(cache.method)),
+        "fitted": json.dumps(_digests(cache.method)),
+        "tree": json.dumps(tree),
+    }
+    write = write_parts if is_shared(tensors) else write_arrays
+    write(Path(path), tensors, metadata)
+
+
+def load_cache(
+    path: str | os.PathLike[str], model: Model | None = None, *, methods: Own | Sequence[Own] = ()
+) -> Cache:
+    """The cache that `save_cache` wrote, ready for kvjax.prefill, step and generate.
+
+    It lies on the default device, or on the mesh of `model`, whatever mesh it was saved from: every host then
+    reads what its devices hold. Its tree structure equals the saved one, so programs compiled for that one
+    serve it.
+
+    methods: the Python file or the function of the user's own method that filled the cache, or several of
+    them. The file that the cache names is not imported by itself.
+
+    Raises InputError where the file is missing, truncated, damaged, no cache or of another kvjax, or where
+    its method cannot be built or now stores its codes in another way.
+    """
+    head = read_cache_header(path)
+    with damage(path):
+        method = _method(path, head, methods)
+        saved = restore_tree(head.tree, method, head.model)
+        return _read(Arrays(Path(path), head.parts), saved, None if model is None else model.on_mesh)
+
+
+def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequence[Own]) -> Method | None:
+    """The method that filled a cache, by its header and what the user gives for it."""
+    given = [methods] if isinstance(methods, str | os.PathLike) or callable(methods) else [*methods]
+    try:
+        with only_given(given):
+            method = None if head.spec is None else from_spec(head.spec, partial(from_given, given))
+    except ValueError as error:
+        raise InputError(f"{path} was filled by a method that cannot be built: {error}") from error
+    if _digests(method) != head.fitted:
+        raise InputError(
+            f"{path} was filled with other fitted arrays ({', '.join(head.fitted)}) than the file of its "
+            f"method holds now ({', '.join(_digests(method))}): give back that file, or prefill again"
+        )
+    return method
+
+
+def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
+    """The arrays of which `saved` holds the descriptions, on a mesh or on the default device."""
+    if on is None:
+        return jax.tree.map(lambda x: x.read(arrays, None), saved)
+    if (there := mesh_for(saved.method or Method(), on)) is None:
+        return _read(arrays, saved, None)
+    where = map_axes(lambda axes, x: there.sharding(axes, x.shape), saved, there)
+    read = jax.tree.map(lambda x, at: x.read(arrays, at), saved, where)
+    return dataclasses.replace(read, on_mesh=there)
+
+
+def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
+    """What a saved cache says about itself; no array is read and no method built.
+
+    Raises InputError where the file is missing, truncated, no cache, or of a newer kvjax.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise InputError(f"{path} {what}, expected a file that kvjax.save_cache wrote: check the path")
+    try:
+        metadata = open_safetensors(path).metadata() or {}
+    except InputError as error:
+        raise InputError(f"{error}; expected a whole file that kvjax.save_cache wrote") from error
+    if metadata.get("kind") != KIND:
+        raise InputError(
+            f"{path} is a safetensors file but no cache, expected one that kvjax.save_cache wrote: "
+            "is it a model? Load that with kvjax.load(its directory)"
+        )
+    with damage(path):
+        if int(metadata["format"]) > FORMAT:
+            raise InputError(
+                f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), "
+                f"expected at most {FORMAT}, which kvjax {kvjax.__version__} reads: update kvjax"
+            )
+        if int(metadata["format"]) < FORMAT:
+            raise InputError(
+                f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), which "
+                f"an older kvjax wrote in another layout, expected format {FORMAT}: prefill again"
+            )
+        check_seal(path, metadata)
+        spec = _tuples(json.loads(metadata["method"]))
+        tree, fitted = json.loads(metadata["tree"]), json.loads(metadata["fitted"])
+        if not isinstance(tree, dict) or not isinstance(spec, tuple | None) or spec == ():
+            raise TypeError("tree or method is none")
+        if not isinstance(fitted, list) or not all(isinstance(one, str) for one in fitted):
+            raise TypeError("fitted names no digests")
+        parts = check_parts(path, json.loads(metadata.get("parts", "[]")))
+        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts)
+
+
+# --- the method --------------------------------------------------------------------------------------
+
+
+def _digests(method: Any) -> list[str]:
+    return sorted({word.fitted.digest for word in fitted_words(method) if word.fitted is not None})
+
+
+def _tuples(x: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    return tuple(_tuples(y) for y in x) if isinstance(x, list) else x
+
+
+@contextlib.contextmanager
+def damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Says in one line that a header or its tensors do not fit together."""
+    try:
+        yield
+    except InputError:
+        raise
+    except SafetensorError as error:
+        raise InputError(f"{path} is damaged ({error}), expected what kvjax.save_cache wrote") from error
+    except RecursionError as error:
+        raise InputError(f"{path} nests its header too deeply to be what kvjax.save_cache wrote") from error
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, MemoryError, OSError) as error:
+        raise InputError(
+            f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}), expected what kvjax.save_cache "
+            "wrote: save it again"
+        ) from error

@@ -1,0 +1,181 @@
+"""What the arrays of a cache mean, as JSON, and the cache that such JSON describes.
+
+Nodes are named by their class. What comes back is checked against the classes' own annotations, so that a
+file which describes something else than a cache is refused before any of its arrays is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache as remembered
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.base.errors import InputError
+from kvjax.grammar.keys import key_of
+from kvjax.io.cache_arrays import Arrays, placed_array
+from kvjax.ops.base.memory import in_host, to_host
+from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Slots, State
+from kvjax.state.codes import Codec, Codes
+
+_NODES = {node.__name__: node for node in (GroupState, Slots, Near, Paged, Pages, Codes, State)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """An array of a file: its name there, its type, and whether it lay in host memory."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    far: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def read(self, arrays: Arrays, where: Any) -> jax.Array:
+        out = placed_array(arrays, self.name, self.dtype, self.shape, where)
+        return to_host(out) if self.far else out
+
+
+def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
+    """JSON that describes x; its arrays go to `tensors`, named by their place in the tree."""
+    if x is None:
+        return None
+    if isinstance(x, tuple):
+        return [describe(y, f"{name}.{i}", tensors) for i, y in enumerate(x)]
+    if isinstance(x, dict):
+        return {"dict": {key: describe(y, f"{name}.{key}", tensors) for key, y in x.items()}}
+    if isinstance(x, jax.Array | np.ndarray):
+        tensors[name] = x
+        far = {"memory": "host"} if in_host(x) else {}
+        return {"array": x.dtype.name, "shape": list(x.shape)} | far
+    assert type(x) in _NODES.values(), f"{type(x).__name__} at {name} is no part of a cache"
+    out: dict[str, Any] = {"node": type(x).__name__}
+    for field in dataclasses.fields(x):
+        value = getattr(x, field.name)
+        if not field.metadata.get("static"):
+            out[field.name] = describe(value, f"{name}.{field.name}", tensors)
+        else:
+            out[field.name] = {"codec": key_of(value)} if isinstance(value, Codec) else value
+    return out
+
+
+def restore_tree(tree: Any, method: Any, model: str) -> Cache:
+    """The cache that `describe` described field by field, with a `Saved` for every array.
+
+    Raises InputError where it was stored by other codecs than the method's, and TypeError, KeyError or
+    ValueError where it describes no cache.
+    """
+    codecs = {key_of(codec): codec for codec in (*codecs_of(method), *_codecs_of_pairs(method))}
+    found = {name: _restore(tree[name], name, codecs) for name in ("groups", "next", "pools")}
+    for name, hint in _hints(Cache).items():
+        if name in found and not _is(found[name], hint):
+            raise TypeError(f"{name} is no {_called(hint)}")
+    if not found["groups"] or any(group.state is None and not group.parts for group in found["groups"]):
+        raise ValueError("a group of layers holds nothing")
+    return Cache(**found, method=method, model=model)
+
+
+def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
+    if node is None:
+        return None
+    if isinstance(node, list):
+        return tuple(_restore(y, f"{name}.{i}", codecs) for i, y in enumerate(node))
+    if not isinstance(node, dict):
+        raise TypeError(f"{name} is {node!r}")
+    if "dict" in node:
+        return {key: _restore(y, f"{name}.{key}", codecs) for key, y in node["dict"].items()}
+    if "array" in node:
+        return Saved(name, _dtype(node["array"]), _shape(node["shape"]), node.get("memory") == "host")
+    kind = _NODES[node["node"]]
+    fields = {}
+    for field in dataclasses.fields(kind):
+        absent = {"dict": {}} if field.default_factory is dict else field.default
+        value = node[field.name] if absent is dataclasses.MISSING else node.get(field.name, absent)
+        if not field.metadata.get("static"):
+            value = _restore(value, f"{name}.{field.name}", codecs)
+        elif isinstance(value, dict):
+            value = _codec(value["codec"], codecs)
+        if not _is(value, hint := _hints(kind)[field.name]):
+            raise TypeError(f"{name}.{field.name} is no {_called(hint)}")
+        fields[field.name] = value
+    return kind(**fields)
+
+
+def _dtype(name: Any) -> np.dtype:
+    found = jnp.dtype(name)
+    if not (jnp.issubdtype(found, jnp.number) or found == np.bool_):
+        raise TypeError(f"{name!r} is no type of a cache's arrays")
+    return found
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes!r} is no shape")
+    return tuple(sizes)
+
+
+@remembered
+def _hints(kind: type) -> dict[str, Any]:
+    """What the fields of a class are annotated with."""
+    return typing.get_type_hints(kind)
+
+
+def _called(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint))
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether a restored value is what a field is annotated with, arrays by their axes and types alone."""
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union):
+        return any(_is(value, part) for part in parts)
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_is(x, parts[0]) for x in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_is(x, parts[1]) for x in value.values())
+    if hasattr(hint, "dim_str"):
+        axes, types_ = hint.dim_str.split(), hint.dtypes
+        return isinstance(value, Saved) and value.ndim == len(axes) and value.dtype.name in types_
+    if hint is Array:
+        return isinstance(value, Saved)
+    return type(value) is int if hint is int else isinstance(value, hint)
+
+
+def _codec(name: str, codecs: dict[str, Codec]) -> Codec:
+    if name not in codecs:
+        raise InputError(
+            f"the codes were written by {name}, but the method here stores with "
+            f"{', '.join(codecs) or 'no codec'}: load it with the kvjax (or method file) that saved it, or "
+            "prefill again"
+        )
+    return codecs[name]
+
+
+def codecs_of(word: Any) -> Iterator[Codec]:
+    """Every codec in a sentence."""
+    if isinstance(word, Codec):
+        yield word
+    elif dataclasses.is_dataclass(word):
+        for field in dataclasses.fields(word):
+            yield from codecs_of(getattr(word, field.name))
+    elif isinstance(word, tuple):
+        for part in word:
+            yield from codecs_of(part)
+
+
+def _codecs_of_pairs(method: Any) -> Iterator[Codec]:
+    """The codecs that a sentence's stack word makes of the codecs of its store."""
+    if method is not None and method.stack is not None:
+        store = method.store
+        for codec in (None, None) if store is None else (store.keys, store.values):
+            yield from method.stack.codecs(codec)

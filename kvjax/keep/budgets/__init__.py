@@ -1,0 +1,1 @@
+"""Budgets: how many slots each layer and each KV head keeps."""

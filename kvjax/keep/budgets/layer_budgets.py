@@ -1,0 +1,196 @@
+"""Allocations over layers, each head of a layer keeping as many, and the score that a layer's heads share."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar.calls import scored
+from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.keep.budgets.preference import apportioned, given_away
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.scores.algebra import Made
+from kvjax.keep.scores.score import attention_to_older
+from kvjax.keep.select import ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Together(Made):
+    """The mean of a score over a layer's heads, which keep the same slots."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        each = scored(self.score, view, seen)
+        return jnp.broadcast_to(each.mean(1, keepdims=True), each.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByUncertainty:
+    """ZigZagKV (arXiv:2412.09036): layers get shares by how many tokens they need.
+
+    A layer needs u, the mean over heads of the fewest tokens before the last `window` ones that hold the
+    share `mass` of what the window's queries, in sum, give those tokens. Every layer keeps the window and
+    floor(least * n') slots, n' being the budget n without the window; what the stack has beyond is shared in
+    proportion to u.
+    """
+
+    window: int
+    mass: float = 0.9
+    least: float = 0.5
+    uniform = False
+    across_layers = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.window)})
+
+    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+        given = attention_to_older(view, seen, self.window).sum(3)
+        found = jnp.cumsum(-jnp.sort(-given, axis=-1), -1)
+        short = found < self.mass * given.sum(-1, keepdims=True)
+        needed = jnp.minimum(short.sum(-1) + 1, given.shape[-1]).astype(jnp.float32).mean((1, 2))
+        return jnp.broadcast_to(needed[:, None], view.pos.shape[:2])
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def fewest(self, n: int) -> int:
+        """Slots that a layer keeps in every head, whatever it needs."""
+        return min(n, self.window) + max(n - self.window, 0) * round(self.least * 1000) // 1000
+
+    def counts(
+        self,
+        scores: Float[Array, "L B K S"],
+        n: Int[Array, "B"],
+        preferences: Float[Array, "L B K"] | None = None,
+    ) -> Int[Array, "L B K"]:
+        assert preferences is not None
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max(2)
+        spare = jnp.maximum(n - self.window, 0)
+        base = jnp.minimum(n, self.window) + spare * round(self.least * 1000) // 1000
+        more = apportioned(preferences.max(2), len(scores) * (n - base), jnp.maximum(live - base[None], 0))
+        return jnp.broadcast_to((base[None] + more)[..., None], scores.shape[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHits:
+    """DynamicKV (arXiv:2412.14838): layers get shares by how many of the stack's best tokens they have.
+
+    Beside what is protected, which scores infinity, the stack's L * K * n' best scores are counted by layer,
+    where n' is the budget without the protected slots. Layers share L * n' slots in proportion to these
+    numbers, and none gets more than most * n'.
+    """
+
+    most: float = 10.0
+    uniform = False
+    across_layers = True
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        layers, b, heads, _ = scores.shape
+        base, live = _kept_and_live(scores)
+        spare = jnp.maximum(n - base.max(0), 0)
+        free = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
+        flat = jnp.moveaxis(free, 1, 0).reshape(b, -1)
+        best = (ranks(flat) < (layers * heads * spare)[:, None]) & (flat > -jnp.inf)
+        hits = best.reshape(b, layers, -1).sum(-1, dtype=jnp.int32).T
+        limit = jnp.minimum(live - base, spare[None] * round(self.most * 1000) // 1000)
+        # L * K * n' hits share L * n' slots.
+        more = given_away(hits // heads, layers * spare, limit)
+        return jnp.broadcast_to((base + more)[..., None], scores.shape[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPrefix:
+    """PrefixKV (arXiv:2412.03409): every layer keeps the same share of its importance.
+
+    A layer's heads share one score. Beside protected slots, which score infinity, a layer keeps the fewest
+    slots whose scores sum to the share p of all finite scores; p is the largest share for which the
+    stack keeps at most L * n slots. Slots that are left over go to the layers one by one, from the first. A
+    negative score counts as 0.
+    """
+
+    uniform = False
+    across_layers = True
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        base, live = _kept_and_live(scores)
+        free = scores[:, :, 0]
+        free = jnp.maximum(jnp.where(jnp.isfinite(free), free, 0.0), 0.0)
+        part = jnp.cumsum(-jnp.sort(-free, axis=-1), -1)
+        part = part / jnp.maximum(part[..., -1:], 1e-30)
+        most, total = live - base, len(scores) * n - base.sum(0)
+
+        def kept(p: Float[Array, "B"]) -> Int[Array, "L B"]:
+            return jnp.minimum((part < p[None, :, None]).sum(-1, dtype=jnp.int32) + 1, most)
+
+        def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Half of the shares between which the largest lies that fits."""
+            low, high = bounds
+            p = (low + high) / 2
+            fits = kept(p).sum(0) <= total
+            return jnp.where(fits, p, low), jnp.where(fits, high, p)
+
+        ends = (jnp.zeros(n.shape, jnp.float32), jnp.full(n.shape, 2.0, jnp.float32))
+        count = kept(jax.lax.fori_loop(0, 32, halve, ends)[0])
+        room, left = count < most, total - count.sum(0)
+        extra = room & (jnp.cumsum(room, 0, dtype=jnp.int32) <= left[None])
+        return jnp.broadcast_to((base + count + extra.astype(jnp.int32))[..., None], scores.shape[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class ByDecay:
+    """PyramidInfer (arXiv:2405.12532): of what a layer keeps, the one above keeps the part r_l.
+
+    r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2 behind layer l, as in the authors' code. Every layer
+    keeps `window` slots; what the stack has beyond them is shared in proportion to what is left, r_0 ...
+    r_(l-1).
+    """
+
+    window: int
+    decay: float = 0.9
+    uniform = False
+    across_layers = True
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def fewest(self, n: int) -> int:
+        """Slots that a layer keeps in every head, however high it lies."""
+        return min(n, self.window)
+
+    def left(self, layers: int) -> list[float]:
+        """What is left of a prompt in every layer, of so many.
+
+        >>> [round(x, 3) for x in ByDecay(4, 0.5).left(2)]
+        [1.0, 1.0]
+        """
+        rates = [
+            self.decay + (1 - self.decay) * (math.cos(math.pi * i / layers) + 1) / 2 for i in range(layers)
+        ]
+        return list(itertools.accumulate(rates[:-1], operator.mul, initial=1.0))
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max(2)
+        base = jnp.minimum(n, self.window)
+        left = jnp.broadcast_to(jnp.asarray(self.left(len(scores)), jnp.float32)[:, None], live.shape)
+        more = apportioned(left, len(scores) * (n - base), jnp.maximum(live - base[None], 0))
+        return jnp.broadcast_to((base[None] + more)[..., None], scores.shape[:3])
+
+
+def _kept_and_live(scores: Float[Array, "L B K S"]) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
+    """How many slots of a layer's heads are protected, and how many there are."""
+    protected, live = (scores == jnp.inf), (scores > -jnp.inf)
+    return protected.sum(-1, dtype=jnp.int32).max(2), live.sum(-1, dtype=jnp.int32).max(2)

@@ -1,0 +1,73 @@
+"""Budgets of a text's two parts: tokens that were read in prompts, and tokens that were written behind."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.calls import scored
+from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, Trace, View
+from kvjax.keep.scores.algebra import Made
+from kvjax.keep.select import ranks
+
+# More than any attention: what scores so leaves only if nothing else can.
+_STAYS = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """1 for a token that came in a step of its own, 0 for one that was read with others."""
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.full((b, heads, t), float(t == 1), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old
+
+
+@dataclasses.dataclass(frozen=True)
+class InPhases(Made):
+    """Prompts keep their own share of the budget n, and written tokens leave among themselves.
+
+    At the end of a prompt, floor((1 - written) * n) of all tokens that were read stay: the newest `newest`
+    ones and the best by `prompt`. Others score -inf. Tokens that were written score `later`, and in steps
+    they leave before any that were read.
+    """
+
+    prompt: Score
+    later: Score
+    written: float
+    newest: int
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return super().traces | {Written()}
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        written, later = view.of(Written()) > 0, scored(self.later, view, seen)
+        if seen.query is not None:
+            return jnp.where(written, later, _STAYS)
+        read = (view.pos >= 0) & ~written
+        first = jnp.where(read, scored(self.prompt, view, seen), -jnp.inf)
+        first = jnp.where(view.pos >= (seen.length - self.newest)[:, None, None], jnp.inf, first)
+        share = seen.n * (1000 - round(self.written * 1000)) // 1000
+        stays = jnp.where(ranks(first) < share[:, None, None], _STAYS, -jnp.inf)
+        return jnp.where(written, later, stays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phased(Made):
+    """One score at the ends of prompts, another one while decoding, where a slot leaves after every token."""
+
+    prompt: Score
+    later: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return scored(self.prompt if seen.query is None else self.later, view, seen)

@@ -1,0 +1,112 @@
+"""Allocations that need more than scores: what a layer saw, or was taught, says how much its heads get."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.budgets.budget import rest_of_mean
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.scores.score import attention_to_older, over_queries
+
+
+@dataclasses.dataclass(frozen=True)
+class ByAttention:
+    """CAKE (arXiv:2503.12491, section 4.1): layers get shares by how their attention is spread and moves.
+
+    A layer prefers P = H^(1/tau1) V^(1/tau2). With p the attention that the last `window` queries pay to the
+    tokens before them, H = -sum p log p over heads, queries and tokens, and V is the variance of p over the
+    queries, summed over heads and tokens. Every layer keeps `window` slots; what the stack has beyond them is
+    shared in proportion to P. Each head of a layer keeps as many.
+    """
+
+    window: int
+    tau1: float = 1.0
+    tau2: float = 1.0
+    uniform = False
+    across_layers = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.window)})
+
+    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+        p, (_, q_pos) = attention_to_older(view, seen, self.window), seen.of(Queries(self.window))
+        # The authors' 1e-10, which keeps the logarithm of 0 finite.
+        entropy = -(p * jnp.log(p + 1e-10)).sum((1, 2, 3, 4))
+        variance = over_queries(p, q_pos)[1].sum((1, 2, 3))
+        preferred = jnp.maximum(entropy, 0.0) ** (1 / self.tau1) * variance ** (1 / self.tau2)
+        return jnp.broadcast_to(preferred[:, None], view.pos.shape[:2])
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    layer_rest = staticmethod(rest_of_mean)
+
+    def fewest(self, n: int) -> int:
+        """Slots that a layer keeps in every head, whatever it prefers."""
+        return min(n, self.window)
+
+    def counts(
+        self,
+        scores: Float[Array, "L B K S"],
+        n: Int[Array, "B"],
+        preferences: Float[Array, "L B K"] | None = None,
+    ) -> Int[Array, "L B K"]:
+        assert preferences is not None
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max(2)
+        base = jnp.minimum(n, self.window)
+        more = apportioned(preferences.max(2), len(scores) * (n - base), jnp.maximum(live - base[None], 0))
+        return jnp.broadcast_to((base[None] + more)[..., None], scores.shape[:3])
+
+
+def apportioned(
+    preferred: Float[Array, "M B"], total: Int[Array, "B"], most: Int[Array, "M B"]
+) -> Int[Array, "M B"]:
+    """A total shared in proportion to what M parties prefer, none of whom can hold more than `most`.
+
+    Shares are rounded down. What is left goes to those who can hold more, to each as much, the first ones one
+    more where it does not divide; so everything is given away, unless all are full.
+
+    >>> preferred = jnp.array([[3.0], [1.0], [0.0]])
+    >>> apportioned(preferred, jnp.array([12]), jnp.array([[9], [9], [9]])).T.tolist()
+    [[9, 3, 0]]
+    >>> apportioned(preferred, jnp.array([13]), jnp.array([[7], [9], [9]])).T.tolist()
+    [[7, 5, 1]]
+    """
+    part = preferred / jnp.maximum(preferred.max(0, keepdims=True), 1e-30)
+    part = part / jnp.maximum(part.sum(0, keepdims=True), 1e-30)
+    base = jnp.floor(part * total.astype(jnp.float32)[None]).astype(jnp.int32)
+    return given_away(base, total, most)
+
+
+def given_away(base: Int[Array, "M B"], total: Int[Array, "B"], most: Int[Array, "M B"]) -> Int[Array, "M B"]:
+    """Shares that M parties have of a total, none above its `most`, with what is left given away.
+
+    It goes to those who can hold more, to each as much, the first ones one more where it does not divide.
+
+    >>> given_away(jnp.array([[3], [1], [9]]), jnp.array([12]), jnp.array([[9], [9], [5]])).T.tolist()
+    [[5, 2, 5]]
+    """
+    base = jnp.minimum(base, most)
+
+    def held(more: Int[Array, "B"]) -> Int[Array, "M B"]:
+        return jnp.clip(base + more[None], 0, most)
+
+    def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Half of the numbers between which the largest lies that all can get more."""
+        low, high = bounds
+        middle = (low + high + 1) // 2
+        fits = held(middle).sum(0, dtype=jnp.int32) <= total
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+    # Less than 0 only where float32 has rounded the share of a large total up.
+    ends = (-most.max(0), most.max(0))
+    count = held(jax.lax.fori_loop(0, 32, halve, ends)[0])
+    room, left = count < most, total - count.sum(0, dtype=jnp.int32)
+    extra = room & (jnp.cumsum(room, 0, dtype=jnp.int32) <= left[None])
+    return count + extra.astype(jnp.int32)

@@ -1,0 +1,163 @@
+"""Profiles: how important each head of a model was found to be, and budgets that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar import Budget
+from kvjax.grammar.calls import IN_PREFILL
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.when import Count
+from kvjax.keep.budgets.budget import rest_of_mean
+from kvjax.keep.budgets.preference import apportioned
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """How much every KV head retrieves (HeadKV, arXiv:2410.19258); an observation of what was fitted.
+
+    fitted: "importance" [L, K], as `kvjax fit headkv` writes it; only its proportions matter.
+    """
+
+    fitted: Fitted | None = None
+    by = "headkv"
+    of_kv_heads = True
+    phases = (IN_PREFILL,)
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "profile", "layers, KV heads", "importance", (model.layers, model.kv_heads))
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
+        assert self.fitted is not None
+        found = inputs.fitted[self.fitted.digest]["importance"]
+        return jnp.broadcast_to(found[None], (inputs.pos.shape[0], *found.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyProfile(Profile):
+    """How often every KV head copies the token that is said next (Retrieval Head, arXiv:2404.15574).
+
+    fitted: "importance" [L, K], as `kvjax fit retrieval-head` writes it.
+    """
+
+    by = "retrieval-head"
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedProfile(Profile):
+    """How much every layer should keep, as a search found it (EvolKV, arXiv:2509.08315).
+
+    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit evolkv` writes it.
+    """
+
+    by = "evolkv"
+
+
+@dataclasses.dataclass(frozen=True)
+class DriftProfile(Profile):
+    """How far every layer's keys drift where a text is read by blocks (EpiCache, arXiv:2509.17396).
+
+    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit epicache` writes it.
+    """
+
+    by = "epicache"
+    # Without it, all layers keep as many.
+    fit_first = False
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
+        if self.fitted is None:
+            return jnp.ones((inputs.pos.shape[0], inputs.k_raw.shape[1]), jnp.float32)
+        return super().__call__(inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class CurveProfile(Profile):
+    """What every head should keep at a budget, by what it loses otherwise (LU-KV, arXiv:2602.08585).
+
+    fitted: "kept" [L, K, 99], the shares where 1 to 99 percent of all slots leave, as `kvjax fit lukv` writes
+    them; the percentage that is nearest to the budget counts.
+    """
+
+    budget: Budget = Budget(1.0)
+    by = "lukv"
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "curves", "layers, KV heads", "kept", (model.layers, model.kv_heads))
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
+        assert self.fitted is not None
+        kept = inputs.fitted[self.fitted.digest]["kept"]
+        length = jnp.maximum(inputs.length, 1)
+        leaves = jnp.rint(100 - 100 * self.budget.count(length) / length).astype(jnp.int32)
+        return jnp.take(kept, jnp.clip(leaves - 1, 0, kept.shape[-1] - 1), axis=-1).T
+
+
+@dataclasses.dataclass(frozen=True)
+class ByProfile:
+    """HeadKV (arXiv:2410.19258, section 4.2): heads get a base, and shares of a pool by their importance.
+
+    Every head keeps `window` slots. Of the rest of its budget, m = n - window, it gives floor(m / beta) to a
+    pool of the whole stack, which is shared in proportion to the profile. What a head cannot use of its
+    share, because the prompt is shorter, goes to the others, or to none if `lost`; shares are then rounded
+    to the nearest number. beta is taken in thousandths.
+    """
+
+    profile: Profile
+    window: int
+    beta: float = 1.2
+    lost: bool = False
+    uniform = False
+    across_layers = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({self.profile})
+
+    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+        return seen.of(self.profile)
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * (tokens - 1)] * layers if self.lost else rest_of_mean(budget, tokens, layers, heads)
+
+    def fewest(self, n: int) -> int:
+        """Slots that a head of no importance keeps."""
+        return n - self._given(max(n - self.window, 0))
+
+    def counts(
+        self,
+        scores: Float[Array, "L B K S"],
+        n: Int[Array, "B"],
+        preferences: Float[Array, "L B K"] | None = None,
+    ) -> Int[Array, "L B K"]:
+        assert preferences is not None
+        layers, b, heads, _ = scores.shape
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32)
+        given = self._given(jnp.maximum(n - self.window, 0))
+        base = (n - given)[None, :, None]
+
+        def of_stack(x: Array) -> Array:
+            return jnp.moveaxis(x, 1, 2).reshape(layers * heads, b)
+
+        prefer, most = of_stack(preferences), of_stack(jnp.maximum(live - base, 0))
+        if self.lost:
+            part = prefer / jnp.maximum(prefer.sum(0, keepdims=True), 1e-30)
+            shares = jnp.minimum(
+                jnp.rint(part * (layers * heads * given).astype(jnp.float32)[None]).astype(jnp.int32), most
+            )
+        else:
+            shares = apportioned(prefer, layers * heads * given, most)
+        return base + jnp.moveaxis(shares.reshape(layers, heads, b), 2, 1)
+
+    def _given(self, spare: Count) -> Count:
+        """floor(spare / beta), without a product that int32 cannot hold."""
+        unit = round(self.beta * 1000)
+        return spare // unit * 1000 + spare % unit * 1000 // unit

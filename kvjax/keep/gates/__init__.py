@@ -1,0 +1,1 @@
+"""Gates: fitted networks that score tokens when they are written."""

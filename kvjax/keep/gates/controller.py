@@ -1,0 +1,143 @@
+"""ADORE's controller: a recurrent network over tokens asks for those that the next query looks at."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.gates.gate import Gate
+from kvjax.keep.observations.observe import BOTH
+from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.scores.algebra import Word
+
+# A row's state, and what its KV heads ask for behind the newest token.
+Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]
+
+
+def check_controller(word: Controller | Told, model: ModelSizes) -> None:
+    """InputError where a controller's arrays are those of another kind of model."""
+    assert word.fitted is not None
+    layers, width, heads = model.layers, model.width, model.kv_heads
+    check_sizes(word, "controller", "layers, width", "in", (layers, width))
+    check_sizes(word, "controller", "layers", "state", (layers,))
+    check_sizes(word, "controller", "layers, width, KV heads", "told", (layers, width, heads))
+    hidden, channels = word.fitted.arrays["state"].shape[1], word.fitted.arrays["told"].shape[-1]
+    check_sizes(
+        word, "controller", "layers, states, KV heads, channels", "ask", (layers, hidden, heads, channels)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Controller:
+    """What KV heads ask for behind the newest token: A z + a, of the state z of a GRU over a layer's inputs.
+
+    z_t = GRU(x_t, z_(t-1)) (arXiv:2407.02328, as in arXiv:1412.3555 with a bias on the state's side, too):
+    r, u = sigmoid(x W + b + z V + c), n = tanh(x W + b + r (z V + c)), z' = (1 - u) n + u z. Rows carry z.
+    fitted: "in" [L, D, 3 X] and "in_bias" [L, 3 X], of r, u and n one behind the other, "state" [L, X, 3 X]
+    and "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] of `Told`.
+    """
+
+    fitted: Fitted | None = None
+    by = "adore"
+    phases = BOTH
+
+    @property
+    def channels(self) -> int:
+        """R: by how many numbers a token is known; 0 before it is fitted."""
+        return 0 if self.fitted is None else self.fitted.arrays["told"].shape[-1]
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_controller(self, model)
+
+    def start(self, inputs: Inputs) -> Carries:
+        arrays = self._arrays(inputs)
+        states = jnp.zeros((inputs.pos.shape[0], arrays["state"].shape[0]), jnp.float32)
+        return states, asked_for(arrays, states)
+
+    def carry(self, carried: Carries, inputs: Inputs) -> Carries:
+        arrays = self._arrays(inputs)
+        states = after(arrays, inputs.hidden.astype(jnp.float32), inputs.pos >= 0, carried[0])[-1]
+        return states, asked_for(arrays, states)
+
+    def read(self, carried: Carries) -> Float[Array, "B K R"]:
+        return carried[1]
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K R"]:
+        return self.read(self.carry(self.start(inputs), inputs))
+
+    def _arrays(self, inputs: Inputs) -> dict[str, Array]:
+        assert self.fitted is not None
+        return {name: x.astype(jnp.float32) for name, x in inputs.fitted[self.fitted.digest].items()}
+
+
+def after(
+    arrays: dict[str, Array], x: Float[Array, "B T D"], live: Bool[Array, "B T"], start: Float[Array, "B X"]
+) -> Float[Array, "T B X"]:
+    """The states of a GRU behind every token; padding leaves them as they are."""
+    made = x @ arrays["in"] + arrays["in_bias"][None, None]
+    state, bias = arrays["state"], arrays["state_bias"][None]
+
+    def one(z: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
+        (r, u, n), (s, v, m) = (jnp.split(y, 3, axis=-1) for y in (token[0], z @ state + bias))
+        r, u = jax.nn.sigmoid(r + s), jax.nn.sigmoid(u + v)
+        new = jnp.where(token[1][:, None], (1 - u) * jnp.tanh(n + r * m) + u * z, z)
+        return new, new
+
+    return jax.lax.scan(one, start, (jnp.swapaxes(made, 0, 1), live.T))[1]
+
+
+def asked_for(arrays: dict[str, Array], states: Float[Array, "*b X"]) -> Float[Array, "*b K R"]:
+    """What KV heads ask for in these states."""
+    bias = arrays["ask_bias"]
+    asked = jnp.einsum("...x,xkr->...kr", states, arrays["ask"])
+    return asked + bias.reshape(*(1,) * (asked.ndim - 2), *bias.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Gate):
+    """One channel of what a token is known by to each KV head: x M, of the layer's input x (`Controller`)."""
+
+    channel: int = 0
+    by = "adore"
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_controller(self, model)
+
+    def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
+        made = arrays["told"][..., self.channel]
+        return jnp.einsum("btd,dk->bkt", inputs.hidden.astype(jnp.float32), made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted(Word):
+    """score[j] = (A z + a) . (x_j M): how much the controller expects the next query to look at a token.
+
+    z is the state behind the newest token; what token j is known by is remembered from its arrival on, in as
+    many numbers as the controller has channels (ADORE, arXiv:2407.02328).
+    """
+
+    controller: Controller
+    looks = False
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({self.controller})
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset(self._known())
+
+    def _known(self) -> list[AtArrival]:
+        return [AtArrival(Told(self.controller.fitted, i)) for i in range(self.controller.channels)]
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        asked = seen.of(self.controller)
+        known = jnp.stack([view.of(trace) for trace in self._known()], axis=-1)
+        return jnp.einsum("bkr,bksr->bks", asked, known)

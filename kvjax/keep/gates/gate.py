@@ -1,0 +1,94 @@
+"""Gates: small networks that say how much a token will matter, when it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Inputs, Seen, Trace, View
+from kvjax.keep.observations.observe import BOTH
+from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.scores.algebra import Word
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """The base of all gates: one number per KV head for every token, from what its layer computed of it.
+
+    A subclass says which arrays it was fitted to and what it makes of them (`of`). looks: whether it looks at
+    keys or values, as plain attention has them.
+    """
+
+    fitted: Fitted | None = None
+    by = ""
+    looks = False
+    phases = BOTH
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        raise NotImplementedError
+
+    def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
+        """The gate of one layer, with its arrays in float32."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
+        assert self.fitted is not None
+        arrays = inputs.fitted[self.fitted.digest]
+        return self.of({name: x.astype(jnp.float32) for name, x in arrays.items()}, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenGate(Gate):
+    """log of a token's importance to each head, from the layer's input (KVzap, arXiv:2601.07891).
+
+    A linear map or, where the arrays have a hidden layer, a network with one layer of GELUs. fitted: "out"
+    [L, X, K] and "out_bias" [L, K] with X = D; or X = the hidden width, with "in" [L, D, X] and "in_bias"
+    [L, X] before them.
+    """
+
+    by = "kvzap"
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        assert self.fitted is not None
+        first = "in" if "in" in self.fitted.arrays else "out"
+        check_sizes(self, "gate", "layers, width", first, (model.layers, model.width))
+        check_sizes(self, "gate", "layers, KV heads", "out_bias", (model.layers, model.kv_heads))
+
+    def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
+        return jnp.moveaxis(gated(arrays, inputs.hidden.astype(jnp.float32)), 2, 1)
+
+
+def gated(arrays: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b K"]:
+    """The gate of one layer on hidden states."""
+
+    def affine(name: str, x: Array) -> Array:
+        bias = arrays[f"{name}_bias"]
+        return x @ arrays[name] + bias.reshape(*(1,) * (x.ndim - 1), -1)
+
+    if "in" in arrays:
+        x = jax.nn.gelu(affine("in", x), approximate=False)
+    return affine("out", x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated(Word):
+    """What a gate said of a token when it was read."""
+
+    gate: Gate
+
+    @property
+    def looks(self) -> bool:  # type: ignore[override]
+        return self.gate.looks
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({AtArrival(self.gate)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return view.of(AtArrival(self.gate))

@@ -1,0 +1,1 @@
+"""Merges: what the slots that stay take over from evicted slots."""

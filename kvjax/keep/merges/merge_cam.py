@@ -1,0 +1,82 @@
+"""CaM's merge: the value of an evicted slot is shared out among the kept slots that follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.merges.merge import pick
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.score import Uniformly
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueMerge:
+    """CaM's merge of values (Zhang et al., ICML 2024): with probability p_i, v_j += v_i / m.
+
+    j runs over the next `following` kept slots in position order, m of them. A is the attention received so
+    far, and p_i = A_i / (the mean A of these slots), at most 1. The key of i is dropped, and its value, too,
+    where the draw of (seed, layer, head, position), of which nothing else decides, is not below p_i.
+    What leaves a prompt is dropped: as in the authors' code, steps alone merge.
+    """
+
+    at_prompts = False
+    writes = ("v",)
+    traces = frozenset({Received(Mass("sum"))})
+
+    following: int = 32
+    seed: int = 0
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def __call__(
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+    ) -> View:
+        """The view after the slots `leaving` were merged; an index of S stands for no slot."""
+        slots = view.pos.shape[-1]
+        index = jnp.minimum(leaving, slots - 1)
+        # Kept slots by position, all others behind them; there, those that follow slot i start at gap[i].
+        order = jnp.argsort(jnp.where(kept, view.pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
+        place = jnp.argsort(order, axis=-1, stable=True)
+        count = kept.sum(-1, keepdims=True, dtype=jnp.int32)
+        sorted_pos = jnp.where(_places(slots) < count, pick(view.pos, order), jnp.iinfo(jnp.int32).max)
+        gap = jax.vmap(jax.vmap(jnp.searchsorted))(sorted_pos, pick(view.pos, index)).astype(jnp.int32)
+        m = jnp.clip(count - gap, 0, self.following)
+
+        (remembered,) = self.traces
+        received = view.of(remembered)
+        mass = jnp.where(_places(slots) < count, pick(received, order), 0.0)
+        ahead = _windows(mass[..., None], self.following, forward=True)[..., 0]
+        mean = pick(ahead, jnp.minimum(gap, slots - 1)) / jnp.maximum(m, 1).astype(jnp.float32)
+        mine = pick(received, index)
+        # Not p_i itself: no slot may have received anything.
+        draw = Uniformly(self.seed)(view._replace(pos=pick(view.pos, index)), seen)
+        merges = (leaving < slots) & (m > 0) & (mine > 0) & (draw * mean < mine)
+
+        share = pick(view.v.astype(jnp.float32), index) / jnp.maximum(m, 1).astype(jnp.float32)[..., None]
+        at = jnp.where(merges, gap, slots)
+        add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
+        given = add(jnp.zeros(view.v.shape, jnp.float32), at, share)
+        given = pick(_windows(given, self.following, forward=False), place)
+        v = jnp.where(kept[..., None], view.v.astype(jnp.float32) + given, view.v.astype(jnp.float32))
+        return view._replace(v=v.astype(view.v.dtype))
+
+
+def _places(slots: int) -> Int[Array, "1 1 S"]:
+    return jnp.arange(slots, dtype=jnp.int32)[None, None]
+
+
+def _windows(x: Float[Array, "B K S H"], size: int, forward: bool) -> Float[Array, "B K S H"]:
+    """Sums over `size` neighbours: a slot and those behind it (forward), or a slot and those before it."""
+    size = min(size, x.shape[2])
+    pad = (0, size - 1) if forward else (size - 1, 0)
+    return jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1, 1, size, 1), (1, 1, 1, 1), ((0, 0), (0, 0), pad, (0, 0))
+    )

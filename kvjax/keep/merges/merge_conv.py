@@ -1,0 +1,116 @@
+"""LoCoCo's merge: a convolution over what does not matter most says how it is mixed into a few slots."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Observation, Seen, Trace, View
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.geometry import unrotated
+from kvjax.keep.select import ranks
+from kvjax.ops.base.rope import angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvMerge:
+    """Of a head's slots, those of the least attention become mixtures of themselves and what leaves.
+
+    The M slots that stay with the least received attention, not among the `newest` tokens, and all that leave
+    are rows x_s = [k_s, v_s] in the order of their tokens, k before its rotation. With weights w_i =
+    softmax_s(relu(conv(x)_i)) from a convolution of W neighbours and M channels, the i-th of the M slots
+    becomes (1 - a) x_i + a sum_s w_is x_s (LoCoCo, arXiv:2406.05317, section 3, as in the authors' code). It
+    stays at its position. A head that nothing leaves is not changed. fitted: "conv" [L, W, 2 H, M],
+    "conv_bias" [L, M], "share" [L], which is a.
+    """
+
+    newest: int = 0
+    fitted: Fitted | None = None
+    by = "lococo"
+    writes = ("k", "v")
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        assert self.fitted is not None
+        neighbours = self.fitted.arrays["conv"].shape[1]
+        sizes = (model.layers, neighbours, 2 * model.head_dim)
+        check_sizes(self, "convolutions", "layers, neighbours, channels", "conv", sizes)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Received(Mass("sum"))})
+
+    def __call__(
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+    ) -> View:
+        """The view after the slots `leaving` were mixed into `kept` ones; an index of S stands for none."""
+        assert self.fitted is not None
+        put = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(True, mode="drop")))
+        gone = put(jnp.zeros(view.pos.shape, bool), leaving)
+        old = kept & (view.pos < (seen.length - self.newest)[:, None, None])
+        arrays = {n: x.astype(jnp.float32) for n, x in seen.fitted[self.fitted.digest].items()}
+        raw, v, takes = mixed(
+            arrays, unrotated(view, seen), view.v.astype(jnp.float32), view.pos, old, gone,
+            view.of(Received(Mass("sum"))),
+        )  # fmt: skip
+        rope = seen.attention.rope
+        cos, sin = angles(rope, jnp.maximum(view.pos, 0), raw.shape[-1], seen.length[:, None, None])
+        k = rotate(raw, cos, sin, rope.start)
+        return view._replace(
+            k=jnp.where(takes[..., None], k, view.k).astype(view.k.dtype),
+            v=jnp.where(takes[..., None], v, view.v).astype(view.v.dtype),
+        )
+
+
+def mixed(
+    arrays: dict[str, Array],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    pos: Int[Array, "B K S"],
+    old: Bool[Array, "B K S"],
+    gone: Bool[Array, "B K S"],
+    mass: Float[Array, "B K S"],
+) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Bool[Array, "B K S"]]:
+    """Unrotated keys and values, of which the slots of least mass among `old` are mixtures, and which are."""
+    many = arrays["conv_bias"].shape[-1]
+    least = ranks(jnp.where(old, -mass, -jnp.inf)) < many
+    takes = least & old & gone.any(-1, keepdims=True)
+    rows = takes | gone
+    # Rows in the order of their tokens, what is none behind them.
+    order = jnp.argsort(jnp.where(rows, pos, jnp.iinfo(jnp.int32).max), -1, stable=True)
+    there = lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 3)), 2)  # noqa: E731
+    row, take, x = there(rows), there(takes), there(jnp.concatenate([k, v], -1))
+    x = jnp.where(row[..., None], x, 0.0)
+    logit = jnp.where(row[..., None], jax.nn.relu(_convolved(arrays, x)), -1e30)
+    weight = jax.nn.softmax(logit, 2)
+    mixtures = jnp.einsum("bksm,bksc->bkmc", weight, x)
+    number = jnp.clip(jnp.cumsum(take, -1, dtype=jnp.int32) - 1, 0)
+    mine = jnp.take_along_axis(mixtures, number[..., None], 2)
+    new = jnp.where(take[..., None], x + arrays["share"] * (mine - x), x)
+    back = jnp.argsort(order, -1)
+    new = jnp.take_along_axis(new, back[..., None], 2)
+    width = k.shape[-1]
+    return (
+        jnp.where(takes[..., None], new[..., :width], k),
+        jnp.where(takes[..., None], new[..., width:], v),
+        takes,
+    )
+
+
+def _convolved(arrays: dict[str, Array], x: Float[Array, "B K S C"]) -> Float[Array, "B K S M"]:
+    """The convolution over slots, with zeros beyond their ends."""
+    b, heads, slots, channels = x.shape
+    out = jax.lax.conv_general_dilated(
+        x.reshape(b * heads, slots, channels), arrays["conv"], (1,), "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"), precision="highest",
+    )  # fmt: skip
+    return out.reshape(b, heads, slots, -1) + arrays["conv_bias"][None, None, None]

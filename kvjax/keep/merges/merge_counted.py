@@ -1,0 +1,213 @@
+"""Merges that count: what leaves joins a kept slot, which stands for as many tokens as have joined it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar.calls import scored
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Observation, Score, Seen, Trace, View
+from kvjax.keep.merges.merge import nearest, pick
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Decayed, Received
+from kvjax.keep.patterns import Recent
+from kvjax.keep.scores.algebra import Made, Word
+from kvjax.keep.select import ranks
+
+# A score above all ranked slots; slots that patterns protect have infinity.
+STAYS = 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedMerge:
+    """An evicted slot joins the most similar of the slots that take others up, as a mean weighted by counts.
+
+    Where the cosine of their keys is at least `threshold`, the keys and values x of a slot and of those that
+    join it become sum n_i x_i / sum n_i, with n_i the tokens that slot i stands for, and `bonus` log sum n_i
+    is added to its logits; otherwise the evicted slot is dropped. takers: the share of a head's budget whose
+    slots take others up, at least one slot: those that have done so before, then those that received the
+    least attention; 1 is all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not
+    begin to take slots up, as in `Recent`: few queries have seen them, so they received little attention.
+    fading: factor on accumulated attention at every newer query, where few slots take others up.
+    largest: whether a slot that takes others up goes on with the largest received attention among them.
+    """
+
+    threshold: float = -1.0
+    takers: float = 1.0
+    newest: int | float = 0
+    fading: float = 1.0
+    bonus: float = 1.0
+    largest: bool = False
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    @property
+    def received(self) -> Trace:
+        """The accumulated attention that decides which slots take others up: plain, or faded."""
+        return Received(Mass("sum")) if self.fading == 1 else Decayed(self.fading)
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        """What the score must remember of slots: where few take slots up, their attention says which."""
+        return frozenset() if self.takers == 1 and not self.largest else frozenset({self.received})
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ("k", "v", "bias", "traces") if self.largest else ("k", "v", "bias")
+
+    def __call__(
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+    ) -> View:
+        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
+        k = view.k.astype(jnp.float32)
+        target, cosine = nearest(pick(k, index), k, self._takers(view, kept, seen))
+        joins = (leaving < slots) & (cosine >= self.threshold)
+        at = jnp.where(joins, target, slots)
+        new = joined(view, index, at, jnp.ones_like(cosine), self.bonus)
+        if not self.largest:
+            return new
+        mass = view.of(self.received)
+        raised = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].max(y, mode="drop")))(mass, at, pick(mass, index))
+        return new._replace(traces=view.traces | {key_of(self.received): raised})
+
+    def _takers(self, view: View, kept: Bool[Array, "B K S"], seen: Seen) -> Bool[Array, "B K S"]:
+        if self.takers == 1:
+            return kept
+        many = jnp.maximum(seen.n * round(self.takers * 1000) // 1000, 1)[:, None, None]
+        mass = -view.of(self.received)
+        taking = biases(view) > 0
+        able = kept & (taking | ~Recent(self.newest)(view.pos, seen.length, seen.n))
+        first = jnp.where(taking, jnp.inf, mass)
+        return able & (ranks(jnp.where(able, first, -jnp.inf)) < many)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing(Made):
+    """A score that is above all others for slots that stand for several tokens, so that they stay."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return jnp.where(biases(view) > 0, STAYS, scored(self.score, view, seen))
+
+
+def biases(view: View) -> Float[Array, "B K S"]:
+    """What is added to the logits of slots."""
+    return jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
+
+
+def joined(
+    view: View, index: Int[Array, "B K E"], target: Int[Array, "B K E"], weight: Float[Array, "B K E"],
+    bonus: float = 1.0,
+) -> View:  # fmt: skip
+    """A view whose slots at `index` have joined those at `target` (S: none), by counts and weights.
+
+    `weight` is that of the joining slots; the others have weight 1. A slot that stands for w tokens has
+    `bonus` log w added to its logits.
+    """
+    add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
+    votes = jnp.exp(biases(view) / bonus)
+    mine = pick(votes, index)
+    total, count = add(votes, target, mine * weight), add(votes, target, mine)
+    grown = count > votes
+
+    def mean(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
+        own = x.astype(jnp.float32)
+        new = add(votes[..., None] * own, target, (mine * weight)[..., None] * pick(own, index))
+        return jnp.where(grown[..., None], new / total[..., None], own).astype(x.dtype)
+
+    bias = jnp.where(grown, bonus * jnp.log(count), biases(view))
+    return view._replace(k=mean(view.k), v=mean(view.v), bias=bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Tokens that follow each other and have similar keys (KVMerger, arXiv:2407.08454, section 4.1).
+
+    Neighbours are of one run where the cosine of their keys is above `threshold`. The first `sinks` and the
+    newest `window` tokens are runs of their own.
+    """
+
+    threshold: float = 0.75
+    sinks: int = 4
+    window: int = 32
+
+    def of(self, view: View, seen: Seen) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+        """The run of every slot of a view in position order, and its pivot, the one of the most attention."""
+        slots = view.pos.shape[-1]
+        k = view.k.astype(jnp.float32)
+        unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(-1, keepdims=True), 1e-24))
+        cosine = jnp.pad((unit[:, :, 1:] * unit[:, :, :-1]).sum(-1), ((0, 0), (0, 0), (1, 0)))
+        free = (view.pos >= self.sinks) & (view.pos < (seen.length - self.window)[:, None, None])
+        before = jnp.pad(free[..., :-1], ((0, 0), (0, 0), (1, 0)))
+        which = jnp.cumsum(~(free & before & (cosine > self.threshold)), -1, dtype=jnp.int32) - 1
+        mass = view.of(Received(Mass("sum")))
+        slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
+        most = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, -jnp.inf, x.dtype).at[at].max(x)))(mass, which)
+        pivots = jnp.where(mass == jnp.take_along_axis(most, which, -1), slot, slots - 1)
+        least = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, slots - 1, x.dtype).at[at].min(x)))(
+            pivots, which
+        )
+        return which, jnp.take_along_axis(least, which, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pivots(Word):
+    """The pivots of runs first, then all other slots; both by the attention that they have received."""
+
+    ordered = True
+
+    runs: Runs = Runs()
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Received(Mass("sum"))})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
+        is_pivot = self.runs.of(view, seen)[1] == slot
+        mass = jnp.where(view.pos >= 0, view.of(Received(Mass("sum"))), -jnp.inf)
+        return (jnp.where(is_pivot, view.pos.shape[-1], 0) - ranks(mass)).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianMerge:
+    """A slot that leaves joins the pivot p of its run with weight exp(-|k_p - k_i|^2 / 2 sigma^2).
+
+    The pivot's own weight is 1; sigma is the mean of |k_p - k_i| over what joins p, divided by sqrt(2). What
+    a pivot becomes is the weighted mean, and the log of the number of its tokens is added to its logits.
+    Where the pivot leaves, too, the slot is dropped (KVMerger, arXiv:2407.08454, section 4.2).
+    """
+
+    ordered = True
+    traces = frozenset({Received(Mass("sum"))})
+
+    runs: Runs = Runs()
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def __call__(
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+    ) -> View:
+        """The view, in position order, after the slots `leaving` have joined their pivots."""
+        slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
+        target = pick(self.runs.of(view, seen)[1], index)
+        joins = (leaving < slots) & pick(kept, target)
+        k = view.k.astype(jnp.float32)
+        # The root of 0 has no finite slope.
+        apart = jnp.square(pick(k, target) - pick(k, index)).sum(-1)
+        distance = jnp.where(joins, jnp.sqrt(jnp.maximum(apart, 1e-24)), 0.0)
+        at = jnp.where(joins, target, slots)
+        add = jax.vmap(jax.vmap(lambda x, t: jnp.zeros(slots, jnp.float32).at[t].add(x, mode="drop")))
+        many = jnp.maximum(add(joins.astype(jnp.float32), at), 1.0)
+        sigma = jnp.maximum(pick(add(distance, at) / many, target) / jnp.sqrt(2.0), 1e-12)
+        return joined(view, index, at, jnp.exp(-jnp.square(distance / sigma) / 2))

@@ -1,0 +1,49 @@
+"""A merge of values alone: what leaves is blended into the kept value of the most similar key."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.merges.merge import nearest, pick
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueBlend:
+    """v_c = (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the slots e that leave and are nearest to slot c.
+
+    Nearest is the kept slot of the largest cosine of keys, w_e = max(cosine, 0) |v_e| / (|v_e| + |v_c|), and
+    a slot whose cosine is below `threshold` is dropped. Keys stay as they are. It is the rule of kvpress'
+    MergingPress, and of no paper; there, `merge_fraction` can leave out the least similar.
+    """
+
+    threshold: float = 0.0
+    writes = ("v",)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def __call__(
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+    ) -> View:
+        """The view after the slots `leaving` were blended into `kept` ones; an index of S stands for none."""
+        slots, v = view.pos.shape[-1], view.v.astype(jnp.float32)
+        index = jnp.minimum(leaving, slots - 1)
+        k = view.k.astype(jnp.float32)
+        target, cosine = nearest(pick(k, index), k, kept)
+        blends = (leaving < slots) & (cosine >= self.threshold)
+        # The root of 0 has no finite slope.
+        size = jnp.sqrt(jnp.maximum((v * v).sum(-1), 1e-24))
+        mine, theirs = pick(size, index), pick(size, jnp.minimum(target, slots - 1))
+        weight = jnp.where(blends, jnp.maximum(cosine, 0.0) * mine / (mine + theirs + 1e-6), 0.0)
+        add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
+        at = jnp.where(blends, target, slots)
+        total = add(jnp.zeros(view.pos.shape, jnp.float32), at, weight)
+        sum_v = add(jnp.zeros(v.shape, jnp.float32), at, weight[..., None] * pick(v, index))
+        blended = (v + sum_v) / (1.0 + total[..., None])
+        return view._replace(v=jnp.where((total > 0)[..., None], blended, v).astype(view.v.dtype))

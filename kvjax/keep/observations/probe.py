@@ -1,0 +1,158 @@
+"""Probes: extra tokens that attend once to the uncompressed cache, and whose attention scores its slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.scores.algebra import Word
+
+# Under this name probes find |d phi / d a_i| of every layer and token of theirs (`kvjax.steps.prefilling.sensitivity`).
+SENSITIVITY = "sensitivity"
+
+
+class Probe:
+    """The base of probes: what is read behind a prompt, and what is observed while it is.
+
+    prefix: token ids of an instruction; where a probe has None, the model's tokenizer encodes its `text`.
+    needs: what is observed of its queries; `seen` makes of that, for every layer, what scores find by the
+    probe's repr. keys: whether it asks for the keys of its own tokens, as queries meet them. asks: whether it
+    is nothing but its instruction, and so needs one. ahead: the model writes so many tokens itself, the
+    likeliest ones behind the prompt, and these are read. sensitivity: whether it asks how much the last
+    hidden states depend on each of its tokens in every layer, which takes a pass backward.
+    """
+
+    prefix: tuple[int, ...] | None = ()
+    text: str = ""
+    keys: bool = False
+    asks: bool = False
+    ahead: int = 0
+    sensitivity: bool = False
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        raise NotImplementedError
+
+    def tokens(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B P"], Int[Array, "B"]] | None:
+        """The probe of every row, right-padded, and its length; None where nothing needs to be read."""
+        raise NotImplementedError
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Any:
+        """What scores find, [Lg, B, ...], of what slots received, what was observed and the probe's keys."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatContext(Probe):
+    """KVzip's probe (arXiv:2505.23416, section 3.1): an instruction, then the prompt once more.
+
+    prefix holds the token ids of the instruction; where it is None, the model's tokenizer encodes `text`.
+    """
+
+    prefix: tuple[int, ...] | None = None
+    text: str = "\n\nRepeat the previous context exactly."
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("max")})
+
+    def tokens(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+        """The probe of every row, right-padded, and its length."""
+        prefix = jnp.asarray(self.prefix or (), jnp.int32)
+        head = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
+        return jnp.concatenate([head, tokens], axis=1), lengths + prefix.shape[0]
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Float[Array, "Lg B K S"]:
+        """The largest attention that slots receive."""
+        return received[key_of(Mass("max"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalyst(Probe):
+    """An instruction alone, read behind every prompt and chunk (InfiniPot, arXiv:2410.01518, section 3).
+
+    What it attends to is what tasks yet unknown may ask for. prefix and text: as in `RepeatContext`.
+    """
+
+    prefix: tuple[int, ...] | None = None
+    text: str = "\n\nSummarize the critical points of the context."
+    asks = True
+
+    def __post_init__(self):
+        if self.prefix == ():
+            raise ValueError(
+                "a catalyst is an instruction, got no tokens: give the token ids of one as prefix="
+            )
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("sum")})
+
+    def tokens(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+        """The same instruction for every row."""
+        prefix = jnp.asarray(self.prefix, jnp.int32)
+        asked = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
+        return asked, jnp.full_like(lengths, prefix.shape[0])
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Float[Array, "Lg B K S"]:
+        """The attention that slots receive of all its queries."""
+        return received[key_of(Mass("sum"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode(Catalyst):
+    """A piece of a conversation, read behind every prompt and chunk (EpiCache, arXiv:2509.17396, section 3).
+
+    What it attends to most is what questions about its episode will ask for. prefix: its token ids; text: the
+    instruction that stands for one where there are none.
+    """
+
+    text: str = "\n\nCollect who speaks, what happened and when, in this part of the conversation."
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("max")})
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Float[Array, "Lg B K S"]:
+        """The largest attention that slots receive of one of its queries."""
+        return received[key_of(Mass("max"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeAttention(Word):
+    """What slots receive of a probe's queries i and the heads of a group, as the probe says.
+
+    score[j] = max_i p_ij for `RepeatContext` and `Episode`, sum_i p_ij for `Catalyst`. The softmax behind p
+    runs over the slots of the cache and the tokens of the probe.
+    """
+
+    looks = False
+
+    probe: Probe
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return seen.observed[key_of(self.probe)]

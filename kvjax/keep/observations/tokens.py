@@ -1,0 +1,112 @@
+"""What tokens are: which of them separate the parts of a text, by their ids."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.base.errors import InputError
+from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.observations.observe import Mass, Queries
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.scores.score import probabilities, window_logits
+from kvjax.keep.select import ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensOf:
+    """A trace of the ids of tokens: 1 for a token that is one of `ids`, 0 for others.
+
+    Where `ids` is None, the verbs take them from the model's tokenizer: all tokens whose text has one of
+    `characters`, and no letter or digit.
+    """
+
+    ids: tuple[int, ...] | None = None
+    characters: str = ".,?!;:\n\t"
+    by_ids = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        if inputs.tokens is None:
+            raise InputError(f"{self!r} asks for token ids, and vectors were given: give token ids")
+        if self.ids is None:
+            raise InputError(f"{self!r} has no ids yet: bind the method to a model by kvjax.pure.static")
+        found = jnp.isin(inputs.tokens, jnp.asarray(self.ids, jnp.int32)).astype(jnp.float32)
+        return jnp.broadcast_to(found[:, None], (found.shape[0], heads, found.shape[1]))
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparatorsFirst(Word):
+    """Separators before all other tokens, and of both the newer ones first (SepLLM, arXiv:2412.12094)."""
+
+    looks = False
+
+    separators: TokensOf = TokensOf()
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({self.separators})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        pos = view.pos.astype(jnp.float32)
+        return jnp.where(view.of(self.separators) > 0, pos, -1 / (1 + jnp.maximum(pos, 0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLadder(Word):
+    """1 for the slots of the cheapest policy that is good enough for their head, -1 for its others.
+
+    Policies add to each other: the first `sinks` tokens; separators; the floor(frequent * t) tokens of a
+    prompt's t that have received the most attention; the floor(local * t) newest; all. The first one is taken
+    whose slots have at least the share `recover` of what the last `last` queries give, the mean over these
+    and a group's heads (FastGen, arXiv:2310.01801).
+    """
+
+    separators: TokensOf = TokensOf()
+    sinks: int = 4
+    frequent: float = 0.3
+    local: float = 0.3
+    recover: float = 0.95
+    last: int = 32
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.last)})
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({self.separators, Received(Mass("sum"))})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        q_pos, live = seen.of(Queries(self.last))[1], view.pos >= 0
+        p = probabilities(window_logits(view, seen, self.last)).sum(3).mean(2)
+        p = p / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(p.dtype)[:, None, None]
+        mass = jnp.where(live, view.of(Received(Mass("sum"))), -jnp.inf)
+        many, newest = (
+            (seen.length * round(share * 1000) // 1000)[:, None, None]
+            for share in (self.frequent, self.local)
+        )
+        added = (
+            view.pos < self.sinks,
+            view.of(self.separators) > 0,
+            ranks(mass) < many,
+            view.pos >= seen.length[:, None, None] - newest,
+        )
+        # The number of the first policy that a slot is in, and of the first one that has enough.
+        first = jnp.full(view.pos.shape, len(added), jnp.int32)
+        for i, slots in reversed([*enumerate(added)]):
+            first = jnp.where(slots, i, first)
+        enough = jnp.full(view.pos.shape[:2], len(added), jnp.int32)
+        for i in reversed(range(len(added))):
+            found = jnp.where(live & (first <= i), p, 0.0).sum(-1)
+            enough = jnp.where(found >= self.recover, i, enough)
+        return jnp.where(first <= enough[..., None], 1.0, -1.0)

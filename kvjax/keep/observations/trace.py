@@ -1,0 +1,99 @@
+"""Traces: what a method remembers of every slot, from the token's arrival until the slot is empty again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.protocols import Inputs, Observation, Seen
+from kvjax.keep.observations.observe import FadingMass, Mass, Viewers
+
+
+class Joining(Observation, Protocol):
+    """An observation of every slot, of which that of earlier and of new queries makes one number."""
+
+    def join(
+        self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]
+    ) -> Float[Array, "*lists S"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """What a slot has received since its token came: `mass`, over all queries since then."""
+
+    mass: Joining = Mass()
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({self.mass})
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return self.mass.join(old, seen.of(self.mass))
+
+
+@dataclasses.dataclass(frozen=True)
+class Surprise:
+    """-log p(x_j | x_<j), the surprisal of a slot's token in nats, as it was when a prompt was read.
+
+    It is 0 of the first token of a prompt, a turn or a chunk, and of tokens that steps have written: what the
+    model expected there has been forgotten. It is known behind all layers, so `start` leaves it open.
+    """
+
+    behind_layers = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old
+
+
+@dataclasses.dataclass(frozen=True)
+class Decayed:
+    """The attention that a slot has received, in which a query counts rate^(how many tokens are newer)."""
+
+    rate: float
+
+    def __post_init__(self):
+        FadingMass(rate=self.rate)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({FadingMass(rate=self.rate), Viewers()})
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        faded = jnp.power(jnp.float32(self.rate), seen.of(Viewers()))
+        return old * faded + seen.of(FadingMass(rate=self.rate))
+
+
+@dataclasses.dataclass(frozen=True)
+class AtArrival:
+    """What an observation said of a token when it was read: one number per head [B, K, T], never changed."""
+
+    observation: Observation
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        return self.observation(inputs)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old

@@ -1,0 +1,124 @@
+"""Narrow: behind one layer, a prompt goes on with the tokens that matter there, at their own positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar.calls import number_of, probes_of, scored
+from kvjax.grammar.phase import Phase
+from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.grammar.validate import check_words
+from kvjax.keep.select import slot_lists, top
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """Layers above `layer` see a share of every prompt's tokens (arXiv:2502.01068, section 3).
+
+    layer: the last layer that sees all of them, by its number, or the share of the layers that do. score: of
+    the new tokens, summed over the heads of that layer; it sees nothing of earlier turns. share: how many go
+    on, rounded down per row; the newest `window` always do, and count among them.
+
+    ValueError for numbers outside their ranges, or a score of more than queries, keys and values.
+
+    >>> from kvjax.keep.scores.score import KeyNorm
+    >>> word = Narrow(0.5, KeyNorm(), 0.2)
+    >>> word.after(32), word.most(100), word.most(10), word.most(3)
+    (15, 20, 8, 3)
+    """
+
+    layer: int | float
+    score: Score
+    share: float
+    window: int = 8
+    # Lower layers store what the upper ones do not see, and every turn gets narrower.
+    all_layers = False
+    first_turn_only = False
+
+    def __post_init__(self):
+        check_chooser("Narrow", self.layer, self.score)
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"Narrow's share of the tokens must be from 0 to 1, got {self.share!r}")
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(
+                f"Narrow's window must be a whole number >= 1, as the last token answers, got {self.window!r}"
+            )
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        """What is observed, so that the tokens can be chosen."""
+        return self.score.needs
+
+    @property
+    def looks(self) -> bool:
+        """Whether keys or values decide."""
+        return getattr(self.score, "looks", True)
+
+    def after(self, layers: int) -> int:
+        """The number of the last layer that sees all tokens, in a model of so many layers."""
+        return number_of(self.layer, layers)
+
+    def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
+        """What a first prompt turns by in a layer: what all layers turn by."""
+        return phase
+
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Narrow], ...]:
+        """Behind which layers tokens leave, and who chooses those that go on."""
+        return ((self.after(layers), self),)
+
+    @property
+    def _ratio(self) -> Fraction:
+        # In thousandths or simpler, so that counts are exact integer arithmetic.
+        return Fraction(self.share).limit_denominator(1000)
+
+    def most(self, tokens: int) -> int:
+        """How many of `tokens` new tokens go on."""
+        return min(tokens, max(self.window, tokens * self._ratio.numerator // self._ratio.denominator))
+
+    def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The same, per row."""
+        shared = tokens * self._ratio.numerator // self._ratio.denominator
+        return jnp.minimum(tokens, jnp.maximum(self.window, shared))
+
+    def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+        """The new tokens that go on, in their order, and which of the entries are any; M = most of theirs.
+
+        view: the layer's new tokens, in every list the same ones.
+        """
+        return choose_tokens(self.score, view, seen, self.window, self.most(view.pos.shape[2]))
+
+
+def check_chooser(word: str, layer: int | float, score: Score) -> None:
+    """ValueError where a word that chooses tokens names no layer, or a score that is not known there."""
+    by_number = isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0
+    if not (by_number or (isinstance(layer, float) and 0 < layer < 1)):
+        raise ValueError(
+            f"{word}'s layer must be a layer's number >= 0, or a share between 0 and 1, got {layer!r}"
+        )
+    check_words(score, None, (), None)
+    masses = [o for o in score.needs if hasattr(o, "reduction")]
+    for asked in (*masses, *score.traces, *(probes_of(score) - {None})):
+        raise ValueError(
+            f"{word} chooses while the prompt is read, and its score asks for {asked!r}, which is known "
+            "later: give one of queries, keys and values, such as WindowAttention(8)"
+        )
+    if getattr(score, "weights", False):
+        raise ValueError(
+            f"{word}'s score sees no matrices of its layer, and {score!r} asks for them: give "
+            "one of queries, keys and values, such as WindowAttention(8)"
+        )
+
+
+def choose_tokens(
+    score: Score, view: View, seen: Seen, window: int, most: int
+) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+    """The best seen.n of a layer's new tokens in their order, and which entries are any; the newest stay."""
+    pos = view.pos[:, 0]
+    found: Float[Array, "B T"] = scored(score, view, seen).astype(jnp.float32).sum(1)
+    found = jnp.where(pos >= seen.length[:, None] - window, jnp.inf, found)
+    kept = top(jnp.where(pos < 0, -jnp.inf, found), seen.n)
+    return slot_lists(kept, most)

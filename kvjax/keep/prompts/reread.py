@@ -1,0 +1,71 @@
+"""Reread: some tokens of a prompt are chosen at an early layer, and read as a text of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.grammar.calls import number_of
+from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Reread:
+    """A prompt runs up to `layer` to choose its tokens, then the whole model reads those (arXiv:2409.17422).
+
+    They stand at new positions, without gaps, behind those of earlier turns, so the cache, its length and
+    what `kept_positions` returns speak of the text that was read, not of the one that was given. layer: its
+    number, or the share of the layers that run. score: of the new tokens, summed over the heads of that
+    layer. budget: how many are read, a `Budget`; the `newest` are always among them, since the last answers.
+
+    ValueError for a layer outside its range, or a score of more than queries, keys and values.
+
+    >>> from kvjax.grammar import Budget
+    >>> from kvjax.keep.scores.score import KeyNorm
+    >>> word = Reread(13, KeyNorm(), Budget(0.25))
+    >>> word.after(32), word.most(100), word.most(3)
+    (13, 25, 1)
+    """
+
+    layer: int | float
+    score: Score
+    budget: Any
+    newest: int = dataclasses.field(default=1, kw_only=True)
+    reads = "Only some tokens of the prompt are read to the end."
+
+    def __post_init__(self):
+        check_chooser("Reread", self.layer, self.score)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        """What is observed, so that the tokens can be chosen."""
+        return self.score.needs
+
+    @property
+    def looks(self) -> bool:
+        """Whether keys or values decide."""
+        return getattr(self.score, "looks", True)
+
+    def after(self, layers: int) -> int:
+        """The number of the layer that chooses, in a model of so many layers."""
+        return number_of(self.layer, layers)
+
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Reread], ...]:
+        """Behind which layers tokens are chosen, and who chooses them."""
+        return ((self.after(layers), self),)
+
+    def most(self, tokens: int) -> int:
+        """How many of `tokens` new tokens are read."""
+        return min(tokens, self.budget.capacity(tokens))
+
+    def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The same, per row."""
+        return jnp.minimum(tokens, self.budget.count(tokens))
+
+    def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+        """The new tokens that are read, in their order, and which of the entries are any."""
+        return choose_tokens(self.score, view, seen, self.newest, self.most(view.pos.shape[2]))

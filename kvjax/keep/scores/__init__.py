@@ -1,0 +1,1 @@
+"""Scores: one number per slot; slots with the largest scores stay."""

@@ -1,0 +1,92 @@
+"""BUZZ's score: of tokens behind the window, one of every few stays, and later one of a few of those."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.algebra import Word
+
+# What a slot's trace says: it was taken as a sample, or will leave; 0 before it was asked.
+_SAMPLE, _LEAVES = 1.0, -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """1 for a sample, -1 for a slot that leaves now, 0 for a slot that has not been asked.
+
+    Slots behind the first `sinks` tokens and before the newest floor(recent * n) ones are asked whenever
+    there are more of them than the budget n leaves room for. In position order, every ceil(stride / 2)-th
+    sample stays one, from the first. Of `stride` others in a row, the one that has received the most
+    attention becomes one, the older of equal ones.
+    """
+
+    stride: int = 5
+    sinks: int = 4
+    recent: float = 0.3
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old
+
+    def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        mark = view.of(self)
+        window = (seen.n * round(self.recent * 1000)) // 1000
+        between = (view.pos >= self.sinks) & (view.pos < (seen.length - window)[:, None, None])
+        many = between.sum(-1, keepdims=True) > (seen.n - self.sinks - window)[:, None, None]
+        old, new = between & (mark == _SAMPLE), between & (mark != _SAMPLE)
+        place = jnp.cumsum(old, -1, dtype=jnp.int32) - 1
+        stays = old & (place % -(-self.stride // 2) == 0)
+        stays |= self._peaks(view.of(Received(Mass("sum"))), new)
+        return jnp.where(many & between, jnp.where(stays, _SAMPLE, _LEAVES), mark)
+
+    def _peaks(self, received: Float[Array, "B K S"], new: Bool[Array, "B K S"]) -> Bool[Array, "B K S"]:
+        """The largest of every `stride` new slots, which follow each other."""
+        slots = new.shape[-1]
+        first = jnp.argmax(new, -1, keepdims=True).astype(jnp.int32)
+        along = jnp.arange(-(-slots // self.stride) * self.stride, dtype=jnp.int32)[None, None]
+        order = jnp.minimum(first + along, slots)
+        pad = ((0, 0), (0, 0), (0, 1))
+        masked = jnp.pad(jnp.where(new, received, -jnp.inf), pad, constant_values=-jnp.inf)
+        parts = jnp.take_along_axis(masked, order, -1).reshape(*new.shape[:2], -1, self.stride)
+        best = first + jnp.argmax(parts, -1).astype(jnp.int32)
+        best += self.stride * jnp.arange(parts.shape[2], dtype=jnp.int32)[None, None]
+        rows = jax.vmap(jax.vmap(lambda x, i: x.at[i].set(True, mode="drop")))
+        return rows(jnp.zeros(new.shape, bool), best) & new
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples(Word):
+    """Accumulated attention, and -inf for slots that `Sampled` has leave."""
+
+    ordered = True
+    looks = False
+
+    stride: int = 5
+    sinks: int = 4
+    recent: float = 0.3
+
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled(self.stride, self.sinks, self.recent)
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Received(Mass("sum")), self.sampled})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        leaves = view.of(self.sampled) == _LEAVES
+        return jnp.where(leaves, -jnp.inf, view.of(Received(Mass("sum"))))

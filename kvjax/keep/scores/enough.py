@@ -1,0 +1,68 @@
+"""Scores that say which slots are enough: how many stay follows from the attention of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.protocols import Seen, Trace, View
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.observations.trace import Received
+from kvjax.keep.scores.algebra import Word
+
+
+@dataclasses.dataclass(frozen=True)
+class EndsEnough(Word):
+    """1 for slots that a layer needs so that its attention keeps its norm, -1 for those in between.
+
+    Tokens count from the first `sinks` ones, then from the newest to the oldest. A token is needed as long as
+    those before it in this order hold less than the share 1 - `loss` of the Frobenius norm of the attention
+    of all queries and heads of the layer, without its other columns (DBudgetKV, arXiv:2502.16886).
+    """
+
+    looks = False
+
+    sinks: int = 4
+    loss: float = 0.01
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Received(Mass("squares"))})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live = view.pos >= 0
+        squares = jnp.where(live, view.of(Received(Mass("squares"))), 0.0)
+        first = live & (view.pos < self.sinks)
+        sinks = jnp.where(first, squares, 0.0).sum((1, 2))[:, None, None]
+        # A layer's heads hold the same tokens, so that slots stand in the same places.
+        layer = jnp.where(first, 0.0, squares).sum(1, keepdims=True)
+        newer = jnp.cumsum(layer[..., ::-1], -1)[..., ::-1] - layer
+        total = jnp.maximum(squares.sum((1, 2)), 1e-30)[:, None, None]
+        enough = jnp.sqrt((sinks + newer) / total) >= 1 - self.loss
+        return jnp.where(first | ~enough, 1.0, -1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Covering(Word):
+    """1 for the fewest slots that hold the share `share` of what their head has received, -1 for the others.
+
+    They are those of the most attention (LeanKV, arXiv:2412.03131).
+    """
+
+    looks = False
+
+    share: float = 0.95
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Received(Mass("sum"))})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        mass = jnp.where(view.pos >= 0, view.of(Received(Mass("sum"))), 0.0)
+        order = jnp.argsort(-mass, axis=-1, stable=True)
+        ranked = jnp.take_along_axis(mass, order, -1)
+        before = jnp.cumsum(ranked, -1) - ranked
+        needed = before < self.share * mass.sum(-1, keepdims=True)
+        return jnp.put_along_axis(mass, order, jnp.where(needed, 1.0, -1.0), axis=-1, inplace=False)

@@ -1,0 +1,32 @@
+"""Scores by the sizes of keys and values, of which equal tokens have equal ones in the first layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.calls import scored
+from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.keep.scores.algebra import Made, Word
+
+
+@dataclasses.dataclass(frozen=True)
+class NormRatio(Word):
+    """score[j] = ||v_j||_2 / ||k_j||_2 (arXiv:2509.04377)."""
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        k, v = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (view.k, view.v))
+        return v / jnp.maximum(k, 1e-8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(Made):
+    """A score in 17 bits, in which norms of equal tokens are equal, though rotations round them apart."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return jax.lax.reduce_precision(scored(self.score, view, seen), exponent_bits=8, mantissa_bits=16)

@@ -1,0 +1,42 @@
+"""Scores of whole pages of slots, which leave together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.calls import scored
+from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.keep.scores.algebra import Made
+
+
+@dataclasses.dataclass(frozen=True)
+class WholePages(Made):
+    """The score of a slot, or where just a page must leave, that of its page, so that one leaves whole.
+
+    A list's pages are `page` slots each, in position order. A page's score is the mean over its slots and
+    all heads, which share pages. Pages that are not full, or hold one of the newest `page` tokens, score
+    infinity, as those tokens do everywhere.
+    """
+
+    score: Score
+    page: int
+
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live = view.pos >= 0
+        recent = view.pos >= (seen.length - self.page)[:, None, None]
+        each = jnp.where(live, scored(self.score, view, seen), 0.0)
+        pages = -(-each.shape[-1] // self.page)
+        pad = ((0, 0), (0, 0), (0, pages * self.page - each.shape[-1]))
+        cut = lambda x: jnp.pad(x, pad).reshape(*x.shape[:2], pages, self.page)  # noqa: E731
+        mean = cut(each).mean((1, 3))
+        stays = (cut(recent) | ~cut(live)).any((1, 3))
+        paged = jnp.repeat(jnp.where(stays, jnp.inf, mean), self.page, axis=-1)[:, None, : each.shape[-1]]
+        exactly = live.sum(-1, keepdims=True) == seen.n[:, None, None] + self.page
+        return jnp.where(exactly, paged, jnp.where(recent, jnp.inf, each))

@@ -1,0 +1,136 @@
+"""A question at a prompt's end, by which slots of all chunks before it are scored (FINCH, CItruS)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar.calls import scored
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, View
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.observations.probe import Probe
+from kvjax.keep.scores.algebra import Made, Word
+from kvjax.keep.scores.score import probabilities
+from kvjax.ops.attention.union import NEG_INF, Keys, logits
+
+
+class Asked(NamedTuple):
+    """What a question asked behind a chunk: its queries, their positions (-1: none), and its own keys."""
+
+    q: Float[Array, "*layers B N W H"]
+    q_pos: Int[Array, "*layers B W"]
+    k: Float[Array, "*layers B K P H"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question(Probe):
+    """The last `last` tokens of a prompt, read behind every chunk in which it does not end.
+
+    A chunk is told of these tokens by the verb that reads the prompt (FINCH, arXiv:2408.00167).
+    """
+
+    last: int
+    keys = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.last)})
+
+    def tokens(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> None:
+        """Nothing: a prompt that is read at once has the question at its end."""
+        return None
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Asked:
+        """The question's queries and keys."""
+        assert keys is not None
+        q, q_pos = observed[key_of(Queries(self.last))]
+        return Asked(q, q_pos, keys)
+
+
+# What is subtracted from the number of positions that a query sees, itself included, to weigh its attention.
+WEIGHTS = {"visible": 0, "before": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionAttention(Word):
+    """score[j] = mean_i n_i p_ij over the queries i of a question and the heads of a group.
+
+    n_i is the number of visible positions before query i, and the softmax behind p_ij runs over these and
+    itself: with more positions each of them gets less, which n_i makes up for (FINCH, arXiv:2408.00167).
+    weigh: "before" (n_i), "visible" (n_i + 1), or "alike" (1). heads: "mean" over a group, or "layer" for one
+    score of all heads. The question's own slots score infinity once the prompt ends with them.
+    """
+
+    probe: Question
+    weigh: Literal["before", "visible", "alike"] = "before"
+    heads: Literal["mean", "layer"] = "mean"
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return self.probe.needs
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        (q, q_pos), asked = seen.of(Queries(self.probe.last)), seen.observed.get(key_of(self.probe))
+        slots, ends = view.pos.shape[-1], _ends(self.probe, seen)
+        sets = [Keys(view.k, view.v, view.pos, view.bias)]
+        if asked is not None:
+            q = jnp.where(ends[:, None, None, None], q, asked.q)
+            q_pos = jnp.where(ends[:, None], q_pos, asked.q_pos)
+            sets.append(Keys(asked.k, asked.k, jnp.where(ends[:, None], -1, asked.q_pos)[:, None]))
+        spec = seen.attention
+        each = [logits(q, s, q_pos, scale=spec.scale, softcap=spec.softcap) for s in sets]
+        s = jnp.concatenate(each, -1)
+        p = probabilities(s)[..., :slots]
+        if self.weigh != "alike":
+            visible = (s > NEG_INF).sum(-1, keepdims=True) - WEIGHTS[self.weigh]
+            p = jnp.maximum(visible, 0).astype(s.dtype) * p
+        count = jnp.maximum((q_pos >= 0).sum(-1), 1)[:, None, None]
+        score = p.sum(3).mean(2) / count.astype(p.dtype)
+        if self.heads == "layer":
+            score = jnp.broadcast_to(score.mean(1, keepdims=True), score.shape)
+        own = ends[:, None, None] & (view.pos >= (seen.length - self.probe.last)[:, None, None])
+        return jnp.where(own, jnp.inf, score)
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """How many tokens of every row the current chunk has."""
+
+    def __call__(self, inputs: Inputs) -> Int[Array, "B"]:
+        return (inputs.pos >= 0).sum(-1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkStays(Made):
+    """inf for the tokens of the current chunk while the prompt goes on after it, `score` for all others.
+
+    If the chunk does not fit the budget, `score` ranks all slots (CItruS, arXiv:2406.12018).
+    """
+
+    score: Score
+    probe: Question
+
+    @property
+    def parts(self) -> tuple[Score, ...]:
+        return (self.score,)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return super().needs | {NewTokens()}
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        score, new = scored(self.score, view, seen), seen.of(NewTokens())
+        stays = jnp.where(~_ends(self.probe, seen) & (new <= seen.n), new, 0)
+        return jnp.where(view.pos >= (seen.length - stays)[:, None, None], jnp.inf, score)
+
+
+def _ends(probe: Question, seen: Seen) -> Bool[Array, "B"]:
+    """The rows whose prompt ends with the current chunk; for the others, the question is read after it."""
+    asked = seen.observed.get(key_of(probe))
+    return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)

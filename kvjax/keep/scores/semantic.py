@@ -1,0 +1,62 @@
+"""CompressKV: only the heads that look at what an answer needs say which tokens stay (arXiv:2508.02401)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.calls import IN_PREFILL
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.keep.observations.observe import Queries
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.scores.score import attention_to_older
+from kvjax.keep.select import ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class SemanticHeads:
+    """How much every query head attends to what answers need; an observation of what was fitted.
+
+    fitted: "attention" [L, N], as `kvjax fit compresskv` writes it; only its order in a layer matters.
+    """
+
+    fitted: Fitted | None = None
+    by = "compresskv"
+    phases = (IN_PREFILL,)
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "heads", "layers, heads", "attention", (model.layers, model.heads))
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B N"]:
+        assert self.fitted is not None
+        found = inputs.fitted[self.fitted.digest]["attention"]
+        return jnp.broadcast_to(found[None], (inputs.pos.shape[0], *found.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class SemanticAttention(Word):
+    """score[j] = the mean over the layer's `heads` best heads of what the last `last` queries give j, in sum.
+
+    Best are those of the largest `SemanticHeads`; all heads of a layer share the score. The softmax runs over
+    all visible slots; the window's own slots score 0 (protect them).
+    """
+
+    semantic: SemanticHeads
+    heads: int
+    last: int
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({self.semantic, Queries(self.last)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        each = attention_to_older(view, seen, self.last).sum(3)
+        best = ranks(seen.of(self.semantic)) < self.heads
+        best = best.reshape(each.shape[:3])[..., None]
+        many = jnp.maximum(best.sum((1, 2, 3)), 1).astype(each.dtype)[:, None]
+        score = jnp.where(best, each, 0.0).sum((1, 2)) / many
+        return jnp.broadcast_to(score[:, None], view.pos.shape)

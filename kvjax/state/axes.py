@@ -1,0 +1,147 @@
+"""The logical axes of every part of a cache, and caches placed by a mesh's rules.
+
+A part's axes follow from its place in the tree. Which of them are split is the rules' to say
+(`kvjax.mesh.rules`): here stands what each axis of an array is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.ops.base.memory import KIND, in_host
+from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Segment, Slots, State, nbytes
+
+# (axes, array) -> what becomes of the array.
+OfArray = Callable[[Axes, Array], Any]
+
+_LISTS: Axes = ("layers", "batch", "kv_heads")
+# Behind layers and rows, by the names of recurrent states: where their heads are. Others have none, such as
+# the tails of short convolutions, whose channels are those of queries, keys and values side by side.
+_STATES: dict[str, Axes] = {
+    **dict.fromkeys(("S", "K", "V", "memory", "opened", "kk", "kv", "means", "top", "total"), ("heads",)),
+    **dict.fromkeys(("levels", "k", "v", "since"), (None, "heads")),
+}
+
+
+def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
+    """The cache with f(axes, array) in place of every array.
+
+    on: slots that its rules hold for too few to split are no axis of their arrays.
+    """
+    groups = tuple(_group(f, group, on) for group in cache.groups)
+    pools = tuple(_pool(f, pool) for pool in cache.pools)
+    return dataclasses.replace(cache, groups=groups, next=f(("batch",), cache.next), pools=pools)
+
+
+def _padded(f: OfArray, axes: Axes) -> Callable[[Array], Any]:
+    """f for arrays whose first axes are these."""
+    return lambda x: f((*axes, *(None,) * (x.ndim - len(axes)))[: x.ndim], x)
+
+
+def _group(f: OfArray, group: GroupState, on: OnMesh | None) -> GroupState:
+    if group.state is not None:
+        group = dataclasses.replace(group, state=_state(f, group.state))
+    heads = {part.shape[2] for s in group.parts for part in (s.lengths if isinstance(s, Paged) else s.pos,)}
+    rows = jax.tree.map(lambda x: _row(f, x, heads), group.rows)
+    return dataclasses.replace(group.with_parts([_segment(f, s, on) for s in group.parts]), rows=rows)
+
+
+def _state(f: OfArray, state: State) -> State:
+    def one(name: str, x: Any) -> Any:
+        axes: Axes = ("layers", "batch", *_STATES.get(name, ()))
+        return jax.tree.map(_padded(f, axes), x)
+
+    return State({name: one(name, x) for name, x in state.data.items()})
+
+
+def _row(f: OfArray, x: Array, heads: set[int]) -> Any:
+    """What a method remembers of rows. Words say no axes of it: an axis as long as the lists is theirs."""
+    many = x.ndim > 3 and any(x.shape[2] % count == 0 for count in heads if count)
+    return _padded(f, _LISTS if many else ("layers", "batch"))(x)
+
+
+def _segment(f: OfArray, segment: Segment, on: OnMesh | None) -> Segment:
+    if isinstance(segment, Paged):
+        first, lengths = (_padded(f, _LISTS)(x) for x in (segment.first, segment.lengths))
+        return dataclasses.replace(segment, first=first, lengths=lengths)
+    return _slots(f, segment, (*_LISTS, "slots" if on is None or are_many(segment, on) else None))
+
+
+def specs_of_slots(slots: Slots, on: OnMesh) -> Slots:
+    """How every array of a segment of slots is split."""
+    axes = (*_LISTS, "slots" if are_many(slots, on) else None)
+    return _slots(lambda axes, x: on.spec(axes, x.shape), slots, axes)
+
+
+def are_many(slots: Slots, on: OnMesh) -> bool:
+    """Whether a row's slots of one layer take as many bytes as the rules ask for."""
+    layers, rows = slots.pos.shape[:2]
+    return nbytes((slots.k, slots.v)) >= on.rules.slots_from * layers * rows
+
+
+def lie_apart(segment: Segment, on: OnMesh) -> bool:
+    """Whether the slots of a list lie on several devices."""
+    if not isinstance(segment, Slots) or not are_many(segment, on):
+        return False
+    return len(on.spec((*_LISTS, "slots"), segment.pos.shape)) == 4
+
+
+def _slots(f: OfArray, slots: Slots, axes: Axes) -> Slots:
+    put = _padded(f, axes)
+    near = slots.near
+    if near is not None:
+        whole = _padded(f, _LISTS)
+        pages, used = jax.tree.map(whole, (near.pages, near.used))
+        near = Near(_slots(f, near.slots, (*_LISTS, None)), pages, used)
+    return dataclasses.replace(
+        slots,
+        k=jax.tree.map(put, slots.k),
+        v=jax.tree.map(put, slots.v),
+        pos=put(slots.pos),
+        bias=None if slots.bias is None else put(slots.bias),
+        traces={name: put(x) for name, x in slots.traces.items()},
+        summary={name: put(x) for name, x in slots.summary.items()},
+        sums={name: _padded(f, _LISTS)(x) for name, x in slots.sums.items()},
+        near=near,
+    )
+
+
+def _pool(f: OfArray, pool: Pages) -> Pages:
+    return jax.tree.map(_padded(f, ("pages",)), pool)
+
+
+def _memory(x: Array) -> str | None:
+    """The kind of memory that an array lies in, where it is not the device's own."""
+    return KIND if in_host(x) else None
+
+
+def pinned(cache: Cache, on: OnMesh | None) -> Cache:
+    """Inside a program: the cache, of which the compiler is told how it lies."""
+    return cache if on is None else map_axes(lambda axes, x: on.pin(x, axes, _memory(x)), cache, on)
+
+
+def pinned_to(x: Array, on: OnMesh | None, *axes: str | None) -> Array:
+    """Inside a program: x with these logical axes, likewise."""
+    return x if on is None else on.pin(x, axes)
+
+
+def placed(cache: Cache, on: OnMesh | None) -> Cache:
+    """Outside of programs: the cache where the rules put it; what lies there already is not copied."""
+    if on is None:
+        return cache
+    where = map_axes(lambda axes, x: on.sharding(axes, x.shape, _memory(x)), cache, on)
+    moved = jax.device_put(dataclasses.replace(cache, added=None), dataclasses.replace(where, added=None))
+    return dataclasses.replace(moved, spare=cache.spare, added=cache.added, on_mesh=on)
+
+
+def check_rows(rows: int, on: OnMesh | None) -> None:
+    """InputError where so many rows cannot be split as the rules say."""
+    if on is not None:
+        n = on.devices("batch")
+        on.check("batch", rows, "rows", f"give {-(-rows // n) * n} rows or another multiple of {n}")

@@ -1,0 +1,346 @@
+"""The KV state: what a decoder keeps of its past, as one plain pytree.
+
+A cache has one `GroupState` for each run of equal layers, stacked on axis Lg; a layer's past is the union of
+its parts. A slot knows its token's position (`pos`, -1 = empty) and nothing else about order. What is kept,
+how it is encoded and what is read is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.base.errors import InputError
+from kvjax.hosts.arrays import fetch
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.memory import offers_host
+from kvjax.ops.decode.stacked_decode import layer_of
+from kvjax.ops.recurrent.recurrence import StackedState
+from kvjax.state.codes import Codes, dense, encode
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Unordered slots of Lg layers.
+
+    k, v: [Lg, B, K, S, H] or Codes; v is None where the values are the first `shared` channels of the keys
+    (latents). pos: token position per slot, -1 = empty. bias: added to the logits. traces: what a
+    method remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
+    sums: what it keeps of all slots of a list together, such as sums and means, [Lg, B, K, ...]. near: where
+    k and v lie in host memory, the pages that the device holds, too. far: k and v lie in host memory, from
+    which they come layer by layer (`kvjax.place.by_layer`).
+    """
+
+    k: Array | Codes
+    v: Array | Codes | None
+    pos: Int[Array, "Lg B K S"]
+    bias: Float[Array, "Lg B K S"] | None = None
+    traces: dict[str, Float[Array, "Lg B K S"]] = dataclasses.field(default_factory=dict)
+    summary: dict[str, Array] = dataclasses.field(default_factory=dict)
+    sums: dict[str, Array] = dataclasses.field(default_factory=dict)
+    near: Near | None = None
+    shared: int = dataclasses.field(default=0, metadata=dict(static=True))
+    far: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @property
+    def capacity(self) -> int:
+        return self.pos.shape[-1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.pos.shape[-2]
+
+    def layer(self, index: int | Array) -> Slots:
+        """The same slots of one layer, without the Lg axis."""
+        return jax.tree.map(lambda x: layer_of(x, index), self)
+
+    def keys(self) -> Keys:
+        """What attention reads; leading axes as they are."""
+        k = dense(self.k)
+        return Keys(k, k[..., : self.shared] if self.v is None else dense(self.v), self.pos, self.bias)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Near:
+    """Copies on the device of R pages of every list of slots in host memory, or of all slots of one layer.
+
+    slots: page m of a list lies at slots m * page .. m * page + page - 1. pages: which of the list's pages
+    that is, -1 = none. used: when it was last read, in steps of its list, 0 = never. Both are None where
+    slots are those of one layer, while a program runs.
+    """
+
+    slots: Slots
+    pages: Int[Array, "Lg B K R"] | None = None
+    used: Int[Array, "Lg B K R"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """One pool of pages that rows and heads share, of one layer or of several.
+
+    k, v: [P, page, H] or Codes (v None: the first `shared` channels of k); pos, bias: [P, page]. owner[p] =
+    (layer * B + row) * K + head with layers counted inside the pool, or -1 where a page is free; pages lie in
+    the order of their owners. traces: as of `Slots`, [P, page].
+    """
+
+    k: Array | Codes
+    v: Array | Codes | None
+    pos: Int[Array, "P page"]
+    owner: Int[Array, "P"]
+    bias: Float[Array, "P page"] | None = None
+    traces: dict[str, Float[Array, "P page"]] = dataclasses.field(default_factory=dict)
+    layers: int = dataclasses.field(default=1, metadata=dict(static=True))
+    shared: int = dataclasses.field(default=0, metadata=dict(static=True))
+
+    def values(self) -> Array:
+        return dense(self.k)[..., : self.shared] if self.v is None else dense(self.v)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.pos.shape[-1]
+
+    def table(self, lists: Paged) -> Int[Array, "*lists M"]:
+        """The pages of every list: its own first, then pages of other lists, which its length excludes."""
+        page = np.arange(lists.most, dtype=np.int32).reshape((1,) * lists.first.ndim + (-1,))
+        return (lists.first[..., None] + page).clip(max=self.owner.shape[0] - 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """A segment whose slots lie in one of the cache's pools, the pages of a list side by side.
+
+    first: the first page of each (row, KV head). lengths: the live slots of each. `pool` is the pool's index,
+    `first_layer` the group's place in it, and `most` the pages of the longest list there can be.
+    """
+
+    first: Int[Array, "Lg B K"]
+    lengths: Int[Array, "Lg B K"]
+    pool: int = dataclasses.field(metadata=dict(static=True))
+    first_layer: int = dataclasses.field(metadata=dict(static=True))
+    most: int = dataclasses.field(metadata=dict(static=True))
+
+    def layer(self, index: int | Array) -> Paged:
+        return jax.tree.map(lambda x: x[index], self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What Lg layers without slots carry from token to token: arrays [Lg, B, ...] by name, or Codes."""
+
+    data: dict[str, Array | Codes]
+
+    def layer(self, index: int | Array) -> dict[str, Array]:
+        """The plain arrays of one layer, without the Lg axis."""
+        return {name: _of_layer(x, index) for name, x in self.data.items()}
+
+    def layer_in_place(self, index: int | Array, names: frozenset[str]) -> dict[str, Array | StackedState]:
+        """`layer`, but those of `names` that are not encoded stay in the stack."""
+
+        def one(name: str, x: Array | Codes) -> Array | StackedState:
+            if name in names and not isinstance(x, Codes):
+                return StackedState(x, index)
+            return _of_layer(x, index)
+
+        return {name: one(name, x) for name, x in self.data.items()}
+
+    def replaced(self, index: int | Array, new: dict[str, Array | StackedState]) -> State:
+        """The same states with those of one layer written, encoded as they were."""
+
+        def put(old: Array | Codes, x: Array | StackedState) -> Array | Codes:
+            if isinstance(x, StackedState):
+                return x.layers
+            fresh = encode(x, old.codec) if isinstance(old, Codes) else x.astype(old.dtype)
+            # `.at[index].set` would allow for an index outside the stack, by reading and selecting all of it.
+            return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0), old, fresh)
+
+        return State({n: put(x, new[n]) for n, x in self.data.items()})
+
+
+def _of_layer(x: Array | Codes, index: int | Array) -> Array:
+    return dense(jax.tree.map(lambda a: a[index], x))
+
+
+Segment = Slots | Paged
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GroupState:
+    """What a group of Lg equal layers holds of its past; nothing of it without a cache.
+
+    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, what copies of a row
+    have in common, of fewer rows (`kvjax.place.common`). tail: the slots that they enter. state: what layers
+    without slots carry instead. rows: what a method remembers of every row, arrays [Lg, B, ...] by name.
+    sinks: the first tokens of every row, as computed, where a store keeps some of them so; no other token
+    enters these slots.
+    """
+
+    bodies: tuple[Segment, ...] = ()
+    tail: Slots | None = None
+    state: State | None = None
+    rows: dict[str, Array] = dataclasses.field(default_factory=dict)
+    sinks: Slots | None = None
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """All slots: the bodies, the first tokens, then the tail."""
+        return (*self.bodies, *(s for s in (self.sinks, self.tail) if s is not None))
+
+    def with_parts(self, parts: Sequence[Segment]) -> GroupState:
+        """The same with other `parts`, in their order."""
+        one, found = len(self.bodies), list(parts)
+        tail = found.pop() if self.tail is not None else None
+        sinks = found.pop() if self.sinks is not None else None
+        assert len(found) == one and not isinstance(tail, Paged) and not isinstance(sinks, Paged)
+        return dataclasses.replace(self, bodies=tuple(found), sinks=sinks, tail=tail)
+
+    def with_sinks(self, sinks: Slots) -> GroupState:
+        return dataclasses.replace(self, sinks=sinks)
+
+    def with_tail(self, tail: Slots) -> GroupState:
+        return dataclasses.replace(self, tail=tail)
+
+
+NOTHING = GroupState()
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["groups", "next", "pools"],
+    meta_fields=["method", "model"],
+    drop_fields=["spare", "added", "on_mesh"],
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The whole KV state: explicit, donated, returned. `next[b]` is the position of row b's next token.
+
+    method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
+    it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
+    fit, so that a step need not ask the device; added is its note of the newest tokens, for `rollback`
+    (`kvjax.api.rollback.Added`); on_mesh says how arrays are to be split. They are no part of the tree.
+    """
+
+    groups: tuple[GroupState, ...]
+    next: Int[Array, "B"]
+    pools: tuple[Pages, ...] = ()
+    method: Any = None
+    model: str = ""
+    spare: int = 0
+    added: Any = None
+    on_mesh: OnMesh | None = None
+
+
+def nbytes(tree: PyTree) -> int:
+    """Bytes of every array in a cache (or any pytree, `jax.eval_shape` results included).
+
+    Everything counts: codes, scales, page tables, summaries, statistics, padding and free slots. Raises
+    InputError if a leaf is not an array.
+
+    >>> nbytes({"k": np.zeros((2, 3), np.float32)})
+    24
+    """
+    leaves = jax.tree.leaves(tree)
+    for x in leaves:
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            hint = ": give its .params" if hasattr(x, "params") else ""
+            raise InputError(f"nbytes is given {x!r:.60}, expected a cache or a pytree of arrays{hint}")
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def heavier(held: int | float, full: int | float, by: str = "it") -> str:
+    """What reports say if a cache of `held` bytes is larger than the full one; empty if it is not.
+
+    >>> heavier(120, 100), heavier(100, 100)
+    ('it weighs more than the full cache', '')
+    """
+    return f"{by} weighs more than the full cache" if held > full else ""
+
+
+def host_nbytes(tree: PyTree) -> int:
+    """Bytes of `nbytes` that lie in host memory; 0 where the backend offers programs none.
+
+    They are the keys and values of slots of which the device holds copies (`Slots.near`), or one layer after
+    the other (`Slots.far`).
+
+    >>> host_nbytes(np.zeros(3))
+    0
+    """
+    if not offers_host():
+        return 0
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(lies_far(tree)), strict=True)
+    return sum(nbytes(x) for x, far in pairs if far)
+
+
+def lies_far(tree: PyTree) -> PyTree:
+    """For every array of a cache, or of its shapes, whether it lies in host memory where there is one."""
+
+    def one(x: Any) -> Any:
+        whole = jax.tree.map(lambda _: False, x)
+        if not _is_far(x):
+            return whole
+        # One number per slot stays beside the positions.
+        k, v = (jax.tree.map(lambda a: not x.far or a.ndim > 4, y) for y in (x.k, x.v))
+        return dataclasses.replace(whole, k=k, v=v)
+
+    return jax.tree.map(one, tree, is_leaf=_is_far)
+
+
+def _is_far(x: Any) -> bool:
+    return isinstance(x, Slots) and (x.near is not None or x.far)
+
+
+def check_alive(cache: Cache) -> None:
+    """Raises InputError for what is no cache, and for one that a step consumed and emptied."""
+    if not isinstance(cache, Cache):
+        raise InputError(f"cache is {cache!r}, expected a Cache, as kvjax.prefill and step return it")
+    at = cache.next
+    if isinstance(at, jax.Array) and not isinstance(at, Tracer) and at.is_deleted():
+        raise InputError(
+            "this cache was consumed by kvjax.step or generate, expected a live one: use what they returned, "
+            "or kvjax.fork a cache before a step to keep it"
+        )
+
+
+def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
+    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host.
+
+    K and S are 0 where a layer carries a state instead of slots. Where a method reads some tokens of a prompt
+    alone (`kvjax.keep.prompts.reread`), positions are those in what was read. Raises InputError for a consumed cache.
+    """
+    check_alive(cache)
+    out = []
+    for group in cache.groups:
+        if group.state is not None:
+            layers, rows = jax.tree.leaves(group.state)[0].shape[:2]
+            out += [np.full((rows, 0, 0), -1, np.int32)] * layers
+            continue
+        parts = [_for_rows(_positions(s, cache.pools), cache.next.shape[0]) for s in group.parts]
+        out += [np.concatenate(layer, -1) for layer in zip(*parts, strict=True)]
+    return out
+
+
+def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
+    """The positions of every row, where copies of one have slots in common."""
+    return np.repeat(pos, rows // pos.shape[1], axis=1)
+
+
+def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:
+    if isinstance(segment, Slots):
+        return fetch(segment.pos)
+    pool = pools[segment.pool]
+    pos = fetch(pool.pos)[fetch(pool.table(segment))]
+    pos = pos.reshape(*segment.lengths.shape, -1)
+    return np.where(np.arange(pos.shape[-1]) < fetch(segment.lengths)[..., None], pos, -1)

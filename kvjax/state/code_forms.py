@@ -1,0 +1,186 @@
+"""What attention asks of codes before it reads them: which kernel takes them as they lie, and in which basis.
+
+Codecs answer for themselves; nobody looks at the names of their arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.ops.base.dtypes import wide
+from kvjax.state.cache import GroupState, Segment, Slots
+from kvjax.state.codes import Codec, Codes
+
+
+class Form(NamedTuple):
+    """How codes lie in memory, where a kernel can read them there; a codec's `form(width)` says which it is.
+
+    "rows": uint8 "codes" and one "scale_zero" per token. "key groups" and "value groups": packed "words" of
+    `bits` bits in which `group` tokens are encoded together, with a "scale_zero" for every channel of such
+    tokens (keys), or for every `group` channels of each of them (values).
+    """
+
+    kind: Literal["rows", "key groups", "value groups"]
+    bits: int = 8
+    group: int = 1
+
+
+ROWS = Form("rows")
+
+
+def is_steady(codec: Codec | None) -> bool:
+    """Whether what was decoded may be encoded again and again; a codec that drifts says `steady = False`."""
+    return getattr(codec, "steady", True)
+
+
+def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> GroupState:
+    """`state`, what group `at` holds now, with the arrays of its codes that lie with the group below.
+
+    Codecs that `borrows` are of such codes, slot by slot. Both are bodies, which no step writes to, so those
+    of `groups` may be older than the state.
+    """
+
+    def whole(mine: Array | Codes | None, theirs: Array | Codes | None) -> Array | Codes | None:
+        if not _borrows(mine):
+            return mine
+        assert isinstance(mine, Codes) and isinstance(theirs, Codes)
+        return dataclasses.replace(mine, data=theirs.data | mine.data)
+
+    def with_shared(i: int, segment: Segment) -> Segment:
+        if not isinstance(segment, Slots) or not (_borrows(segment.k) or _borrows(segment.v)):
+            return segment
+        below = groups[at - 1].bodies[i]
+        assert isinstance(below, Slots)
+        k = whole(segment.k, below.k)
+        assert k is not None
+        return dataclasses.replace(segment, k=k, v=whole(segment.v, below.v))
+
+    return dataclasses.replace(state, bodies=tuple(with_shared(i, s) for i, s in enumerate(state.bodies)))
+
+
+def _borrows(x: Array | Codes | None) -> bool:
+    return isinstance(x, Codes) and getattr(x.codec, "borrows", False)
+
+
+def form_of(x: Codes) -> Form | None:
+    """How these codes lie in memory; None where no kernel reads them."""
+    ask = getattr(x.codec, "form", None)
+    return None if ask is None else ask(x.width)
+
+
+def is_rows(x: Array | Codes | None) -> bool:
+    """Whether a kernel reads rows: numbers as computed, or 8 bits with a scale and a zero per token."""
+    return not isinstance(x, Codes) or form_of(x) == ROWS
+
+
+def groups_of(k: Array | Codes, v: Array | Codes | None) -> Form | None:
+    """The form of keys in groups of tokens whose values lie in the same groups; None for all else."""
+    if not isinstance(k, Codes) or not isinstance(v, Codes):
+        return None
+    keys = form_of(k)
+    if keys is None or keys.kind != "key groups":
+        return None
+    return keys if form_of(v) == keys._replace(kind="value groups") else None
+
+
+class Span(NamedTuple):
+    """Rows as rows z times a matrix: x = z M, where `codec` decodes the same arrays to z."""
+
+    codec: Codec
+    matrix: Float[np.ndarray, "Z H"]
+
+
+@runtime_checkable
+class Spanned(Protocol):
+    """A codec whose rows are x = z M for a fixed matrix M, so that attention can run over z itself.
+
+    A query meets them as <q, z M> = <q M', z>, and what it weighs is sum_j p_j z_j M = (sum_j p_j z_j) M:
+    two products per query in place of one per slot. M need not be square: a rotation is, a sketch is not.
+    """
+
+    def span(self, width: int) -> Span:
+        """The codec of z and M, for rows of `width` channels."""
+        ...
+
+
+@runtime_checkable
+class Multiplied(Protocol):
+    """A codec whose rows are x = s z, one number s per row: attention multiplies logits by s, and no rows."""
+
+    def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]]:
+        """z and s of codes of this codec."""
+        ...
+
+
+def factors_of(x: Array | Codes) -> tuple[Array | Codes, Float[Array, "*b S"] | None]:
+    """Rows z and their numbers s where x = s z; x itself where it is no product."""
+    apart = isinstance(x, Codes) and isinstance(x.codec, Multiplied)
+    return x.codec.factors(x) if apart else (x, None)  # type: ignore[union-attr]
+
+
+def span_of(codec: Codec, width: int) -> Span:
+    """A codec's span; the codec itself and the identity where its rows lie in no other basis.
+
+    >>> from kvjax.store.affine import Affine
+    >>> span_of(Affine(8), 2).matrix.tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    return codec.span(width) if isinstance(codec, Spanned) else Span(codec, np.eye(width))
+
+
+def times(x: Float[Array, "*b Z"], matrix: Float[np.ndarray, "Z H"]) -> Float[Array, "*b H"]:
+    """x M in the dtype of x, summed in promote(float32, x)."""
+    kind = wide(x)
+    product = jnp.dot(x.astype(kind), jnp.asarray(matrix, kind), precision=jax.lax.Precision.HIGHEST)
+    return product.astype(x.dtype)
+
+
+class Met(NamedTuple):
+    """Queries, keys and values in the basis of what is stored; `back` turns an output over values back."""
+
+    q: Array
+    k: Array | Codes
+    v: Array | Codes | None
+    back: Callable[[Array], Array]
+    turned: bool
+
+
+def meet(q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None) -> Met:
+    """Queries, keys and values as they meet without keys or values being turned back.
+
+    Attention of `q` over `k` and `v` here, its output through `back`, is that of the given ones. Values that
+    are the first channels of the keys (v None) need keys in their own basis, so nothing is turned then.
+    """
+    if v is None:
+        return Met(q, k, v, lambda out: out, False)
+    keys, values = _spanned(k), _spanned(v)
+    return Met(
+        q if keys is None else times(q, keys.matrix.T),
+        _bare(k, keys),
+        _bare(v, values),
+        lambda out: out if values is None else times(out, values.matrix),
+        keys is not None or values is not None,
+    )
+
+
+def _spanned(x: Array | Codes) -> Span | None:
+    """The span of codes that lie in another basis, None for all others."""
+    if not isinstance(x, Codes):
+        return None
+    span = span_of(x.codec, x.width)
+    return None if span.codec is x.codec else span
+
+
+def _bare(x: Array | Codes, span: Span | None) -> Array | Codes:
+    """The same arrays as codes of z."""
+    if span is None:
+        return x
+    assert isinstance(x, Codes)
+    return dataclasses.replace(x, codec=span.codec, width=span.matrix.shape[0])

@@ -1,0 +1,1 @@
+"""Decoding: one new token per row: append, attend, evict."""

@@ -1,0 +1,393 @@
+"""How one query meets a layer's past: segments that a kernel reads as they lie, and all others together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.grammar.calls import met, shaped
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.phase import Turn
+from kvjax.grammar.protocols import AttentionSpec
+from kvjax.grammar.read_protocols import Read, Resting, Sampling
+from kvjax.models.attending import attend_at_once, in_lists
+from kvjax.models.mixer import AttentionLogits, Expand, Layer, Left, Projected
+from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
+from kvjax.ops.attention.union import Keys, merge
+from kvjax.ops.decode import grouped_decode as grouped
+from kvjax.ops.decode import picked_decode as picked
+from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
+from kvjax.ops.decode.turning import Turn as TurnInKernel
+from kvjax.place.common import copies_of, lists_of
+from kvjax.place.host import fetched
+from kvjax.place.paged import attend_pages
+from kvjax.read.pages import positions, visited
+from kvjax.state.cache import GroupState, Paged, Pages, Slots
+from kvjax.state.code_forms import Met, factors_of, groups_of, meet
+from kvjax.state.codes import Codes
+from kvjax.state.page_gather import gather_pages
+from kvjax.steps.decoding.computed_keys import Part, attend_computed, in_strips
+from kvjax.steps.decoding.dispatch import (
+    form_of,
+    pages_apart,
+    picking,
+    together,
+    turn_in_kernel,
+    what_kernels_read,
+)
+from kvjax.steps.decoding.past import Past, Picks
+from kvjax.steps.decoding.per_device import attended_on_each, on_all, picked_on_each, split_of
+from kvjax.steps.decoding.rotate_pages import attend_turned_pages
+from kvjax.steps.shared.rotate import rope_of_keys, sharpened, turned_keys, weighed
+from kvjax.steps.shared.run import Run
+
+# What the slots of one part received of a query, by the repr of the observed mass.
+Received = dict[str, Float[Array, "*_"]]
+# What multiplies the keys and the values of a layer's slots.
+Factors = tuple[Array | None, Array | None]
+
+
+def attend_past(
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
+    found: Picks | None, more: Sequence[Part] = (),
+) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
+    """One query over a layer's parts; what the slots of each received, where that is asked for; the logits.
+
+    found: what `selected` gave. more: (out, lse) of what was attended elsewhere. Logits are those of the
+    parts that are attended together: of all where another layer uses them.
+    """
+    parts, received, scores = _parts(run, past, layer, x, pools, at, found, more)
+    out, _ = _merged(parts)
+    return out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out), received, scores
+
+
+def attend_turn(
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
+    turn: Turn,
+) -> Part:  # fmt: skip
+    """(out, lse) of one query over the slots that it meets in a further turn, for `attend_past`."""
+    x = x._replace(q=sharpened(x.q, turn), extra=None)
+    parts, *_ = _parts(run, past._replace(turn=turn), layer, x, pools, at, None, ())
+    out, lse = _merged(parts)
+    return out, weighed(lse, turn)
+
+
+def _merged(parts: Sequence[Part]) -> Part:
+    return merge(parts) if len(parts) > 1 else parts[0]
+
+
+def _parts(
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
+    found: Picks | None, more: Sequence[Part],
+) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
+    """The parts of the union that a query attends to, each by itself or together with others."""
+    pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
+    sets: list[Keys] = []
+    parts: list[Part] = []
+    received: tuple[Received, ...] = ()
+    stored = past
+    resting = past.gm.read if isinstance(past.gm.read, Resting) else None
+    past, bases = _in_their_bases(run, past, layer, x)
+    for i, base in enumerate(bases):
+        own = _apart(run, past, layer, x, i, base, found, pools, at)
+        if own is None:
+            sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
+            continue
+        out, lse, mass = own
+        # Of one query, a sum that fades is the sum.
+        received = () if mass is None else ({key_of(o): mass for o in wanted},)
+        parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
+    q, products = x.q, None
+    if unreadable is not None and not wanted and in_strips(run, layer, x):
+        q, parts, sets = unreadable.queries(q), [*attend_computed(layer, x, sets, pos), *parts], []
+    elif unreadable is not None:
+        products = unreadable.products if x.extra is None else None
+        q, sets = unreadable.queries(q), sets if products is not None else unreadable.sets(sets)
+    if resting is not None and x.extra is not None:
+        # The rest weighs as much as what is read of the sequence says, and these slots are none of it.
+        more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
+        x = x._replace(extra=None)
+    sets, scores = sets if x.extra is None else [x.extra, *sets], ()
+    if sets:
+        kinds = tuple(o.reduction for o in wanted)
+        out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass=kinds, products=products)
+        parts = [(out, lse), *parts]
+        if wanted:
+            each = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
+            received = tuple({key_of(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
+    if resting is not None:
+        assert found is not None
+        parts.append(_rest_of(run, stored, layer, q, resting, found, parts))
+    return [*parts, *more], received, scores
+
+
+def _unreadable(x: Projected) -> Expand | None:
+    """What makes keys and values of what slots hold, where queries cannot meet that as it is."""
+    return x.expand if x.expand is not None and x.expand.outputs is None else None
+
+
+def _apart(
+    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[Met, Factors], found: Picks | None,
+    pools: tuple[Pages, ...], at: Int[Array, "B"],
+) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
+    """Segment `i` by itself: (out, lse, mass if it is wanted); None where it is attended with others."""
+    (met, sizes), segment = base, past.parts[i]
+    copies = copies_of(segment, at.shape[0])
+    mine, when = side_by_side(met.q, lists_of(segment)), at.reshape(-1, copies)
+    if isinstance(segment, Paged):
+        if pages_apart(run, past, layer, x, i, pools[segment.pool]):
+            return *_attend_pages(run, past, layer, i, segment, pools[segment.pool], mine, when), None
+    else:
+        sized = sizes[0] is not None, sizes[1] is not None
+        if (chosen := form_of(run, past, layer, x, i, mine, sized)) != "reference":
+            return _in_kernel(
+                run, past, layer, x, i, segment, chosen, (mine, when, at[:, None]), sizes, found
+            )
+    if together(run, past, layer, x) or (copies == 1 and not met.turned and sizes == (None, None)):
+        return None
+    keys = _read(past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+    return *attend_at_once(layer, x, mine, [keys], when)[:2], None
+
+
+def _attend_pages(
+    run: Run, past: Past, layer: Layer, i: int, pages: Paged, pool: Pages, q: Array, pos: Int[Array, "B T"]
+) -> Part:
+    how: dict[str, Any] = dict(scale=layer.scale, softcap=run.config.attention_softcap)
+    how |= dict(implementation=run.implementation)
+    if (turn := turn_in_kernel(past, layer, i)) is not None:
+        return attend_turned_pages(run.on_mesh, q, pages.layer(past.index), pool, turn, **how)
+    call = partial(attend_pages, **how)
+    # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
+    return on_all(run.on_mesh, call, q, pages.layer(past.index), jnp.asarray(past.index), pool, pos)
+
+
+def _in_kernel(
+    run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
+    asked: tuple[Array, Array, Array], sizes: Factors, found: Picks | None,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
+    """Segment `i` in a kernel. asked: queries by the lists of the segment and when they ask; when rows do."""
+    q, when, pos = asked
+    split = split_of(run.on_mesh, slots, bool(past.gm.masses))
+    if (read := picking(past, i)) is not None:
+        assert found is not None
+        call = partial(_attend_picked, run, layer, read, implementation)
+        picks = found._replace(bias=_by_list(found.bias, slots.kv_heads))
+        return attended_on_each(split, call, slots, x.q, pos, past.index, picks)
+    call = partial(_attend_slots, run, layer, bool(past.gm.masses), implementation)
+    turn = turn_in_kernel(past, layer, i)
+    beside = Beside(*sizes, None if turn is None else turn.phase)
+    return attended_on_each(split, call, slots, q, when, past.index, beside)
+
+
+def _in_their_bases(
+    run: Run, past: Past, layer: Layer, x: Projected
+) -> tuple[Past, list[tuple[Met, Factors]]]:
+    """The segments in the bases that codecs store them in, where each can be attended apart, and the queries.
+
+    Beside these, what multiplies the keys and the values of every slot, where codes are such products. Pages
+    turn where they are attended. What is attended with others at once, or asked for its mass, is turned back
+    instead.
+    """
+    bases = []
+    for i, segment in enumerate(past.parts):
+        met = Met(x.q, x.q, None, lambda out: out, False)
+        sizes: Factors = (None, None)
+        apart = not past.gm.masses and not together(run, past, layer, x)
+        if isinstance(segment, Slots) and apart:
+            k, v = segment.k, segment.v
+            # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
+            if v is not None and picking(past, i) is None:
+                (k, of_keys), (v, of_values) = factors_of(k), factors_of(v)
+                sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
+            met = meet(x.q, k, v)
+            segment = dataclasses.replace(segment, k=met.k, v=met.v)
+        bases.append((segment, (met, sizes)))
+    return past._replace(parts=tuple(s for s, _ in bases)), [base for _, base in bases]
+
+
+def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[Array, "B K S"] | None:
+    return None if x is None else x[index]
+
+
+def _read(
+    past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    at: Int[Array, "B"], rows: int,
+) -> Keys:  # fmt: skip
+    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
+
+    rows: as many as the segment has, whose copies then read them side by side, or one for every copy.
+    """
+    segment = past.parts[i]
+    if isinstance(segment, Paged):
+        keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
+    elif (read := picking(past, i)) is not None:
+        assert found is not None
+        keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
+        keys = keys._replace(bias=_biases(keys.bias, found.bias))
+    else:
+        keys = for_rows(segment.layer(past.index).keys(), rows)
+    if past.turn is not None:
+        keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
+    if past.values is not None:
+        keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
+    if past.above and keys.pos is not None:
+        keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
+    return keys
+
+
+def selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
+    """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
+    if past.gm.read is None or past.gm.picker is not None:
+        return None
+    return _chosen(run, past, q, length)
+
+
+def persistent(
+    run: Run, past: Past, layer: Layer, q: Array, length: Int[Array, "B"]
+) -> tuple[Past, Picks | None, Left]:
+    """Where some layers choose for others: the past as this one reads it, its picks, and what it publishes.
+
+    A layer that chooses reads all of its own slots.
+    """
+    if past.gm.picks:
+        found = _chosen(run, past, q, length) if "picks" in layer.publishes else None
+        return past._replace(gm=past.gm._replace(read=None)), None, {} if found is None else {"picks": found}
+    return past, layer.taken.get("picks"), {}
+
+
+def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
+    read, body = past.gm.read, past.parts[0]
+    assert isinstance(body, Slots)
+    if isinstance(read, Sampling):
+        found = Picks(*read.sample(q, body, past.index, length))
+    else:
+        # The queries of a group choose together, as where what slots receive is summed.
+        alone = getattr(read, "by_list", False)
+        split = split_of(run.on_mesh, body, mass=True) if alone else None
+        select = partial(read.select, implementation=run.without_gpu)
+        found = Picks(*picked_on_each(split, select, q, body, past.index, length))
+    lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
+    shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
+    shaped(read, "counts of pages", found.counts, "[B, K]", lists)
+    if isinstance(read, Sampling):
+        shaped(read, "biases", found.bias, "[B, N, M * granule]", (*q.shape[:2], most * read.granule))
+    return found
+
+
+def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
+    """What is added to logits, of slots [B, K, P] and of query heads [B, N, P] together."""
+    if of_slots is None or of_heads is None:
+        return of_slots if of_heads is None else of_heads
+    return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
+
+
+def brought(
+    run: Run, past: Past, state: GroupState, found: Picks | None
+) -> tuple[Past, GroupState, Picks | None]:
+    """The same past and pages where the device holds them, and the group with what it holds now."""
+    body = past.parts[0]
+    if past.gm.host is None or found is None:
+        return past, state, found
+    assert isinstance(body, Slots)
+    page = past.gm.read.granule
+    body, places = fetched(body, past.index, found.pages, found.counts, page, run.on_mesh)
+    assert body.near is not None
+    near = past._replace(parts=(body.near.slots, *past.parts[1:]))
+    return near, dataclasses.replace(state, bodies=(body,)), found._replace(pages=places)
+
+
+def _rest_of(
+    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: Picks, parts: Sequence[Part]
+) -> Part:
+    """What a method answers for the slots that it leaves out, given the parts that were attended."""
+    body, lse = past.parts[0], merge(parts)[1]
+    assert isinstance(body, Slots)
+    attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
+    chosen = found.pages, found.counts
+    out, left = read.rest(q, body, past.tail, past.index, chosen, lse, attention)
+    shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
+    shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)
+    return out, left
+
+
+def met_by(
+    gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
+    received: tuple[Received, ...], number: int | Int[Array, ""],
+) -> tuple[Received, ...]:  # fmt: skip
+    """Attention that slots received, and traces that are computed from the query and the slots.
+
+    number: the layer's index in the stack.
+    """
+    if not gm.meetings:
+        return received
+    out = []
+    for segment, own in zip(past.parts, received or ({},) * len(past.parts), strict=True):
+        if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
+            one = segment.layer(past.index)
+            keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
+            assert keys.pos is not None
+            own = own | {key_of(o): met(o, q, at[:, None], keys.k, keys.pos, number) for o in gm.meetings}
+        out.append(own)
+    return tuple(out)
+
+
+def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B K G P"] | None:
+    return None if bias is None else bias.reshape(bias.shape[0], lists, -1, bias.shape[-1])
+
+
+class Beside(NamedTuple):
+    """What a kernel is given of a layer's slots beside these: what multiplies keys and values, and phases."""
+
+    keys: Float[Array, "B K S"] | None
+    values: Float[Array, "B K S"] | None
+    phase: Int[Array, "B K S"] | None
+
+
+def _attend_picked(
+    run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
+    index: Int[Array, ""] | int, found: Picks,
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
+    """Attention over the pages that the method picks, where they lie: (out, lse, no mass)."""
+    k, v, granule = slots.k, slots.v, read.granule
+    assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
+    held = positions(slots, index, granule, found.pages, found.counts)
+    own = None if slots.bias is None else picked.picked(slots.bias[index][None], found.pages, 0, granule)
+    heads = None if found.bias is None else found.bias.reshape(q.shape[0], q.shape[1], -1)
+    out, lse = picked.picked_decode(
+        q, k, v, found.pages, found.counts, held, pos, index, page=granule, scale=layer.scale,
+        bias=_biases(own, heads), window=layer.window, softcap=run.config.attention_softcap,
+        implementation=implementation,
+    )  # fmt: skip
+    return out, lse, None
+
+
+def _attend_slots(
+    run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
+    index: Int[Array, ""] | int, beside: Beside,
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
+    """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
+    slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
+    used = jnp.where(slots.pos[index] >= 0, slot[None, None], 0).max(-1)
+    if (groups := groups_of(slots.k, slots.v)) is not None:
+        assert isinstance(slots.k, Codes) and isinstance(slots.v, Codes)
+        # Whole groups of tokens are encoded, one behind the other: no slot before the last one is empty.
+        keys, values = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
+        out, lse = grouped.grouped_decode(
+            q, keys, values, used, index, bits=groups.bits, group=groups.group, scale=layer.scale,
+            softcap=run.config.attention_softcap, implementation=implementation,
+        )  # fmt: skip
+        return out, lse, None
+    k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
+    turn = None if beside.phase is None else TurnInKernel(rope_of_keys(layer), beside.phase)
+    return stacked_decode(
+        q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
+        sizes=(beside.keys, beside.values), turn=turn,
+        values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
+        softcap=run.config.attention_softcap, mass=mass, implementation=implementation,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Which form attends a segment in a decode step: a kernel where it lies, or the plain definition."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax.grammar.read_protocols import Read, Sampling
+from kvjax.models.mixer import Layer, Projected
+from kvjax.ops.base.dispatch import form
+from kvjax.ops.decode import grouped_decode as grouped
+from kvjax.ops.decode import picked_decode as picked
+from kvjax.ops.decode.stacked_decode import Coded, Sizes, refusals
+from kvjax.ops.decode.turning import Turn
+from kvjax.place.common import lists_of
+from kvjax.state.cache import Paged, Pages, Slots
+from kvjax.state.code_forms import Form, groups_of, is_rows
+from kvjax.state.codes import Codes
+from kvjax.steps.decoding.past import Past
+from kvjax.steps.decoding.per_device import bare, said_of_one, split_of
+from kvjax.steps.decoding.rotate_pages import form_over_turned
+from kvjax.steps.shared.rotate import rope_of_keys
+from kvjax.steps.shared.run import Run
+
+
+def picking(past: Past, i: int) -> Read | None:
+    """What picks the pages that are read of segment `i`; None where all are."""
+    return past.gm.read if i == 0 else None
+
+
+def form_of(
+    run: Run,
+    past: Past,
+    layer: Layer,
+    x: Projected,
+    i: int,
+    q: Array,
+    sized: tuple[bool, bool] = (False, False),
+) -> str:
+    """In which form `q` attends segment `i`; NotImplementedError where a kernel is forced and cannot run.
+
+    sized: whether numbers multiply its keys, and its values.
+    """
+    slots, why = past.parts[i], _at_once(past, layer, x)
+    assert isinstance(slots, Slots)
+    split = split_of(run.on_mesh, slots, bool(past.gm.masses))
+    if split is not None and split.apart and (past.gm.masses or run.unrotated or any(sized)):
+        why = why or "what slots receive, phases and sizes are told where the slots of a list lie together"
+    if run.unrotated and x.q.shape[0] > lists_of(slots):
+        why = why or "copies of a row turn the slots that they have in common differently"
+
+    def of_one(slots: Slots, q: Array) -> str:
+        if why:
+            return form("attention over slots", run.implementation, q, slots, **_nowhere(why))
+        # Of what lies beside the slots, shapes alone are asked.
+        keys, values = (slots.pos[0] if one else None for one in sized)
+        turn = Turn(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
+        each = _refusals(past, layer, picking(past, i), slots, q, (keys, values), turn)
+        return form("attention over slots", run.implementation, q, slots, **each)
+
+    return said_of_one(split, of_one, bare(slots), q)
+
+
+def _refusals(
+    past: Past, layer: Layer, read: Read | None, slots: Slots, q: Array, sizes: Sizes, turn: Turn | None
+) -> dict[str, str]:
+    """Why no kernel can read slots that are attended apart from all else, by platform."""
+    if read is not None:
+        turned = turn is not None and "pages that a method picks have no kernel where keys are yet to turn"
+        return _nowhere(turned) if turned else _refusals_of_picks(past, q, slots, read)
+    if (groups := groups_of(slots.k, slots.v)) is not None:
+        if turn is not None or sizes != (None, None):
+            return _nowhere("codes in groups have no kernel where keys are yet to turn, or have sizes")
+        return _refusals_of_groups(past, layer, q, slots, groups)
+    if not is_rows(slots.k) or not is_rows(slots.v):
+        return _nowhere("a dense cache of such codes has no kernel")
+    k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
+    return refusals(q, k, v, slots.pos, slots.bias, sizes, turn, mass=bool(past.gm.masses))
+
+
+def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages) -> bool:
+    """Whether the pages of segment `i` are attended to where they lie."""
+    pages, turn = past.parts[i], turn_in_kernel(past, layer, i)
+    if past.gm.masses or (x.expand is not None and x.expand.outputs is None):
+        return False
+    if turn is None:
+        return not run.unrotated
+    assert isinstance(pages, Paged)
+    if x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
+        return False
+    own = pages.layer(past.index)
+    return form_over_turned(run.on_mesh, x.q, own, pool, turn, run.implementation) != "reference"
+
+
+def turn_in_kernel(past: Past, layer: Layer, i: int) -> Turn | None:
+    """By what the keys of segment `i` turn when they are read, slot by slot of every list."""
+    if past.turn is None or not past.turn.keys:
+        return None
+    part, phase = past.parts[i], past.turn.keys[i]
+    lists = (part.lengths if isinstance(part, Paged) else part.pos).shape[1:3]
+    return Turn(rope_of_keys(layer), jnp.broadcast_to(phase, (*lists, phase.shape[-1])))
+
+
+def _nowhere(why: str) -> dict[str, str]:
+    return dict(tpu=why, gpu=why)
+
+
+def what_kernels_read(x: Array | Codes) -> Array | Coded:
+    """What a kernel reads of rows."""
+    return Coded(**x.data) if isinstance(x, Codes) else x
+
+
+def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups: Form) -> dict[str, str]:
+    """Why no kernel can read these codes; they count slots and ask neither positions nor biases."""
+    if layer.window is not None or slots.bias is not None or past.gm.masses:
+        return _nowhere("windows, biases and masses over a dense cache of such codes have no kernel")
+    assert isinstance(slots.k, Codes)
+    return grouped.refusals(q, grouped.Grouped(**slots.k.data), groups.bits, groups.group)
+
+
+def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[str, str]:
+    """Why no kernel can read pages that a method picks."""
+    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
+        return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
+    if past.gm.masses:
+        return _nowhere("masses over pages that a method picks have no kernel")
+    most, by_head = read.pages_visited(slots.capacity), isinstance(read, Sampling)
+    biased = by_head or slots.bias is not None
+    return picked.refusals(q, slots.k, slots.v, most, read.granule, biased, by_head)
+
+
+def together(run: Run, past: Past, layer: Layer, x: Projected) -> str:
+    """Why segments without a kernel are not attended apart from each other; empty where they can be."""
+    return _at_once(past, layer, x) or ("keys are turned when they are read" if run.unrotated else "")
+
+
+def _at_once(past: Past, layer: Layer, x: Projected) -> str:
+    """Why no segment can be attended apart from all else; empty where all can."""
+    reasons = {
+        "the softmax is clipped": layer.mixer.clip is not None,
+        "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,
+        "a phase hides slots": past.turn is not None and past.turn.meeting is not None,
+        "keys and values are made from what the slots hold": x.expand is not None
+        and x.expand.outputs is None,
+        "values come from another layer": past.values is not None,
+        "the layer reads one above it": past.above,
+        "what slots receive is recorded among several parts": bool(past.gm.masses)
+        and (len(past.parts) > 1 or x.extra is not None),
+        "kernels record no more than the sum of what slots receive": any(
+            o.reduce != "sum" for o in past.gm.masses
+        ),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")

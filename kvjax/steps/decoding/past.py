@@ -1,0 +1,51 @@
+"""The slots that a layer attends to in a decode step, and the pages that a method picks of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.grammar.phase import Turn
+from kvjax.models.mixer import Layer
+from kvjax.state.cache import GroupState, Segment, Slots
+
+
+class Picks(NamedTuple):
+    """The pages that a method picks, how many of them count, from the first, and a bias per query head."""
+
+    pages: Int[Array, "B K M"]
+    counts: Int[Array, "B K"]
+    bias: Float[Array, "B N P"] | None = None
+
+
+class Past(NamedTuple):
+    """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
+
+    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: what the keys of
+    the parts turn by when they are read.
+    """
+
+    gm: GroupMethod
+    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    parts: tuple[Segment, ...]
+    values: tuple[Slots, ...] | None = None
+    above: bool = False
+    turn: Turn | None = None
+
+    @property
+    def tail(self) -> Slots:
+        """The part that new tokens go to."""
+        tail = self.parts[-1]
+        assert isinstance(tail, Slots)
+        return tail
+
+
+def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: GroupState) -> Past:
+    """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
+    slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
+    source = layer.mixer.source_of("slots")
+    if source is not None and slots is not None:
+        return Past(owner[source], 0, slots.state.parts, above=slots.above)
+    return Past(gm, layer.index, state.parts, values and tuple(s.layer(0) for s in values.state.parts))

@@ -1,0 +1,63 @@
+"""A step over slots in host memory: a layer's are on their way while the layer below it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.place import by_layer
+from kvjax.state.cache import GroupState, Segment, Slots
+from kvjax.steps.decoding.past import Past
+
+
+def any_far(parts: Sequence[Segment]) -> bool:
+    """Whether keys and values of any part come layer by layer."""
+    return any(isinstance(s, Slots) and s.far for s in parts)
+
+
+def started(groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
+    """The groups, of which the first has begun to bring its first layer."""
+    return (_bringing(groups[0], 0), *groups[1:])
+
+
+def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], GroupState] | None:
+    """What has a group bring its first layer while the group below it runs; None where nothing is far."""
+    return _ahead if any(any_far(group.parts) for group in groups) else None
+
+
+def _ahead(x: Float[Array, "B T D"], state: GroupState) -> GroupState:
+    if not any_far(state.parts):
+        return state
+    # Not before the group below begins, or all layers would be on the device at once.
+    _, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
+    return _bringing(state, first)
+
+
+def next_one(state: GroupState, index: int | Array) -> GroupState:
+    """The group while its layer `index` attends: the layer above is on its way; of the last one, nothing."""
+    far = [s for s in state.parts if isinstance(s, Slots) and s.far]
+    if not far:
+        return state
+    layers = far[0].pos.shape[0]
+    return without(state) if layers == 1 else _bringing(state, jnp.minimum(index + 1, layers - 1))
+
+
+def without(state: GroupState) -> GroupState:
+    """The group without layers on the device."""
+    return state.with_parts([by_layer.gone(s) if isinstance(s, Slots) else s for s in state.parts])
+
+
+def arrived(past: Past) -> Past:
+    """The past of one layer, all of which the device has."""
+    if not any_far(past.parts):
+        return past
+    parts = tuple(by_layer.of_layer(s, past.index) if isinstance(s, Slots) else s for s in past.parts)
+    return past._replace(parts=parts, index=0)
+
+
+def _bringing(state: GroupState, layer: int | Array) -> GroupState:
+    far = [by_layer.brought(s, layer) if isinstance(s, Slots) and s.far else s for s in state.parts]
+    return state.with_parts(far)

@@ -1,0 +1,1 @@
+"""Prefilling: many new tokens are read, recorded, scored and compressed."""

@@ -1,0 +1,75 @@
+"""Marked tokens: some tokens of a prompt are projected by more weights than the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar.fitted import of_layer
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Projected
+
+
+class Marks(NamedTuple):
+    """Which tokens are marked, and the digest of the arrays that are theirs.
+
+    share: 1 of marked tokens and 0 of others; between them while a fit looks for a slope. sees: up to which
+    position every token sees, and turns: by which positions they turn, where these are not their own.
+    """
+
+    share: Float[Array, "B T"]
+    digest: str
+    sees: Int[Array, "B T"] | None = None
+    turns: Int[Array, "B T"] | None = None
+
+
+def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> Projected:
+    """Projections with x A B added to the queries, keys and values of marked tokens (LoRA, arXiv:2106.09685).
+
+    A and B are the layer's "q_down" [D, R] and "q_up" [R, N H], and likewise of k and v.
+    """
+    if marks is None:
+        return x
+    arrays = of_layer(params, layer.number)[marks.digest]
+    assert x.k is not None and x.v is not None
+    q, k, v = (
+        y
+        + jnp.swapaxes(
+            _added(arrays, name, x.hidden, marks).reshape(*x.hidden.shape[:2], y.shape[1], -1), 1, 2
+        )
+        for name, y in (("q", x.q), ("k", x.k), ("v", x.v))
+    )
+    return x._replace(q=q, k=k, v=v)
+
+
+def standing(layer: Layer, marks: Marks | None) -> tuple[Int[Array, "B T"], Layer]:
+    """By which positions a layer's new tokens turn, and the layer whose queries see as far as marks say."""
+    if marks is None:
+        return layer.pos, layer
+    turns = layer.pos if marks.turns is None else marks.turns
+    return turns, layer if marks.sees is None else layer._replace(pos=marks.sees)
+
+
+def marked_output(
+    layer: Layer, out: Float[Array, "B N T V"], marks: Marks | None, params: Params
+) -> Float[Array, "B N T V"]:
+    """What heads give, with x A B added for marked tokens, x that of all heads; then comes the output map W.
+
+    So theirs is W + A B W, a LoRA that is as wide as the heads. A is "o_down" [N V, R], B "o_up" [R, N V].
+    """
+    if marks is None:
+        return out
+    arrays = of_layer(params, layer.number)[marks.digest]
+    flat = jnp.swapaxes(out, 1, 2)
+    added = _added(arrays, "o", flat.reshape(*flat.shape[:2], -1), marks)
+    return out + jnp.swapaxes(added.reshape(flat.shape), 1, 2)
+
+
+def _added(
+    arrays: dict[str, Array], name: str, x: Float[Array, "B T X"], marks: Marks
+) -> Float[Array, "B T Y"]:
+    """x A B of marked tokens, and zeros of others."""
+    down, up = (arrays[f"{name}_{part}"].astype(jnp.float32) for part in ("down", "up"))
+    return (marks.share[..., None] * (x.astype(jnp.float32) @ down @ up)).astype(x.dtype)

@@ -1,0 +1,119 @@
+"""A probe of a prompt: queries that are asked over all of its slots before anything is chosen among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.capacity import longer
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import whole_slots
+from kvjax.compress.select import Fresh, union
+from kvjax.grammar import Budget, Keep, Method, Store
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.phase import BY_POSITION
+from kvjax.grammar.protocols import View, over_layers
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.observations.probe import SENSITIVITY
+from kvjax.models.layers import Params
+from kvjax.models.transformer import Positions
+from kvjax.ops.attention.union import Keys
+from kvjax.state.cache import NOTHING, Cache, GroupState, State
+from kvjax.steps.prefilling.observe import observe
+from kvjax.steps.prefilling.read import Prompt
+from kvjax.steps.prefilling.sensitivity import read_with_sensitivity
+from kvjax.steps.shared.rotate import turned_keys, turns_of
+from kvjax.steps.shared.run import Run
+
+
+def with_probe(
+    run: Run,
+    params: Params,
+    prompt: Prompt,
+    fresh: dict[int, Fresh],
+    views: dict[int, View],
+    probe: Any,
+    pasts: tuple[GroupState, ...],
+) -> dict[int, Fresh]:
+    """`fresh` with what a probe's queries see of every uncompressed slot, which lie in `views` as stored."""
+    pos, length = prompt.positions
+    given = prompt.question
+    if given is None and not probe.ahead:
+        given = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
+        if given is None:
+            return fresh
+    gms = run.groups(params)
+    whole = {i: GroupState(tail=whole_slots(gms[i], view)) for i, view in views.items()}
+    asked = probe.ahead if given is None else given[0].shape[1]
+    states = {
+        i: longer(gms[i], GroupState(state=State(dict(new))), asked)
+        for i, new in enumerate(prompt.fresh)
+        if isinstance(new, dict)
+    }
+    fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
+    groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
+    bare, over = as_it_turns(run), Cache(groups, length)
+    tokens, lengths = given or _written(bare, params, prompt.logits, over, probe.ahead)
+    slopes = ()
+    if probe.sensitivity:
+        reading, slopes = read_with_sensitivity(bare, params, tokens, lengths, over, probe.needs)
+    else:
+        reading = observe(bare, params, tokens, lengths, over, probe.needs)
+    out = {}
+    for i, f in fresh.items():
+        new = reading.fresh[i]
+        assert isinstance(new, Fresh)
+        keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
+        observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
+        seen = {key_of(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
+        out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
+    return out
+
+
+def _written(
+    run: Run, params: Params, logits: Float[Array, "B V"], over: Cache, many: int
+) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+    """The likeliest tokens behind a prompt, each read anew with those before it, and their number."""
+    rows = jnp.zeros(logits.shape[0], jnp.int32)
+
+    def write(i: int | Array, tokens: Int[Array, "B P"], logits: Float[Array, "B V"]) -> Int[Array, "B P"]:
+        return tokens.at[:, i].set(logits.argmax(-1).astype(jnp.int32))
+
+    def more(i: int | Array, tokens: Int[Array, "B P"]) -> Int[Array, "B P"]:
+        return write(i, tokens, observe(run, params, tokens, rows + i, over, frozenset()).logits)
+
+    first = write(0, jnp.zeros((len(rows), many), jnp.int32), logits)
+    return jax.lax.fori_loop(1, many, more, first), rows + many
+
+
+def as_it_turns(run: Run) -> Run:
+    """A run that keeps everything, over keys that lie as this one stores them."""
+    keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
+    bare = Store(unrotated=True) if run.unrotated and keep is None else None
+    return run._replace(method=Method(keep, bare), implementation=None)
+
+
+def _keys_of_probe(
+    run: Run, gm: GroupMethod, view: View, new: Fresh, at: Positions
+) -> Float[Array, "Lg B K P H"]:
+    """A probe's own keys as its queries meet them, behind the slots of a view."""
+    rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
+
+    def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
+        (turn,) = turns_of(run, at.pos, [pos, mine])
+        return turned_keys(rope, Keys(k, k, mine), turn, 1, at.length).k
+
+    assert new.k is not None
+    return over_layers(one, new.k, view.pos)
+
+
+def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
+    """A prompt read for the first time together with a probe's scores, so that many budgets share them."""
+    gms = run.groups(params)
+    fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
+    views = {i: union(gms[i], NOTHING, (), f, prompt.positions.pos) for i, f in fresh.items()}
+    fresh = with_probe(run, params, prompt, fresh, views, probe, (NOTHING,) * len(gms))
+    return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))

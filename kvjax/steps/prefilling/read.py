@@ -1,0 +1,271 @@
+"""Many new tokens through a model, over what a cache holds, and what is observed of them there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.select import Fresh
+from kvjax.grammar.calls import met, observations
+from kvjax.grammar.fitted import of_layer
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Carried, Hiding, Inputs, Meeting, Observation, Trace
+from kvjax.keep.observations.observe import Mass, RawKeys
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.attending import new_keys, published_by, rotary
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.ops.attention.in_common import for_rows
+from kvjax.ops.attention.union import Keys
+from kvjax.state.axes import lie_apart, pinned_to
+from kvjax.state.cache import NOTHING, Cache, GroupState, Pages
+from kvjax.state.code_forms import completed
+from kvjax.steps.prefilling.collect import by_owner, carried_behind, decoded, past_sets, surprisals
+from kvjax.steps.prefilling.drop_masks import hidden, remembered
+from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
+from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
+from kvjax.steps.shared.fitted_arrays import lend, taught_groups
+from kvjax.steps.shared.rotate import attend_turned, turned_queries, turns_of
+from kvjax.steps.shared.run import Run, answered, held
+
+
+class Prompt(NamedTuple):
+    """Everything a prefill computed, before anything was compressed.
+
+    fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
+    the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
+    these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
+    question: tokens that stand at the end of the whole text, of rows that do not end here, and their number.
+    """
+
+    fresh: tuple[Fresh | dict[str, Array] | None, ...]
+    positions: Positions
+    tokens: IdsOrVectors
+    logits: Float[Array, "B *_ V"]
+    narrowed: Int[Array, "B M"] | None = None
+    source: Int[Array, "B M"] | None = None
+    question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None
+
+
+class _Asked(NamedTuple):
+    """What is observed of new tokens, by how it is found. meetings: how queries meet keys."""
+
+    masses: tuple[Mass, ...]
+    meetings: tuple[Meeting, ...]
+    others: tuple[Observation, ...]
+    traces: tuple[Trace, ...]
+
+
+def _asked(needs: frozenset) -> _Asked:
+    return _Asked(
+        masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=key_of)),
+        meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=key_of)),
+        others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting | Hiding)),
+        traces=tuple(o for o in needs if isinstance(o, Trace)),
+    )
+
+
+class _Reading(NamedTuple):
+    """What every layer is read with.
+
+    narrows: upper layers see fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh that tokens may
+    lie on.
+    """
+
+    run: Run
+    params: Params
+    tokens: IdsOrVectors
+    at: Positions
+    gms: tuple[GroupMethod, ...]
+    states: tuple[GroupState, ...]
+    pools: tuple[Pages, ...]
+    asked: _Asked
+    narrows: bool
+    as_steps: bool
+    on: OnMesh | None
+    marks: Marks | None
+
+    def attend(self, layer: Layer, x: Projected, state: GroupState):
+        run, at, gm = self.run, self.at, self.gms[layer.group]
+        x = marked(layer, x, self.marks, self.params)
+        past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
+        # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
+        pos = layer.pos if self.narrows else at.pos
+        stands, meets = standing(layer, self.marks)
+        by = pos if stands is layer.pos else stands
+        k = stored = x.k if run.unrotated or x.k is None else rotary(layer, x.k, by, at.length)
+        v = x.v
+        if self.as_steps and k is not None:
+            k, v = decoded(gm, layer, pos, (k, v))
+        if run.unrotated or self.asked.meetings or gm.hiding is not None:
+            past = [for_rows(keys, pos.shape[0]) for keys in past]
+        new = new_keys(layer, k, v, pos)
+        stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
+        turns = turns_of(run, stands, stood, gm.first if self.narrows else None)
+        q = turned_queries(layer, x.q, turns[0], at.length)
+        taught = of_layer(self.params, layer.number)
+        raw, met = (new.k if y is None else y for y in (x.k, stored))
+        met = rotary(layer, met, pos, at.length) if run.unrotated else met
+        inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, taught, self._ids(pos), met, x.v)
+        mesh, since = self._mesh(x.q.shape[2]), []
+        if gm.hiding is not None:
+            # No kernel hides slots from some queries alone, nor do devices that meet each other's.
+            (*past, new), since = hidden(gm, inputs, [*past, new], remembered(layer, state, self.pools))
+            mesh = None
+        gone = answered(gm, layer, state, q, self.params)
+        in_places = self.marks is None and gm.hiding is None and not self.narrows
+        out, found, scores = attend_turned(
+            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer, in_places=in_places,
+            mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
+        )  # fmt: skip
+        out = marked_output(layer, out, self.marks, self.params)
+        fresh = self._observed(layer, state, inputs, found, [*past, new], since)._replace(k=stored, v=x.v)
+        return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
+
+    def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
+        """The ids of the tokens at these positions; None where vectors were given."""
+        if self.tokens.ndim == 3 or not self.narrows:
+            return None if self.tokens.ndim == 3 else self.tokens
+        return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
+
+    def _mesh(self, tokens: int) -> OnMesh | None:
+        """The mesh, where so many tokens are split over it, or lists lie whole on its devices."""
+        on, parts = self.on, (part for state in self.states for part in state.parts)
+        if on is None or on.token_axes(tokens):
+            return on
+        return None if any(lie_apart(part, on) for part in parts) else on
+
+    def _observed(
+        self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
+    ) -> Fresh:
+        """What was asked for, of one layer. found: the masses of every set; since: where sets are hidden."""
+        asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
+        received = tuple(
+            {key_of(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found
+        )
+        if asked.meetings:
+            received = received or ({},) * len(sets)
+            by_meeting = [
+                {
+                    key_of(o): met(o, q, pos, s.k, s.pos, layer.number)
+                    for o in asked.meetings
+                    if s.pos is not None
+                }
+                for s in sets
+            ]
+            received = tuple(a | b for a, b in zip(received, by_meeting, strict=True))
+        if since:
+            received = tuple(a | b for a, b in zip(received or ({},) * len(sets), since, strict=True))
+        rows = {
+            key_of(o): carried_behind(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
+        }
+        observed = {
+            key_of(o): o.read(rows[key_of(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
+        }
+        traces = {key_of(t): t.start(inputs, new.k.shape[1]) for t in asked.traces}
+        return Fresh(None, None, observed, received, traces, rows=rows)
+
+    def recur(self, layer: Layer, step: Step, state: GroupState):
+        past = state.state
+        out, new = step(None if past is None else past.layer(layer.index), self.at.pos >= 0)
+        return out, state, {"collected": new}
+
+
+def read_tokens(
+    run: Run,
+    params: Params,
+    tokens: IdsOrVectors,
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    needs: frozenset,
+    as_steps: bool = False,
+    marks: Marks | None = None,
+) -> Prompt:
+    """New tokens through all layers, over what the cache holds; nothing is stored yet.
+
+    as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
+    and the logits are those of all of them. marks: which tokens are projected by more weights.
+    """
+    return read_with_hidden(run, params, tokens, lengths, cache, needs, as_steps, marks)[0]
+
+
+def read_with_hidden(
+    run: Run,
+    params: Params,
+    tokens: IdsOrVectors,
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    needs: frozenset,
+    as_steps: bool = False,
+    marks: Marks | None = None,
+) -> tuple[Prompt, Float[Array, "B _ D"]]:
+    """`read_tokens`, and the last layer's outputs, before the last norm, as in `Ran.x`."""
+    config = run.config
+    on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
+    tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
+    lengths = pinned_to(lengths, on, "batch")
+    at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
+    gms, asked = taught_groups(run.groups(params), params), _asked(needs)
+    narrow = narrowing(run, params, at, cache is None)
+    states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
+    pools = () if cache is None else cache.pools
+    reading = _Reading(
+        run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks
+    )
+
+    last = jnp.maximum(lengths - 1, 0)
+    early = None if needs or as_steps or narrow is not None else last
+    memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow, on_mesh=on)
+    ran = decode_layers(params, tokens, config, memory, states)
+    x, narrowed = ran.x, None if narrow is None else ran.pos
+    late = [t for t in asked.traces if getattr(t, "behind_layers", False)]
+    surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
+    if narrowed is not None:
+        last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
+    said = x
+    if not as_steps:
+        said = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    logits = unembed(params, said, config)
+    logits = pinned_to(logits, on, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
+    if surprise is not None:
+        fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
+    return Prompt(fresh, at, tokens, logits, narrowed), x
+
+
+def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
+    """What a group computed, with what is known of its new tokens once all layers have run."""
+    told = {
+        key_of(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[key_of(t)].shape)
+        for t in late
+        if key_of(t) in fresh.traces
+    }
+    return fresh._replace(traces=fresh.traces | told)
+
+
+def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
+    """What a prompt computed, with keys and values, which are as large as a cache, where that will lie."""
+
+    def pin(x: Array | None) -> Array | None:
+        return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", "tokens", None)
+
+    return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
+
+
+def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
+    """What settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
+
+    Traces grow whether slots leave now or not.
+    """
+    out = frozenset({RawKeys()}) if run.unrotated else frozenset()
+    narrow = narrow_of(run)
+    out |= narrow.needs if narrow is not None and compress else frozenset()
+    for gm in run.groups(params):
+        out |= {*gm.traces, *(o for trace in gm.traces for o in trace.needs)}
+        if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
+            out |= {*observations(gm.keep)}
+    return out

@@ -1,0 +1,63 @@
+"""What learned tokens read of a prompt before slots of it leave, beside those that stay."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import whole_slots
+from kvjax.compress.select import Fresh
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import View
+from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.prompts.restore import RestoreTokens
+from kvjax.models.layers import Params
+from kvjax.state.cache import Cache, GroupState
+from kvjax.steps.prefilling.lora import Marks
+from kvjax.steps.prefilling.probe import as_it_turns
+from kvjax.steps.prefilling.read import Prompt, read_tokens
+from kvjax.steps.shared.run import Run, repeated
+
+
+def with_restored(
+    run: Run,
+    params: Params,
+    prompt: Prompt,
+    views: dict[int, View],
+    scores: dict[int, Float[Array, "_ B K _"]],
+) -> tuple[dict[int, View], dict[int, Float[Array, "_ B K _"]], Int[Array, "B"]]:
+    """Views with the slots of restore tokens behind the prompt's, their scores, and the length with them.
+
+    The views hold slots as they are stored. Rows without new tokens get no more of them.
+    """
+    word: RestoreTokens = run.method.restore
+    assert word.fitted is not None
+    gms, (pos, length) = run.groups(params), prompt.positions
+    many = jnp.where((pos >= 0).any(-1), word.tokens, 0).astype(jnp.int32)
+    memory = params["fitted"][word.fitted.digest]["memory"].astype(params["norm"].dtype)
+    x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
+    marks = Marks(jnp.ones(x.shape[:2], jnp.float32), word.fitted.digest)
+    over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
+    read = read_tokens(as_it_turns(run), params, x, many, over, frozenset({RawKeys()}), marks=marks)
+    stands, views, scores = read.positions.pos, dict(views), dict(scores)
+    for i, gm in enumerate(gms):
+        views[i] = _beside(run, gm, views[i], read.fresh[i], stands)
+        most = jnp.where(stands >= 0, jnp.inf, -jnp.inf)[None, :, None]
+        shape = (*scores[i].shape[:3], word.tokens)
+        scores[i] = jnp.concatenate([scores[i], jnp.broadcast_to(most, shape)], axis=3)
+    return views, scores, length + many
+
+
+def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
+    """A view with restore tokens' slots, as the method stores keys and values."""
+    assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
+    k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
+    k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
+    pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
+
+    def join(old: Array, new: Array) -> Array:
+        return jnp.concatenate([old, new], axis=3)
+
+    bias = None if view.bias is None else join(view.bias, jnp.zeros(pos.shape, view.bias.dtype))
+    return View(join(view.k, k), join(view.v, v), join(view.pos, pos), bias, {})

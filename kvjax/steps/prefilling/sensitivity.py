@@ -1,0 +1,42 @@
+"""How much the last hidden states of some tokens depend on what each layer's attention writes for them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.layers import Params
+from kvjax.models.transformer import IdsOrVectors
+from kvjax.state.cache import Cache
+from kvjax.steps.prefilling.read import Prompt, read_with_hidden
+from kvjax.steps.shared.run import Run
+
+
+def read_with_sensitivity(
+    run: Run,
+    params: Params,
+    tokens: IdsOrVectors,
+    lengths: Int[Array, "B"],
+    cache: Cache,
+    needs: frozenset,
+) -> tuple[Prompt, tuple[Float[Array, "Lg B T"], ...]]:
+    """`read_tokens`, and for each group of layers |d phi / d a_i| of every token i; 0 on padding.
+
+    a_i is the hidden state behind a layer's attention, and phi = sum_i |h_i|^2 over the outputs h of the last
+    layer (KVgrad). What the cache holds is a constant. needs is not empty, so that all layers see all tokens.
+    """
+    b, t = tokens.shape[:2]
+    width, dtype = run.config.d_model, params["norm"].dtype
+    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
+    zeros = tuple(jnp.zeros((size, b, t, width), dtype) for size in sizes)
+
+    def phi(perturbations: tuple[Array, ...]) -> tuple[Array, Prompt]:
+        pairs = zip(params["layers"], perturbations, strict=True)
+        layers = tuple({**group, "perturbation": x} for group, x in pairs)
+        read, x = read_with_hidden(run, params | {"layers": layers}, tokens, lengths, cache, needs)
+        square = jnp.square(x.astype(jnp.float32)).sum(-1)
+        return jnp.where(read.positions.pos >= 0, square, 0.0).sum(), read
+
+    slopes, read = jax.grad(phi, has_aux=True)(zeros)
+    return read, tuple(jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1)) for x in slopes)

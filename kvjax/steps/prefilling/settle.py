@@ -1,0 +1,319 @@
+"""What a prompt leaves in a cache: `settle` scores, evicts and stores; `prefill` reads, too, jitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.compress.capacity import longer, widened
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.layer_merge import Half, merge_pair
+from kvjax.compress.pages import build_group_pages
+from kvjax.compress.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, with_empty_tier
+from kvjax.compress.select import (
+    Fresh,
+    choose,
+    in_first_tier,
+    judged_layers,
+    merge_evicted,
+    preferences,
+    reused,
+    score_slots,
+    union,
+)
+from kvjax.compress.summaries import learnt
+from kvjax.grammar.calls import merges_prompts
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import View
+from kvjax.keep.observations.observe import RawKeys
+from kvjax.models.layers import Params
+from kvjax.models.transformer import IdsOrVectors
+from kvjax.state.axes import pinned
+from kvjax.state.cache import NOTHING, Cache, GroupState, Pages, Slots, State
+from kvjax.state.codes import encode
+from kvjax.steps.prefilling.narrowing import by_token, new_positions, stored_of, unnarrowed
+from kvjax.steps.prefilling.observe import observe
+from kvjax.steps.prefilling.probe import with_probe
+from kvjax.steps.prefilling.read import Prompt, needs_of
+from kvjax.steps.prefilling.restore_tokens import with_restored
+from kvjax.steps.shared.fitted_arrays import lend, returned, taught_groups
+from kvjax.steps.shared.rotate import seen_by_words
+from kvjax.steps.shared.run import Run, repeated
+
+
+def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
+    """Keys and values as the method stores them: perhaps unrotated, repeated for per-query-head lists."""
+    assert fresh.k is not None
+    k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
+    v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
+    return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
+
+
+def _no_slots(layers: int, rows: int) -> Slots:
+    """What layers hold that read another one's slots, or no context: nothing, in the shape of slots."""
+    empty = jnp.zeros((layers, rows, 0, 0, 0))
+    return Slots(empty, None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
+
+
+def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
+    """States as the method stores them: a codec encodes matrices, vectors stay as they are.
+
+    more: the room that those get that grow.
+    """
+    codec = gm.codecs[0]
+    state = State({n: encode(x, codec if x.ndim >= 5 else None) for n, x in new.items()})
+    return longer(gm, GroupState(state=state), more)
+
+
+def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str, Any]:
+    """What rows carry for the keep's merge, by its key [Lg, B, ...]; {} if it carries nothing."""
+    if gm.merge is None:
+        return {}
+    name, layers = key_of(gm.merge), view.pos.shape[0]
+    if name in past.rows:
+        return {name: past.rows[name]}
+    start = gm.merge.start(jax.tree.map(lambda x: x[0], view))
+    return {name: jax.tree.map(lambda x: jnp.broadcast_to(x[None], (layers, *x.shape)), start)}
+
+
+def settle(
+    run: Run, params: Params, prompt: Prompt, cache: Cache | None, *, tokens: int, room: int, compress: bool
+) -> Cache:
+    """From what a prefill computed to the cache it leaves, as `settled` without its second result."""
+    return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress)[0]
+
+
+def settled(
+    run: Run,
+    params: Params,
+    prompt: Prompt,
+    cache: Cache | None,
+    *,
+    tokens: int,
+    room: int,
+    compress: bool,
+    ahead: Ahead = AT_ONCE,
+) -> tuple[Cache, Bool[Array, "layers B"]]:
+    """The cache that a prefill leaves, and the layers in which a live slot's score is not a number (NaN).
+
+    tokens bounds how many tokens any row has seen (static). With compress=False, or where a group keeps
+    everything, new tokens are added and nothing is evicted; windowed layers always keep their window. ahead:
+    what a chunk of a prompt is told of the others.
+    """
+    gms = taught_groups(run.groups(params), params)
+    pos, length = prompt.positions
+    if run.method.reread is not None and compress and cache is None:
+        tokens = pos.shape[1]
+    new, tokens = stored_of(run, pos, prompt.narrowed, tokens)
+    old_pools = () if cache is None else cache.pools
+    pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
+    acting = tuple(run.acts(gm, compress) for gm in gms)
+    sizes = _Sizes(tokens, room, ahead)
+
+    at_work = _begun(run, params, gms, prompt, pasts, old_pools, sizes, compress)
+    groups, fresh, views, pools = at_work.groups, at_work.fresh, at_work.views, at_work.pools
+    probe = None if run.method.keep is None or not compress else run.method.keep.probe
+    if probe is not None and any(key_of(probe) not in f.observed for f in fresh.values()):
+        fresh = with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
+    shown = {i: view for i, view in at_work.shown.items() if acting[i]}
+    scores = _scores(run, params, gms, shown, fresh, length)
+    preferred = {
+        i: preferences(gms[i], shown[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
+    }
+    after = length
+    if compress and run.method.restore is not None:
+        views, scores, after = with_restored(run, params, prompt, views, scores)
+    kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
+    if cache is not None:
+        # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
+        idle = (pos < 0).all(-1)[None, :, None, None]
+        before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
+        kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}
+    carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
+    for i, stay in kept.items():
+        if merges_prompts(gms[i].keep.merge):  # type: ignore[union-attr]
+            views[i], carried[i] = merge_evicted(
+                gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first), carried[i], params
+            )
+
+    paged = [i for i in scores if gms[i].paged]
+    if paged:
+        each = [(gms[i], views[i], kept[i]) for i in paged]
+        some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
+        groups |= dict(zip(paged, some, strict=True))
+    for i, view in views.items():
+        if i not in groups:
+            groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, new)
+        rows = {key_of(o): fresh[i].rows[key_of(o)] for o in gms[i].carried}
+        groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
+    groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
+    new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
+    return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
+
+
+class _Sizes(NamedTuple):
+    """What a cache is built for (static): tokens a row has seen at most, room for more, later chunks."""
+
+    tokens: int
+    room: int
+    ahead: Ahead
+
+
+class _AtWork(NamedTuple):
+    """Groups between reading and storing.
+
+    groups: those that are done already. fresh: what every group with slots computed, as it is stored. views:
+    the slots of the groups that are not done, as they are stored, and shown: with the keys that their words
+    look at.
+    """
+
+    groups: dict[int, GroupState]
+    fresh: dict[int, Fresh]
+    views: dict[int, View]
+    shown: dict[int, View]
+    pools: tuple[Pages, ...]
+
+
+def _begun(
+    run: Run,
+    params: Params,
+    gms: tuple[GroupMethod, ...],
+    prompt: Prompt,
+    pasts: tuple[GroupState, ...],
+    old_pools: tuple[Pages, ...],
+    sizes: _Sizes,
+    compress: bool,
+) -> _AtWork:
+    """Groups that choose nothing are finished: states, merged layers, what only grows. Others form views."""
+    pos, length = prompt.positions
+    out = _AtWork({}, {}, {}, {}, old_pools)
+    for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
+        if not isinstance(new, Fresh):
+            size = next(iter(params["layers"][i].values())).shape[0]
+            before = pasts[i] if pasts[i].parts else GroupState(tail=_no_slots(size, pos.shape[0]))
+            ahead = sizes.ahead.slots[i] if sizes.ahead.slots else 0
+            more = 0 if pasts[i].state is not None else sizes.room + ahead
+            out.groups[i] = before if new is None else _state(gm, new, more)
+            continue
+        out.fresh[i] = fresh = _as_stored(run, gm, new)
+        here = new_positions(run, gm, prompt.positions, prompt.narrowed)
+        if run.merges(gm, compress):
+            if gm.upper:
+                lower, upper = (Half(gms[j], pasts[j], out.fresh[j]) for j in (i - 1, i))
+                pair = merge_pair(lower, upper, here, length, tokens=sizes.tokens, room=sizes.room)
+                out.groups[i - 1], out.groups[i] = pair
+            continue
+        acting = run.acts(gm, compress)
+        if pasts[i].parts and not acting and not gm.evicting:
+            out.groups[i] = extend(gm, pasts[i], fresh, here)
+            out = out._replace(pools=remember_in_pages(gm, pasts[i], out.pools, fresh.masses))
+            continue
+        spec = run.attention_spec(gm.first)
+        out.views[i] = union(gm, pasts[i], old_pools, fresh, here)
+        out.shown[i] = seen_by_words(run, spec.rope, out.views[i], length)
+        if acting:
+            out.shown[i] = judged_layers(gm, out.shown[i], length, spec)
+            out.views[i] = out.views[i]._replace(traces=out.shown[i].traces)
+    return out
+
+
+def _scores(
+    run: Run,
+    params: Params,
+    gms: tuple[GroupMethod, ...],
+    shown: dict[int, View],
+    fresh: dict[int, Fresh],
+    length: Int[Array, "B"],
+) -> dict[int, Float[Array, "Lg B K S"]]:
+    """By group, the scores by which slots are chosen, as its words look at them."""
+    found = {
+        i: score_slots(
+            gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i],
+            run.met(gms[i].first),
+        )
+        for i, view in shown.items()
+    }  # fmt: skip
+    return reused({i: gms[i].keep for i in found}, found)
+
+
+def _built(
+    gm: GroupMethod,
+    acting: bool,
+    view: View,
+    kept: Bool[Array, "Lg B K S"] | None,
+    sizes: _Sizes,
+    index: int,
+    new: int,
+) -> GroupState:
+    """A group's dense segments; a keep that does not act yet leaves everything, with the room behind it."""
+    plain = gm if acting else gm._replace(keep=None, stack=None)
+    if sizes.ahead.slots and not (acting or gm.evicting):
+        return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
+    built = build(plain, view, kept, sizes.tokens, sizes.room)
+    return built if acting else with_empty_tier(gm, built, view, sizes.tokens, sizes.room)
+
+
+def _lost(
+    params: Params, scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
+) -> Bool[Array, "layers B"]:
+    """The layers in which a live slot's score is not a number (NaN)."""
+    layers = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
+    return jnp.concatenate(
+        [
+            jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)
+            for i, size in enumerate(layers)
+        ]
+    )
+
+
+def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:
+    """By group, the scores of a first prompt's tokens, as `settle` chooses by; only groups that have any.
+
+    Tokens that a group's layers did not see score -inf.
+    """
+    gms = run.groups(params)
+    fresh = {i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
+    at = {i: new_positions(run, gms[i], prompt.positions, prompt.narrowed) for i in fresh}
+    stored = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
+    length, specs = prompt.positions.length, {i: run.attention_spec(gms[i].first) for i in fresh}
+    views = {i: seen_by_words(run, specs[i].rope, view, length) for i, view in stored.items()}
+    views = {i: judged_layers(gms[i], view, length, specs[i]) for i, view in views.items()}
+    probe = None if run.method.keep is None else run.method.keep.probe
+    if probe is not None:
+        fresh = with_probe(run, params, prompt, fresh, stored, probe, (NOTHING,) * len(gms))
+    choosing = {i: view for i, view in views.items() if gms[i].keep is not None}
+    found = _scores(run, params, gms, choosing, fresh, length)
+    tokens = prompt.positions.pos.shape[1]
+    return {i: by_token(x, at[i], tokens) if x.shape[3] < tokens else x for i, x in found.items()}
+
+
+@partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress", "ahead", "watched"))
+def prefill(
+    run: Run,
+    params: Params,
+    tokens: IdsOrVectors,
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    *,
+    tokens_bound: int,
+    room: int,
+    compress: bool,
+    ahead: Ahead = AT_ONCE,
+    watched: bool = False,
+) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
+    """Logits at each row's last new token, and the cache after storing (and compressing) them.
+
+    watched: also the layers in which a score is not a number, in the rows whose logits are numbers.
+    """
+    needs = needs_of(run, params, compress)
+    prompt = observe(run if compress else unnarrowed(run), params, tokens, lengths, cache, needs)
+    sizes: dict[str, Any] = dict(tokens=tokens_bound, room=room, ahead=ahead)
+    new, lost = settled(run, params, prompt, cache, compress=compress, **sizes)
+    if not watched:
+        return prompt.logits, new
+    return prompt.logits, new, lost & ~jnp.isnan(prompt.logits).any(-1)[None]

@@ -1,0 +1,51 @@
+"""Many new tokens as single steps would take them: the logits of all, and a cache that holds them all."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.models.layers import Params
+from kvjax.state.cache import Cache, Slots
+from kvjax.steps.prefilling.narrowing import unnarrowed
+from kvjax.steps.prefilling.read import needs_of, read_tokens
+from kvjax.steps.prefilling.settle import settle
+from kvjax.steps.shared.run import Run
+
+
+@partial(jax.jit, static_argnames=("run",), donate_argnames=("cache",))
+def verify(
+    run: Run, params: Params, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> tuple[Float[Array, "B T V"], Cache]:
+    """Logits at every one of the new tokens, and the cache that holds them in the slots that it has.
+
+    It is what steps give as long as nothing that a token meets changes between two of them: no slot leaves
+    but those outside a window, and none is encoded behind the tail (`until_flush`).
+    """
+    run = unnarrowed(run)
+    needs = needs_of(run, params, compress=False)
+    prompt = read_tokens(run, params, tokens, lengths, cache, needs, as_steps=True)
+    bound = _longest_window(run.groups(params), cache)
+    return prompt.logits, settle(run, params, prompt, cache, tokens=bound, room=0, compress=False)
+
+
+def _longest_window(gms: tuple[GroupMethod, ...], cache: Cache) -> int:
+    """Of how many tokens windowed layers have slots; a bound by which they get as many again."""
+    tails = [group.tail for gm, group in zip(gms, cache.groups, strict=True) if gm.evicting]
+    return max((tail.capacity - 1 for tail in tails if tail is not None), default=1)
+
+
+@partial(jax.jit, static_argnums=0)
+def until_flush(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
+    """Per row, the tokens up to the one behind which a step moves a granule from a tail to its body."""
+    least = jnp.full(cache.next.shape, 2**30, jnp.int32)
+    for gm, group in zip(gms, cache.groups, strict=True):
+        if gm.split:
+            assert isinstance(group.tail, Slots)
+            held = (group.tail.pos >= 0).sum(-1, dtype=jnp.int32).max((0, 2))
+            least = jnp.minimum(least, gm.residual + gm.granule - held)
+    return least

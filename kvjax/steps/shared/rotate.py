@@ -1,0 +1,141 @@
+"""Keys and queries as they meet: turned by what a method's phase says, where keys lie unrotated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar.phase import Turn
+from kvjax.grammar.protocols import View, over_layers
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.attending import attend_new, attend_sets, rotary, turned
+from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.ops.attention.union import Keys, Masses, Reduction
+from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import Paged, Pages, Segment
+from kvjax.state.page_gather import gather_pages
+from kvjax.steps.shared.run import Run
+
+
+def turns_of(
+    run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]], layer: int | None = None
+) -> tuple[Turn, ...]:
+    """What queries and the keys of all sets turn by; keys that are stored turned do so no more.
+
+    layer: one that a first prompt runs through, where not all layers meet it alike.
+    """
+    phase = run.phase if layer is None else run.phase_in(layer)
+    return phase.turns(q_pos, sets) if run.unrotated else (Turn(q_pos[:, None], ()),)
+
+
+def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> Turn:
+    """By what one query per row and the slots turn; where it has several turns, these differ in who meets."""
+    return turns_of(run, at[:, None], sets)[0]
+
+
+def turns_over(
+    run: Run, at: Int[Array, "B"], parts: Sequence[Segment], index: int | Array, pools: tuple[Pages, ...] = ()
+) -> tuple[Turn, ...]:
+    """The turns of one query per row over one layer of some parts."""
+    found = []
+    for one in (part.layer(index) for part in parts if run.unrotated):
+        pos = gather_pages(one, pools[one.pool]).pos if isinstance(one, Paged) else one.pos
+        assert pos is not None
+        # Copies may have the slots of a part in common, and so turn them alike.
+        found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
+    return turns_of(run, at[:, None], found)
+
+
+def turned_queries(layer: Layer, q: Float[Array, "B N T H"], turn: Turn, length: Int[Array, "B"]) -> Array:
+    """Queries with their rotation; those of a group turn as its list says."""
+    phase = turn.queries
+    if phase.shape[1] > 1:
+        phase = jnp.repeat(phase, q.shape[1] // phase.shape[1], axis=1)
+    return rotary(layer, q, phase, length)
+
+
+def rope_of_keys(layer: Layer) -> Rope:
+    """The rotation of the keys that a layer meets: its own, or that of the layer whose slots it reads."""
+    source = layer.mixer.source_of("slots")
+    return layer.rope if source is None else mixer_of(layer.config, source).rope(layer.config, source)
+
+
+def turned_keys(rope: Rope, keys: Keys, turn: Turn, i: int, length: Int[Array, "B"]) -> Keys:
+    """Set `i` of the keys as queries meet it."""
+    if not turn.keys or keys.pos is None:
+        return keys
+    pos = keys.pos if turn.meeting is None else turn.meeting.keys[i]
+    return keys._replace(k=turned(rope, keys.k, turn.keys[i], length), pos=pos)
+
+
+def sharpened(q: Float[Array, "B N T H"], turn: Turn) -> Float[Array, "B N T H"]:
+    """Queries whose logits are as sharp as a turn says."""
+    return q if turn.meeting is None else (q * turn.meeting.sharpness[:, None, :, None]).astype(q.dtype)
+
+
+def weighed(lse: Float[Array, "B N T"], turn: Turn) -> Float[Array, "B N T"]:
+    """The weight of one part of a union, as a turn says."""
+    return lse if turn.meeting is None else lse * turn.meeting.weight[:, None]
+
+
+def attend_turned(
+    run: Run,
+    layer: Layer,
+    x: Projected,
+    new: Keys,
+    past: Sequence[Keys],
+    turns: Sequence[Turn],
+    length: Int[Array, "B"],
+    more: Sequence[tuple[Array, Array]] = (),
+    *,
+    mass: tuple[Reduction, ...] = (),
+    in_order: bool = True,
+    in_places: bool = False,
+    on: OnMesh | None = None,
+) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
+    """Attention of a layer's unrotated queries, as `attend_new`; where there are several turns, part by part.
+
+    Masses and logits are those of the first turn, which is the only one where anything asks for them.
+    """
+    parts, window = list(more), turns[0].window(layer.window)
+    for turn in turns[1:]:
+        beyond = turn.window(layer.window)
+        if beyond is None or beyond > 0:
+            q, sets = _met(layer, x, [*past, new], turn, length)
+            here, pos = layer._replace(window=beyond), layer.pos - turn.behind
+            ordered = beyond is None
+            if turn.meeting is not None:
+                # Where tokens stand still grows with their places, by one or more.
+                pos, ordered = turn.meeting.queries, True
+            out, lse, *_ = attend_sets(
+                here, x._replace(extra=None), sharpened(q, turn), sets[-1], sets[:-1], pos,
+                in_order=ordered, implementation=run.without_gpu, on=on,
+            )  # fmt: skip
+            parts.append((out, weighed(lse, turn)))
+    q, sets = _met(layer, x, [*past, new], turns[0], length)
+    return attend_new(
+        layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
+        in_order=in_order, in_places=in_places and turns[0].meeting is None, implementation=run.without_gpu,
+        on=on,
+    )  # fmt: skip
+
+
+def _met(
+    layer: Layer, x: Projected, sets: Sequence[Keys], turn: Turn, length: Int[Array, "B"]
+) -> tuple[Float[Array, "B N T H"], list[Keys]]:
+    keys = [turned_keys(rope_of_keys(layer), s, turn, i, length) for i, s in enumerate(sets)]
+    return turned_queries(layer, x.q, turn, length), keys
+
+
+def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
+    """All layers of a view with the keys that scores look at: as the newest query of every row meets them."""
+    if not run.unrotated:
+        return view
+
+    def one(k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S H"]:
+        return turned(rope, k, turn_of_one(run, length - 1, [pos]).keys[0], length)
+
+    return view._replace(k=over_layers(one, view.k, view.pos))

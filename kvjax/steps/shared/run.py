@@ -1,0 +1,162 @@
+"""What is static in a run, and the phase and layout that follow from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.compress.group import GroupMethod, group_method
+from kvjax.compress.select import AsMet
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import of_layer
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.phase import BY_POSITION, Phase
+from kvjax.grammar.protocols import AttentionSpec
+from kvjax.grammar.read_protocols import Reusing
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.ops.attention.union import Keys
+from kvjax.place.pairs import pairs_of
+from kvjax.state.cache import GroupState, Slots
+
+
+class Run(NamedTuple):
+    """What is static in a run: equal values share compiled programs.
+
+    implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. A GPU's are those of
+    attention in steps alone. on_mesh: how arrays are split over devices, where they are.
+    """
+
+    config: Config
+    method: Method
+    implementation: str | None = None
+    on_mesh: OnMesh | None = None
+
+    def groups(self, params: Params) -> tuple[GroupMethod, ...]:
+        stack = self.method.stack
+        lower = () if stack is None else pairs_of(stack, self.config)
+        out, first = [], 0
+        for p in params["layers"]:
+            size = next(iter(p.values())).shape[0]
+            mixer = mixer_of(self.config, first)
+            slots = mixer.slots(self.config)
+            shared = slots.value if slots is not None and slots.shared else None
+            kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
+            kind = kind if mixer.source_of("slots") is None else "reads"
+            gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            if mixer.grows:
+                gm = gm._replace(grows=mixer.grows, codecs=(None, None))
+            if self.on_mesh is not None and slots is not None:
+                gm = gm._replace(multiple=self.on_mesh.parts_of_a_list(slots.heads))
+            if any(first <= i + 1 and i < first + size for i in lower):
+                if size > 1:
+                    raise ValueError(
+                        f"{self.method.id} merges pairs of single layers, and layers {first} to "
+                        f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
+                    )
+                gm = gm._replace(stack=stack, upper=first - 1 in lower)
+            ids = slots is not None and slots.ids
+            out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
+            first += size
+        return self._with_pickers(out, first)
+
+    def _with_pickers(self, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
+        """Which layers' picks the groups read, where only some layers choose."""
+        out, picker = [], None
+        ends = [gm.first for gm in gms[1:]] + [layers]
+        for gm, end in zip(gms, ends, strict=True):
+            if isinstance(gm.read, Reusing):
+                due = max(at for at in gm.read.starts(layers) if at < end)
+                if picker is None or picker < due:
+                    picker = gm.first
+                    if end > gm.first + 1:
+                        raise ValueError(
+                            f"{self.method.id} picks slots in layer {max(due, gm.first)} for those above it, "
+                            f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
+                            "not stacked"
+                        )
+                gm = gm._replace(picker=picker)
+            out.append(gm)
+        return tuple(out)
+
+    def acts(self, gm: GroupMethod, compress: bool) -> bool:
+        """Whether a prefill chooses among a group's slots: windowed layers always keep their window alone."""
+        return gm.keep is not None and (compress or self.config.window(gm.first) is not None)
+
+    def merges(self, gm: GroupMethod, compress: bool) -> bool:
+        """Whether a prefill merges a group with its neighbour."""
+        return gm.stack is not None and compress
+
+    @property
+    def without_gpu(self) -> str | None:
+        """`implementation` where GPUs have no kernel and what XLA makes of the plain form serves them."""
+        return None if (self.implementation or "").startswith("gpu") else self.implementation
+
+    @property
+    def phase(self) -> Phase:
+        """What keys and queries turn by."""
+        return BY_POSITION if self.method.keep is None else self.method.keep.phase
+
+    def phase_in(self, layer: int) -> Phase:
+        """The same in a layer that a first prompt runs through."""
+        narrow = None if self.method.keep is None else self.method.keep.narrow
+        return self.phase if narrow is None else narrow.phase_in(layer, self.config.layers, self.phase)
+
+    @property
+    def unrotated(self) -> bool:
+        """Whether keys lie in the cache as they were before their rotation."""
+        return not self.phase.steady or (self.method.store is not None and self.method.store.unrotated)
+
+    @property
+    def per_query_head(self) -> bool:
+        return self.method.keep is not None and self.method.keep.per_query_head
+
+    def met(self, layer: int) -> AsMet | None:
+        """How a layer's stored slots become what its queries meet; None where scores cannot look at that."""
+        mixer, window = mixer_of(self.config, layer), self.config.window(layer)
+        slots = mixer.slots(self.config)
+        if slots is None or not slots.expands:
+            return None
+        return lambda p, k, v, pos: mixer.met(p, self.config, window, k, v, pos)
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        c = self.config
+        return AttentionSpec(
+            mixer_of(c, layer).slots_of(c).scale, c.attention_softcap, mixer_of(c, layer).rope(c, layer)
+        )
+
+
+def held(layer: Layer, state: GroupState) -> list[Keys]:
+    """The context that a layer holds, or the one that it reads: no set where there is none."""
+    slots = layer.taken.get("slots")
+    group, index = (state, layer.index) if slots is None else (slots.state, 0)
+    return [s.layer(index).keys() for s in group.parts if isinstance(s, Slots) and s.capacity]
+
+
+def answered(
+    gm: GroupMethod, layer: Layer, state: GroupState, q: Float[Array, "B N T H"], params: Params
+) -> list[tuple[Array, Array]]:
+    """(out, lse) of a layer's rotated queries over what has left it, where the merge answers for that."""
+    carried = None if gm.answering is None else state.rows.get(key_of(gm.answering))
+    if gm.answering is None or carried is None:
+        return []
+    mine = jax.tree.map(lambda x: x[layer.index], carried)
+    return [gm.answering.answer(mine, q, of_layer(params, layer.number))]
+
+
+def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
+    """Keys or values repeated for every query head where the method selects per query head.
+
+    Windowed layers select nothing, and latents serve all heads at once.
+    """
+    mixer = mixer_of(run.config, layer)
+    slots = mixer.slots_of(run.config)
+    if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
+        return x
+    return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)

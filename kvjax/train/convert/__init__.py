@@ -1,0 +1,1 @@
+"""Convert: a trained model's layers become layers of another architecture."""

@@ -1,0 +1,385 @@
+"""Conversions of a trained model into another architecture, by name: the start of uptraining."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.api.block_transformer import BlockTransformer
+from kvjax.base.errors import InputError
+from kvjax.base.ranges import REFUSED, Count, Portion, Range, Whole, expected, read
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.block_transformer import forward as forward_blocks
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
+from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.model import Model, check_single
+from kvjax.models.params import plan, regroup
+from kvjax.models.transformer import forward
+from kvjax.train.convert.convert import (
+    Grouping,
+    drop_attention,
+    group_heads,
+    insert_cross_attention,
+    pool_heads,
+    share_layers,
+)
+from kvjax.train.convert.crossed import cross_behind_each
+from kvjax.train.convert.fusion import fused_groups, weighted_groups
+from kvjax.train.convert.grouping.asymgqa import asymgqa
+from kvjax.train.convert.grouping.dha import dha
+from kvjax.train.convert.grouping.key_driven import kdgqa
+from kvjax.train.convert.grouping.products import activation_products, key_norms, weight_products
+from kvjax.train.convert.grouping.qcqa import group_layer, group_layers, within
+from kvjax.train.convert.latents import Moments, input_moments, pool_by_values, to_latents
+from kvjax.train.convert.linear import attention_changes, to_linear
+from kvjax.train.convert.low_rank import columns, fitted_word, to_nested, to_progressive
+from kvjax.train.convert.recur import to_recurrent_heads
+from kvjax.train.convert.two_decoders import to_blocks
+
+# What is left of all channels.
+Share = Annotated[float, Range(0, 1, above=True)]
+Made = tuple[Params, Config | BlockConfig]
+Texts = Sequence[Sequence[int]]
+
+
+def _gqa(params: Params, config: Config, *, kv_heads: Count) -> Made:
+    """Grouped-query attention (arXiv:2305.13245): every new KV head is the mean of neighbours."""
+    return pool_heads(params, config, kv_heads)
+
+
+def _mqa(params: Params, config: Config) -> Made:
+    """Multi-query attention (arXiv:1911.02150): one KV head, the mean of all."""
+    return pool_heads(params, config, 1)
+
+
+def _cla(params: Params, config: Config, *, every: Count = 2) -> Made:
+    """Cross-layer attention (arXiv:2405.12981): runs of `every` layers read their first one's slots."""
+    return share_layers(params, config, [i - i % every for i in range(config.layers)])
+
+
+def _mlkv(params: Params, config: Config, *, layers: Count) -> Made:
+    """Multi-layer key-value heads (arXiv:2406.09297): `layers` layers, evenly spread, keep slots for all."""
+    if not 1 <= layers <= config.layers:
+        raise ValueError(f"layers is {layers}, expected 1 to {config.layers} that keep slots")
+    sources = [i * config.layers // layers for i in range(layers)]
+    return share_layers(params, config, [max(s for s in sources if s <= i) for i in range(config.layers)])
+
+
+def _lckv(params: Params, config: Config, *, own: Whole = 2) -> Made:
+    """Layer-condensed KV (arXiv:2405.10637): all layers but `own` and one read the topmost of those between.
+
+    Half of `own` are the lowest layers, the rest the highest ("sandwich").
+    """
+    low, top = own // 2, config.layers - 1 - (own - own // 2)
+    if not 0 <= own or low >= top:
+        raise ValueError(f"own is {own}, expected 0 to {config.layers - 2}: some layer must read another")
+    return share_layers(params, config, [top if low <= i <= top else i for i in range(config.layers)])
+
+
+def _yoco(params: Params, config: Config, *, window: Count) -> Made:
+    """YOCO-like (arXiv:2405.05254): the upper half reads the lower's last layer, the others see a window."""
+    last = config.layers // 2 - 1
+    if last < 0:
+        raise ValueError("a model of one layer has no upper half")
+    shared, smaller = share_layers(params, config, [min(i, last) for i in range(config.layers)])
+    windows = tuple(
+        min(window, config.window(i) or window) if i < last else None for i in range(config.layers)
+    )
+    return _regrouped(shared, dataclasses.replace(smaller, windows=windows))
+
+
+def _swiftkv(params: Params, config: Config, *, layer: Whole) -> Made:
+    """SwiftKV (arXiv:2410.03960): layers from `layer` on project keys and values from what comes into it."""
+    if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)) or not 0 <= layer < config.layers:
+        raise ValueError(
+            f"layer is {layer}, expected 0 to {config.layers - 1} of a model whose layers are all plain "
+            "attention"
+        )
+    mixers = tuple(Attention(kv_input=layer) if i >= layer else ATTENTION for i in range(config.layers))
+    return _regrouped(params, dataclasses.replace(config, mixers=mixers))
+
+
+def _regrouped(params: Params, config: Config) -> Made:
+    return regroup(params, plan(config)), config
+
+
+def _mla(
+    params: Params, config: Config, *, rank: Count, rotary: Whole = 1, moments: Moments | None = None
+) -> Made:
+    """Latents of all heads, and `rotary` heads of turning keys (arXiv:2502.14837, arXiv:2502.07864)."""
+    return to_latents(params, config, rank, rotary, moments)
+
+
+def _eckvh(params: Params, config: Config, *, kv_heads: Count, moments: Moments | None = None) -> Made:
+    """Fewer KV heads by singular values of keys and values (ECKVH, arXiv:2406.07056)."""
+    return pool_by_values(params, config, kv_heads, moments)
+
+
+def _linear(
+    params: Params,
+    config: Config,
+    *,
+    layers: tuple[Whole, ...] | None = None,
+    keep: Whole | None = None,
+    mixer: str = "GatedDelta",
+    steps: Whole = 200,
+    texts: Texts | None = None,
+) -> Made:
+    """Layers of a linear attention, each taught by the attention that it replaces."""
+    return to_linear(params, config, texts or (), layers=layers, keep=keep, mixer=mixer, steps=steps)
+
+
+def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
+    """Groups of like heads, of any size, found by a search (AsymGQA, arXiv:2406.14963)."""
+    found = activation_products(params, config, _rows(texts)) if texts else weight_products(params, config)
+    groups = [asymgqa(layer.k + layer.v, kv_heads) for layer in found]
+    return group_heads(params, config, [Grouping(k=group, v=group) for group in groups])
+
+
+def _wgqa(
+    params: Params, config: Config, *, kv_heads: Count, steps: Whole = 100, texts: Texts | None = None
+) -> Made:
+    """GQA by weighted sums of neighbours, whose weights learn (WGQA, arXiv:2407.10855)."""
+    return weighted_groups(params, config, kv_heads, texts or (), steps)
+
+
+def _dha(
+    params: Params, config: Config, *, heads: Count, steps: Whole = 100, texts: Texts | None = None
+) -> Made:
+    """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567).
+
+    With texts, heads of a group are fused by weights that learn for so many steps; else they are averaged.
+    """
+    groups = dha(weight_products(params, config), heads)
+    if not texts or not steps:
+        return group_heads(params, config, groups)
+    return fused_groups(params, config, groups, texts, steps)
+
+
+def _qcqa(params: Params, config: Config, *, heads: Count) -> Made:
+    """Groups of any size, and layers that stay whole: `heads` KV heads in all layers (QCQA, 2406.10247)."""
+    options = [group_layer(layer, config.kv_heads) for layer in weight_products(params, config)]
+    return group_heads(params, config, within(group_layers(options), heads).groupings)
+
+
+def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
+    """Fewer KV heads, read by query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454).
+
+    A query head may read another group than its own, so nothing is lost only where all heads are equal.
+    """
+    if not texts:
+        raise ValueError("norms of keys are those of texts: give some")
+    pooled, smaller = pool_heads(params, config, kv_heads)
+    norms = key_norms(pooled, smaller, _rows(texts))
+    return group_heads(pooled, smaller, [kdgqa(layer, config.heads, least=1) for layer in norms])
+
+
+def _rows(texts: Texts) -> np.ndarray:
+    """Texts as one array, cut to the shortest of them."""
+    length = min(map(len, texts))
+    return np.asarray([list(text[:length]) for text in texts], np.int32)
+
+
+def _drop(
+    params: Params,
+    config: Config,
+    *,
+    layers: tuple[Whole, ...] | None = None,
+    count: Count | None = None,
+    texts: Texts | None = None,
+) -> Made:
+    """Attention dropped from some layers, or from the `count` that change their input least (AttnDrop)."""
+    if (layers is None) == (count is None):
+        raise ValueError("give either the layers that lose their attention or how many do (count)")
+    if count is not None:
+        if not texts or not 1 <= count <= config.layers:
+            raise ValueError(f"count={count} of 1 to {config.layers} layers are chosen by texts: give some")
+        layers = np.argsort(attention_changes(params, config, texts), kind="stable")[:count].tolist()
+    assert layers is not None
+    return drop_attention(params, config, layers)
+
+
+def _low_rank(
+    params: Params,
+    config: Config,
+    *,
+    rank: Annotated[int | float, Portion(1)],
+    heads: Count = 4,
+    moments: Moments | None = None,
+) -> Made:
+    """Latents of grouped heads (Palu, arXiv:2407.21118); rank: a share of channels or a number."""
+    word = fitted_word(rank, heads, columns(params, config, moments))
+    return word.params(params, config), word.config(config)
+
+
+def _lorc(
+    params: Params, config: Config, *, most: Share = 0.75, least: Share = 0.25, moments: Moments | None = None
+) -> Made:
+    """Latents of all heads, of fewer channels from layer to layer (LoRC, arXiv:2410.03111)."""
+    return to_progressive(params, config, most, least, moments)
+
+
+def _matryoshkakv(
+    params: Params,
+    config: Config,
+    *,
+    rank: Count,
+    steps: Whole = 200,
+    texts: Texts | None = None,
+    moments: Moments | None = None,
+) -> Made:
+    """Latents of every head in orthogonal bases that learn to be cut (MatryoshkaKV, arXiv:2410.14731)."""
+    return to_nested(params, config, rank, texts or (), steps, moments)
+
+
+def _xc_cache(params: Params, config: Config, *, before: tuple[Whole, ...]) -> Made:
+    """Layers of cross-attention before some layers, which read what an encoder kept (arXiv:2404.15420)."""
+    word = CrossAttention(width=config.d_model, turns=True)
+    return insert_cross_attention(params, config, before, word, jax.random.key(0))
+
+
+def _cepe(params: Params, config: Config, *, width: Count) -> Made:
+    """Cross-attention behind every attention, over an encoder's `width` channels (CEPE, arXiv:2402.16617)."""
+    return cross_behind_each(params, config, width, jax.random.key(0))
+
+
+def _block(
+    params: Params, config: Config, *, length: Count = 4, prefix: Count = 2, layers: Count | None = None
+) -> Made:
+    """The Block Transformer (arXiv:2406.02657), whose lower `layers` read blocks of `length` tokens."""
+    return to_blocks(params, config, length, prefix, layers)
+
+
+def _recurformer(
+    params: Params,
+    config: Config,
+    *,
+    kv_heads: Count,
+    near: Count = 16,
+    steps: Whole = 200,
+    texts: Texts | None = None,
+) -> Made:
+    """`kv_heads` KV heads of every layer stay, those that look nearby are Mamba-2 (arXiv:2410.12850)."""
+    return to_recurrent_heads(params, config, texts or (), kv_heads, near, steps)
+
+
+CONVERSIONS: dict[str, Callable[..., Made]] = {
+    "gqa": _gqa, "mqa": _mqa, "wgqa": _wgqa, "asymgqa": _asymgqa, "qcqa": _qcqa, "kdgqa": _kdgqa,
+    "dha": _dha, "eckvh": _eckvh, "mla": _mla, "low-rank": _low_rank, "lorc": _lorc,
+    "matryoshkakv": _matryoshkakv, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco,
+    "swiftkv": _swiftkv, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
+    "xc-cache": _xc_cache, "cepe": _cepe, "block": _block,
+}  # fmt: skip
+
+
+def convert(model: Model, spec: str, texts: Texts | Callable[[], Texts] | None = None) -> Model:
+    """What a conversion such as "gqa:kv_heads=2" makes of a model.
+
+    texts: as ids, or what gives them where they are asked for; singular values are then of what layers read
+    of them instead of the weights alone, and "linear" learns from them.
+
+    Raises InputError for unknown conversions and options, with the nearest name, and where the model cannot
+    be converted so.
+
+    >>> import kvjax
+    >>> convert(kvjax.load("recall-tiny"), "mqa").config.kv_heads
+    1
+    """
+    check_single(model, "conversions change one decoder")
+    name, options = _parsed(spec)
+    asks = {"moments", "texts"} & inspect.signature(CONVERSIONS[name]).parameters.keys()
+    known = texts() if asks and callable(texts) else texts
+    try:
+        if "moments" in asks and known:
+            options["moments"] = input_moments(model, known)  # pyright: ignore[reportArgumentType]
+        if "texts" in asks:
+            options["texts"] = known
+        params, config = CONVERSIONS[name](model.params, model.config, **options)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{model.name} cannot be converted to {spec}: {error}") from error
+    of: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
+    return of(
+        config, params, tokenizer=model.tokenizer, chat_template=model.chat_template, stop_ids=model.stop_ids,
+        special_tokens=model.special_tokens, name=f"{model.name}-{name}",
+    )  # fmt: skip
+
+
+def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    name, _, text = spec.partition(":")
+    if name not in CONVERSIONS:
+        near = difflib.get_close_matches(name, CONVERSIONS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(CONVERSIONS)}"
+        raise InputError(f"unknown conversion {name!r}: {hint}")
+    given = inspect.signature(CONVERSIONS[name]).parameters
+    takes = {n: p for n, p in given.items() if p.kind == p.KEYWORD_ONLY and n not in ("moments", "texts")}
+    unread = f"{spec!r} cannot be read: write it like gqa:kv_heads=2 or drop:layers=[1,3]"
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        # A bare name is a string.
+        options = {
+            str(word.arg): x.id if isinstance(x := word.value, ast.Name) else ast.literal_eval(x)
+            for word in call.keywords
+        }
+    except (SyntaxError, ValueError) as error:
+        raise InputError(unread) from error
+    if call.args:
+        raise InputError(unread)
+    for option in options:
+        if option not in takes:
+            raise InputError(f"{name} has no option {option!r}, it takes {', '.join(takes) or 'none'}")
+    hints = get_type_hints(CONVERSIONS[name], include_extras=True)
+    for option, value in options.items():
+        options[option] = read(hints[option], value)
+        if options[option] is REFUSED:
+            raise InputError(f"{name}: {option} is {value!r}, expected {expected(hints[option])}")
+    missing = [n for n, p in takes.items() if p.default is p.empty and n not in options]
+    if missing:
+        raise InputError(f"{name} needs {', '.join(missing)}: write {name}:{missing[0]}=...")
+    return name, options
+
+
+class Difference(NamedTuple):
+    """How far a converted model is from its original: mean KL divergence in nats, share of equal choices."""
+
+    divergence: float
+    agreement: float
+
+
+def difference(model: Model, other: Model, texts: Sequence[Sequence[int]]) -> Difference:
+    """The mean over all tokens of KL(model || other), and how often both like the same token best.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> difference(model, model, [[1, 2, 3]])
+    Difference(divergence=0.0, agreement=1.0)
+    """
+    total = np.zeros(3)
+    for text in texts:
+        tokens = jnp.asarray([list(text)], jnp.int32)
+        total += np.asarray(_compared(model.params, other.params, tokens, model.config, other.config))
+    return Difference(float(total[0] / total[2]), float(total[1] / total[2]))
+
+
+def _compare(
+    params: Params, others: Params, tokens: Int[jax.Array, "B T"], config: Config, other: Config | BlockConfig
+) -> tuple[jax.Array, jax.Array, int]:
+    a = jax.nn.log_softmax(forward(params, tokens, config).astype(jnp.float32))
+    of: Any = forward_blocks if isinstance(other, BlockConfig) else forward
+    b = jax.nn.log_softmax(of(others, tokens, other).astype(jnp.float32))
+    same = (a.argmax(-1) == b.argmax(-1)).sum()
+    return jnp.sum(jnp.exp(a) * (a - b)), same, tokens.size
+
+
+_compared = jax.jit(_compare, static_argnames=("config", "other"))

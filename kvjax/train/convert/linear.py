@@ -1,0 +1,225 @@
+"""Attention to linear attention, layer by layer: each learns what the attention that it replaces puts out.
+
+The layers are taught apart from each other, all on what the original's layers were given (as the first stage
+of LoLCATs, arXiv:2410.10254, and of the distillation of hybrids, arXiv:2408.15237), so an error below moves
+no target above. What a whole model has lost after that is measured by its predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import NoMLP
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Mixer, Passed
+from kvjax.models.mixers.attention import ATTENTION, mixer_of
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.params import init, plan, regroup
+from kvjax.models.transformer import run_layers, unembed
+from kvjax.train.convert.by_predictions import padded
+
+WORDS: dict[str, Callable[[int, int, int], Mixer]] = {
+    word.__name__: word for word in (GatedDelta, KimiDelta, Mamba2, GatedLinear, Retention)
+}
+# Texts of one step of a layer's training, and its largest learning rate.
+ROWS, RATE = 2, 3e-3
+
+
+class Seen(NamedTuple):
+    """What the original's layers were given, what their mixers added, its logits; lengths of the texts."""
+
+    inputs: Float[Array, "L B T D"]
+    added: Float[Array, "L B T D"]
+    logits: Float[Array, "B T V"]
+    lengths: Int[Array, "B"]
+
+
+def to_linear(
+    params: Params,
+    config: Config,
+    texts: Sequence[Sequence[int]],
+    *,
+    layers: Sequence[int] | None = None,
+    keep: int | None = None,
+    mixer: str = "GatedDelta",
+    steps: int = 200,
+) -> tuple[Params, Config]:
+    """A hybrid: some layers of plain attention become linear attentions of as many heads and channels.
+
+    layers: which; or keep: how many stay, namely those whose replacement alone does the predictions the most
+    damage (the mean KL divergence over the texts). mixer: the name of the new word. A layer starts from the
+    projections of the attention that it replaces. Raises ValueError where there are no texts to learn from,
+    and for layers that are not plain attention.
+    """
+    taught = _checked(config, texts, layers, keep, mixer)
+    word = WORDS[mixer](config.heads, config.head_dim, config.head_dim)
+    params = regroup(params, plan(config, stacked=False))
+    tokens, lengths = padded(texts)
+    seen = seen_by(params, tokens, lengths, config)
+    made = {i: _taught(params["layers"][i], config, word, i, seen, steps) for i in taught}
+    if keep is not None:
+        damage = {}
+        for i in taught:
+            one = _replaced(params, config, word, {i: made[i]})
+            damage[i] = float(_divergence(one[0], tokens, seen, one[1]))
+        stay = sorted(damage, key=damage.__getitem__)[len(taught) - keep :]
+        made = {i: p for i, p in made.items() if i not in stay}
+    new, hybrid = _replaced(params, config, word, made)
+    return regroup(new, plan(hybrid)), hybrid
+
+
+def attention_changes(
+    params: Params, config: Config, texts: Sequence[Sequence[int]]
+) -> Float[np.ndarray, "L"]:
+    """1 - cos(x, x + attention(x)), the mean over the tokens of some texts, for every layer.
+
+    By it attention is dropped from layers (What Matters in Transformers?, arXiv:2406.15786, section 3).
+    """
+    params = regroup(params, plan(config, stacked=False))
+    seen = seen_by(params, *padded(texts), config)
+    x, y = seen.inputs.astype(jnp.float32), (seen.inputs + seen.added).astype(jnp.float32)
+    size = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+    apart = 1 - (x * y).sum(-1) / jnp.maximum(size, 1e-20)
+    real = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < seen.lengths[:, None]
+    return np.asarray(jnp.where(real[None], apart, 0.0).sum((1, 2)) / sum(map(len, texts)))
+
+
+def _checked(
+    config: Config, texts: Sequence[Sequence[int]], layers: Sequence[int] | None, keep: int | None, mixer: str
+) -> list[int]:
+    """The layers that are taught."""
+    if mixer not in WORDS:
+        near = difflib.get_close_matches(mixer, WORDS, 1, 0.3)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise ValueError(f"mixer is {mixer!r}, expected one of {', '.join(WORDS)}{hint}")
+    plain = [i for i in range(config.layers) if mixer_of(config, i) == ATTENTION]
+    if (layers is None) == (keep is None):
+        raise ValueError("give either the layers that become linear or how many keep their attention (keep)")
+    if strange := [i for i in layers or () if i not in plain]:
+        raise ValueError(f"layers {strange} are none of plain attention: those are {plain}")
+    if keep is not None and not 0 <= keep < len(plain):
+        raise ValueError(
+            f"keep is {keep}, expected 0 to {len(plain) - 1} of {len(plain)} layers of attention"
+        )
+    if not texts:
+        raise ValueError("its layers learn from texts: give some")
+    return plain if layers is None else sorted(set(layers))
+
+
+def _replaced(params: Params, config: Config, word: Mixer, made: dict[int, Params]) -> tuple[Params, Config]:
+    mixers = tuple(word if i in made else mixer_of(config, i) for i in range(config.layers))
+    windows = tuple(None if i in made else config.window(i) for i in range(config.layers))
+    hybrid = dataclasses.replace(config, mixers=mixers, windows=windows if config.windows else ())
+    layers = tuple(made.get(i, p) for i, p in enumerate(params["layers"]))
+    return {**params, "layers": layers}, hybrid
+
+
+@partial(jax.jit, static_argnames="config")
+def seen_by(params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config) -> Seen:
+    """What every layer of a model is given and adds, over some texts."""
+
+    def look(passed: Passed) -> tuple[Array, Array]:
+        return jnp.zeros_like(passed.out) if passed.mixed is None else passed.mixed, passed.out
+
+    ran = run_layers(params, tokens, config, lengths, look=look)
+    scale = jnp.asarray(config.embed_scale, params["embed"].dtype)
+    outs = [out[0] for _, out in ran.collected]
+    inputs = jnp.stack([params["embed"][tokens] * scale, *outs[:-1]])
+    return Seen(inputs, jnp.stack([x[0] for x, _ in ran.collected]), unembed(params, ran.x, config), lengths)
+
+
+@partial(jax.jit, static_argnames="config")
+def _divergence(params: Params, tokens: Int[Array, "B T"], seen: Seen, config: Config) -> Float[Array, ""]:
+    """The mean over real tokens of KL(original || this model)."""
+    ran = run_layers(params, tokens, config, seen.lengths)
+    mine, theirs = (
+        jax.nn.log_softmax(x.astype(jnp.float32)) for x in (unembed(params, ran.x, config), seen.logits)
+    )
+    real = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < seen.lengths[:, None]
+    return jnp.where(real, (jnp.exp(theirs) * (theirs - mine)).sum(-1), 0.0).sum() / real.sum().astype(
+        jnp.float32
+    )
+
+
+def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: Seen, steps: int) -> Params:
+    """The parameters of a layer whose attention was replaced, its feed-forward as it was."""
+    alone = dataclasses.replace(
+        config, layers=1, mixers=(word,), mlps=(NoMLP(),), windows=(), inputs=(), vocab=1
+    )
+    start = started(p, alone, layer)
+    own = {name: w.astype(jnp.float32) for name, w in start.items()}
+    learnt = learn_layer(own, seen.inputs[layer], seen.added[layer], seen.lengths, alone, steps)
+    gone = set(ATTENTION.shapes(config)) - set(learnt)
+    kept = {name: w for name, w in p.items() if name not in gone}
+    return kept | {name: w.astype(p["o"].dtype) for name, w in learnt.items()}
+
+
+def started(p: Params, alone: Config, seed: int) -> Params:
+    """A layer of linear attention from one of plain attention: its projections, and all else at random.
+
+    KV heads are repeated for their query heads, and short convolutions start as the identity.
+    """
+    word, h = alone.mixers[0], alone.head_dim
+    new = dict(init(alone, jax.random.key(seed), p["o"].dtype, plan(alone, stacked=False))["layers"][0])
+    each = alone.heads // alone.kv_heads
+
+    def repeated(w: Float[Array, "1 D E"]) -> Array:
+        return jnp.repeat(w.reshape(*w.shape[:2], -1, h), each, 2).reshape(*w.shape[:2], -1)
+
+    q, k, v = p["q"], repeated(p["k"]), repeated(p["v"])
+    if isinstance(word, Mamba2):
+        new |= {"xbc": jnp.concatenate([v, k, q], -1)}
+    else:
+        new |= {"q": q, "k": k, "v": v}
+    if "conv" in new:
+        new["conv"] = jnp.zeros_like(new["conv"]).at[:, -1].set(1)
+    return new | {name: p[name] for name in ("o", "attn_norm", "attn_post_norm") if name in new and name in p}
+
+
+def around(alone: Config) -> Params:
+    """What a model has beside its layers, for one layer alone, which is given vectors."""
+    return {"embed": jnp.zeros((1, alone.d_model)), "norm": jnp.ones((alone.d_model,))}
+
+
+@partial(jax.jit, static_argnames=("alone", "steps"))
+def learn_layer(
+    p: Params,
+    inputs: Float[Array, "B T D"],
+    added: Float[Array, "B T D"],
+    lengths: Int[Array, "B"],
+    alone: Config,
+    steps: int,
+) -> Params:
+    """The layer after Adam on the squared distance from what the original added, relative to its square."""
+    rule = optax.adam(optax.cosine_decay_schedule(RATE, steps))
+    real = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    size = jnp.where(real[..., None], jnp.square(added.astype(jnp.float32)), 0.0).sum()
+    size = jnp.maximum(size, 1e-20)
+
+    def loss(p: Params, at: Int[Array, "R"]) -> Float[Array, ""]:
+        x = inputs[at].astype(jnp.float32)
+        ran = run_layers(
+            {**around(alone), "layers": (p,)}, x, alone, lengths[at], look=lambda passed: passed.mixed
+        )
+        apart = ran.collected[0][0] - added[at].astype(jnp.float32)
+        return jnp.where(real[at][..., None], jnp.square(apart), 0.0).sum() / size
+
+    def step(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
+        p, state = carry
+        at = (number * ROWS + jnp.arange(ROWS, dtype=jnp.int32)) % len(inputs)
+        with jax.numpy_dtype_promotion("standard"):
+            change, state = rule.update(jax.grad(loss)(p, at), state, p)
+        return (jax.tree.map(jnp.add, p, change), state), None
+
+    return jax.lax.scan(step, (p, rule.init(p)), jnp.arange(steps, dtype=jnp.int32))[0][0]

@@ -1,0 +1,1 @@
+"""Data: texts from files to packed rows of tokens, prefetched."""

@@ -1,0 +1,131 @@
+"""Where batches come from: a run's settings as a source of rows, with its tokenizer and what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+from kvjax.eval.tasks import recall
+from kvjax.eval.tasks.associative_recall import pair_count, pairs_batch
+from kvjax.eval.tasks.recall_tasks import MIX, training_batch
+from kvjax.io.load import model_folder
+from kvjax.models.tokenizer import read_text
+from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
+from kvjax.train.data.packing import HeldOut, Place, Rows, Stream, held_out_rows
+from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.texts import read_texts
+from kvjax.train.settings import OF_WORDS, Data, Loop
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Rows without end; `place` says how far it has read."""
+
+    place: Place
+
+    def next(self, rows: int, length: int) -> Rows: ...
+
+
+class Words(NamedTuple):
+    """A tokenizer, how many ids it has, the id that ends a text, and the special tokens of its models."""
+
+    tokenizer: Any
+    vocab: int
+    end: int
+    special: dict[str, str]
+
+
+class Recall:
+    """The language of `recall-tiny`; the batch of a step is a function of (seed, step)."""
+
+    def __init__(self, seed: int, place: Place | None = None, tasks: Sequence[str] = ()):
+        self.seed, self.place = seed, place or Place()
+        self.mix = {task: MIX[task] for task in tasks or MIX}
+
+    def batch(self, number: int, rows: int, length: int) -> Rows:
+        rng = np.random.default_rng([self.seed, number])
+        tokens, weights, _ = training_batch(rng, rows, length, self.mix)
+        return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
+
+    def next(self, rows: int, length: int) -> Rows:
+        self.place.reading += 1
+        return self.batch(self.place.reading - 1, rows, length)
+
+
+class Pairs:
+    """Associative recall; the batch of a step is a function of (seed, step)."""
+
+    def __init__(self, seed: int, place: Place | None = None):
+        self.seed, self.place = seed, place or Place()
+
+    def batch(self, number: int, rows: int, length: int) -> Rows:
+        tokens, weights = pairs_batch(np.random.default_rng([self.seed, number]), rows, length)
+        return Rows(tokens, weights, None)
+
+    def next(self, rows: int, length: int) -> Rows:
+        self.place.reading += 1
+        return self.batch(self.place.reading - 1, rows, length)
+
+
+def words_of(data: Data) -> Words:
+    """The tokenizer of a run. Raises InputError where its directory has none, or none that ends a text."""
+    if data.kind in OF_WORDS:
+        special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
+        special["repeat_prompt"] = recall.WORDS[recall.COPY]
+        return Words(recall.tokenizer(), len(recall.WORDS), recall.PAD, special)
+    if data.tokenizer == "bytes":
+        tokenizer = byte_tokenizer()
+        return Words(tokenizer, tokenizer.get_vocab_size(), 256, {"eos_token": END})
+    text = read_text(model_folder(data.tokenizer))
+    ends = [text.special_tokens.get(name) for name in ("eos_token", "bos_token")]
+    end = next((text.tokenizer.token_to_id(e) for e in ends if e), None) if text.tokenizer else None
+    if text.tokenizer is None or end is None:
+        raise InputError(
+            f"{data.tokenizer} has no tokenizer with an eos_token: set data.tokenizer to 'bytes' or another"
+        )
+    return Words(text.tokenizer, text.tokenizer.get_vocab_size(), end, dict(text.special_tokens))
+
+
+def source_of(
+    data: Data, words: Words, loop: Loop, *, segments: bool, place: Place | None = None, workers: int = 0
+) -> tuple[Source, HeldOut | None]:
+    """The source of a run and its held-out rows; place: where to go on.
+
+    workers: processes that make rows of tasks ahead; texts are read by the process itself.
+    """
+    if data.kind in OF_WORDS:
+        source = _of_tasks(data, loop, place)
+        return (Ahead(source, workers) if workers else source), None
+    texts = read_texts(data)
+
+    def encode(text: str) -> Sequence[int]:
+        if data.tokenizer == "bytes" and END not in text:
+            return text.encode()  # equals the tokenizer's ids, a hundred times as fast
+        try:
+            return words.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raise no class of their own
+            raise InputError(
+                f"the tokenizer of {data.tokenizer} cannot read the texts ({error}): give texts of its "
+                "language, which for recall-tiny are those of data.kind='recall'"
+            ) from error
+
+    encode(texts[0][:4096])  # a text that the tokenizer cannot read is refused now
+    held = held_out_rows(
+        texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
+    )
+    stream = Stream(
+        texts, encode, words.end, held_out=data.held_out, segments=segments, seed=data.seed,
+        place=place,
+    )  # fmt: skip
+    return stream, held
+
+
+def _of_tasks(data: Data, loop: Loop, place: Place | None) -> Recall | Pairs:
+    if data.kind == "recall":
+        return Recall(data.seed, place, data.tasks)
+    for length in {length for _, length, _ in loop.stages} or {loop.length}:
+        pair_count(length)
+    return Pairs(data.seed, place)

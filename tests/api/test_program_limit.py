@@ -1,0 +1,49 @@
+"""Compiled programs are dropped before there are too many, and only then."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.api import program_limit
+
+here = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system lists no mapped regions")
+
+
+@here
+@pytest.mark.parametrize(("share", "left"), [(0.0, 0), pytest.param(1.0, 1, marks=pytest.mark.rotating)])
+def test_programs_are_dropped_beyond_the_share_of_regions(share, left, monkeypatch):
+    monkeypatch.setattr(program_limit, "_MOST", share)
+    call = jax.jit(lambda x: x + 1)
+    call(jnp.ones(3))
+    assert program_limit.forget_if_crowded() == (left == 0)
+    assert call._cache_size() == left
+    assert call(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_a_system_that_does_not_say_what_is_mapped_keeps_its_programs(monkeypatch, tmp_path):
+    monkeypatch.setattr(program_limit, "_MAPS", tmp_path / "none")
+    assert not program_limit.forget_if_crowded()
+
+
+@here
+@pytest.mark.parametrize(("compiled", "left"), [(program_limit._EVERY, 0), (0, 1)])
+def test_prefill_counts_regions_after_enough_compilations(compiled, left, monkeypatch):
+    monkeypatch.setattr(program_limit, "_MOST", 0.0)
+    monkeypatch.setattr(program_limit, "_compiled", compiled)
+    model = kvjax.load("recall-tiny")
+    other = jax.jit(lambda x: x + 1)
+    expected = other(jnp.ones(3))
+    logits, cache = kvjax.prefill(model, [[1, 2, 3]], method=kvjax.method("tova", budget=0.5), room=2)
+    assert other._cache_size() == left
+    assert other(jnp.ones(3)).tolist() == expected.tolist()
+    stepped, _ = kvjax.step(model, cache, [4])
+    assert bool(jnp.isfinite(logits).all() and jnp.isfinite(stepped).all())
+
+
+def test_every_compilation_is_counted(monkeypatch):
+    monkeypatch.setattr(program_limit, "_compiled", 0)
+    jax.jit(lambda x: x * 3)(jnp.arange(5))
+    assert program_limit._compiled >= 1

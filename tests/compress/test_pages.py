@@ -1,0 +1,136 @@
+"""Pages by default: how long they are, that what is kept stays the same, and that bytes follow budgets."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.compat.shipped_fits import ready
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.pages import page_of
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budgets.budget import AcrossHeads, PerLayer, Threshold
+from kvjax.keep.scores.score import Position
+from kvjax.methods import takes_budget
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from kvjax.ops.decode.ragged_decode import refusal
+from kvjax.plan.cache_sizes import Sizes
+from kvjax.state.cache import heavier, kept_positions, nbytes
+from kvjax.store.affine import Affine
+from tests.sweep import sweep
+
+DEEP = Config(vocab=32, d_model=32, layers=30, heads=4, kv_heads=2, head_dim=64, d_ff=32, max_positions=4096)
+TOKENS, BUDGETS = 2048, (0.25, 0.75)
+# Of keys and values in bfloat16, and a position.
+SLOT = 2 * 2 * DEEP.head_dim + 4
+
+
+def group(allocate, budget=0.25, page=None, codecs=(None, None), merge=None):
+    """What `page_of` reads of a group."""
+    keep = Keep(Position(), Budget(budget), allocate, page=page, merge=merge)
+    return GroupMethod(keep, codecs, 1, 0, None, 0)
+
+
+def in_pages():
+    """Ids of the methods that lay out slots in pages and need no fit, all of which that need no fit."""
+    found = []
+    for info in kvjax.methods():
+        given = {"budget": 0.5} if takes_budget(info.id) else {}
+        method = kvjax.method(info.id, **given)
+        if method.keep is not None and not method.keep.allocate.uniform:
+            found.append(info)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [48, 255, 256, 1024, 2048, 65536])
+def test_page_is_the_largest_that_wastes_a_64th_of_a_list(tokens):
+    page, kept = page_of(group(AcrossHeads()), tokens, tokens), tokens // 4
+    assert page & (page - 1) == 0 and 1 <= page <= 128
+    assert 64 * (page - 1) <= kept and (page == 128 or 64 * (2 * page - 1) > kept)
+
+
+def test_page_that_is_given_is_kept():
+    assert page_of(group(AcrossHeads(), page=48), 2048, 2048) == 48
+
+
+def test_page_follows_shares_of_layers_and_what_a_threshold_may_leave():
+    def of(*given):
+        return page_of(group(*given), 2048, 2048)
+
+    assert of(PerLayer((0.5, None, 0.25))) == of(AcrossHeads(), 192) == 4
+    assert of(Threshold(0.0), 1.0) == of(AcrossHeads(), 512) == 8
+
+
+@pytest.mark.parametrize("tokens", [33, 512, 2048, 16384])
+def test_page_on_a_tpu_is_one_that_the_kernel_reads(monkeypatch, tokens):
+    monkeypatch.setattr("kvjax.compress.pages.platform", lambda: "tpu")
+    q = jnp.zeros((1, 8, 1, 128), jnp.bfloat16)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        k = jnp.zeros((256, 128), dtype)
+        assert refusal(q, k, k, page_of(group(AcrossHeads()), tokens, tokens), (0, 2, tokens)) == ""
+    codes = jnp.zeros((256, 128), jnp.uint8)
+    page = page_of(group(AcrossHeads(), codecs=(Affine(8), Affine(8))), tokens, tokens)
+    # Short lists of codes are walked: pages of 128 slots would be most of them.
+    assert page == (128 if tokens // 4 >= 512 else 32)
+    assert (refusal(q, codes, codes, page, (2, 1, 512)) == "") == (page == 128)
+
+
+@cache
+def deep_sizes(id):
+    methods = [kvjax.method(id, budget=b) for b in BUDGETS]
+    return Sizes(DEEP, "bfloat16", TOKENS, [Method(), *methods]), methods
+
+
+FREE = [i.id for i in in_pages() if takes_budget(i.id) and not i.training]
+
+
+@pytest.mark.parametrize("id", sweep(FREE, "kvzip", "adakv"))
+def test_bytes_of_30_layers_are_within_2_percent_of_the_budget(id):
+    sizes, methods = deep_sizes(id)
+    lists = DEEP.layers * DEEP.kv_heads
+    for budget, method in zip(BUDGETS, methods, strict=True):
+        slot = SLOT + 4 * len(method.keep.score.traces)
+        want = lists * (budget * TOKENS * slot) + 4
+        held = sizes.nbytes(method)
+        # A dense slot behind every list is for the next token.
+        assert abs(held - lists * slot - want) <= 0.02 * want
+
+
+@cache
+def shipped():
+    return kvjax.load("recall-tiny")
+
+
+ALL = [i.id for i in in_pages() if takes_budget(i.id)]
+
+
+@pytest.mark.parametrize("id", sweep(ALL, "kvzip", "adakv"))
+def test_33_tokens_never_weigh_more_than_the_full_cache(id):
+    methods = [ready(shipped(), kvjax.method(id, budget=b)) for b in (0.25, 0.5, 0.75)]
+    sizes = Sizes(shipped().config, "float32", 33, [Method(), *methods])
+    for room in (0, 128):
+        full = sizes.nbytes(Method(), room)
+        assert all(not heavier(sizes.nbytes(m, room), full) for m in methods)
+
+
+@pytest.mark.parametrize("id", sweep(["kvzip", "adakv"], "adakv"))
+def test_pages_change_nothing_that_is_kept(id):
+    config = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48)
+    model = Model(config, init(config, jax.random.key(0)))
+    rows = [np.random.default_rng(i).integers(0, 64, n).tolist() for i, n in enumerate((40, 33))]
+    hyper = dict(budget=0.5, **(dict(window=4) if id == "adakv" else {}))
+    caches = [
+        kvjax.prefill(model, rows, method=kvjax.method(id, **hyper, **page), room=4)[1]
+        for page in ({}, {"page": 16})
+    ]
+    sets = [[np.sort(x, -1)[..., ::-1] for x in kept_positions(c)] for c in caches]
+    for mine, other in zip(*sets, strict=True):
+        both = min(mine.shape[-1], other.shape[-1])
+        np.testing.assert_array_equal(mine[..., :both], other[..., :both])
+        assert (mine[..., both:] == -1).all() and (other[..., both:] == -1).all()
+    assert nbytes(caches[0]) < nbytes(caches[1])

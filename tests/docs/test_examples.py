@@ -1,0 +1,87 @@
+"""The examples of docs/examples run, and compute what they say."""
+
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.keep.scores.geometry import KeyDistinctness
+from kvjax.methods import keydiff
+from kvjax.methods.parse import parse_method
+from kvjax.methods.user import from_file
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from tests.methods.battery import MAIN, model, positions
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "docs" / "examples" / "keydiff.py"
+KEYDIFF = f"{FILE}:keydiff"
+
+
+def test_the_example_of_a_method_is_what_the_library_has():
+    for piece in (KeyDistinctness, keydiff):
+        assert inspect.getsource(piece) in FILE.read_text()
+
+
+def test_keydiff_chains_with_a_store_from_one_text():
+    label, build = parse_method(f"{KEYDIFF} + int8")
+    assert label.endswith("keydiff.py:keydiff + int8")
+    plain, chained = (
+        kvjax.prefill(model("4/2"), MAIN.first, method=method, room=8)[1]
+        for method in (from_file(KEYDIFF, budget=0.5), build(0.5))
+    )
+    assert positions(chained) == positions(plain)
+    assert kvjax.nbytes(chained) < kvjax.nbytes(plain)
+
+
+def test_contributing_shows_the_example_as_it_is():
+    code = FILE.read_text().partition('"""\n\n')[2]
+    assert code and code in (ROOT / "CONTRIBUTING.md").read_text()
+    layer = (ROOT / "docs" / "examples" / "hgrn2.py").read_text().partition('"""\n\n')[2]
+    assert layer and layer in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
+    spec = importlib.util.spec_from_file_location("hgrn2_example", ROOT / "docs" / "examples" / "hgrn2.py")
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = example
+    spec.loader.exec_module(example)
+    config = Config(40, 16, 2, 4, 2, 8, 24, mixers=(example.Hgrn2(2, 6, 5),) * 2)
+    layered = Model(config, init(config, jax.random.key(0)))
+    tokens = rng.integers(0, 40, (2, 9))
+    whole = layered(tokens)
+    logits, cache = kvjax.prefill(layered, tokens[:, :8], room=2)
+    np.testing.assert_allclose(logits, whole[:, 7], atol=1e-5)
+    np.testing.assert_allclose(kvjax.step(layered, cache, tokens[:, 8])[0], whole[:, 8], atol=1e-5)
+    assert kvjax.nbytes(cache.groups) == 2 * 2 * (2 * 6 * 5) * 4
+
+
+@pytest.mark.rotating
+def test_the_page_of_many_devices_runs_and_draws_who_holds_what(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    exec(compile(block, "scaling.md", "exec"), {})
+    drawn = capsys.readouterr().out
+    assert "rows over data=4, lists over model=2" in drawn and "rows 3  device 6  device 7" in drawn
+
+
+DECODING = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.rotating
+def test_the_page_of_decoding_runs_and_prints_its_comments(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in DECODING:
+        exec(compile(block, "decoding.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(DECODING), re.MULTILINE)
+    assert printed == shown and shown

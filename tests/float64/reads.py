@@ -1,0 +1,237 @@
+"""Steps that do not attend to every slot, in float64 numpy, as `tests.float64.reference.Row` takes them."""
+
+import numpy as np
+from scipy.stats import binom
+
+from tests.float64.reference import best, softmax
+
+
+def sparq_guesses(q, k, channels):
+    """Logits [G, S] by the largest channels of a group's queries q [G, H], and which channels these are."""
+    c = np.argsort(-np.abs(q).sum(0), kind="stable")[:channels]
+    found = []
+    for one in q:
+        heat = np.sqrt(len(one) * np.abs(one[c]).sum() / np.abs(one).sum())
+        found.append(k[:, c] @ one[c] / heat)
+    return np.stack(found), c
+
+
+def sparq_chosen(guesses, pos, stored, *, count, newest):
+    """Boolean [S]: the newest tokens, and of the others the `count` largest sums over the group."""
+    old = pos < stored - newest
+    if not old.any():
+        return ~old
+    return ~old | best(np.where(old, guesses.sum(0), -np.inf), count(old.sum()))
+
+
+def sparq(count, *, channels, newest):
+    """SparQ (arXiv:2312.04985): alpha * attention over the chosen slots + (1 - alpha) * mean value."""
+
+    def attends(q, k, v, pos, at):
+        guesses, _ = sparq_guesses(q, k, channels)
+        chosen, outs = sparq_chosen(guesses, pos, at.stored, count=count, newest=newest), []
+        for one, guess in zip(q, guesses, strict=True):
+            alpha = softmax(guess)[chosen].sum()
+            p = softmax(k[chosen] @ one / np.sqrt(len(one)))
+            outs.append(alpha * (p @ v[chosen]) + (1 - alpha) * v.mean(0))
+        return np.stack(outs)
+
+    return attends
+
+
+def mustafar(share, newest):
+    """Mustafar (arXiv:2505.22913): of keys and values behind the newest ones, the largest numbers alone."""
+
+    def pruned(x, old):
+        largest = best(np.abs(x), np.full(len(x), int(share * x.shape[-1])))
+        return np.where(largest | ~old[:, None], x, 0)
+
+    def attends(q, k, v, pos, at):
+        old = pos < at.stored - newest
+        return softmax(q @ pruned(k, old).T / np.sqrt(q.shape[-1])) @ pruned(v, old)
+
+    return attends
+
+
+def normals(width, *, planes, tables, seed=0):
+    """The hyperplanes [H, L, K] that belong to a seed."""
+    drawn = np.random.RandomState([seed, width]).standard_normal((width, tables * planes))
+    return drawn.reshape(width, tables, planes)
+
+
+def drawn_by(q, k, planes):
+    """Whether each of q [G, H] meets each of k [S, H] in two tables or more, by the definition: [G, S]."""
+    code = lambda x: np.einsum("sh,hlk->slk", x, planes) > 0  # noqa: E731
+    met = (code(q)[:, None] == code(k)[None]).all(-1)
+    return met.sum(-1) >= 2
+
+
+def chances(q, k, *, planes, tables):
+    """u = P(Binomial(L, p^K) >= 2) with p = 1 - angle / pi: [G, S]."""
+    cosine = q @ k.T / np.linalg.norm(q, axis=-1)[:, None] / np.linalg.norm(k, axis=-1)
+    return binom.sf(1, tables, (1 - np.arccos(cosine) / np.pi) ** planes)
+
+
+def lot(pos, turn):
+    """The number by which a position is chosen among those that were drawn, in exact integers."""
+
+    def mixed(x):
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+
+    return mixed(int(pos) ^ mixed(int(turn))) >> 8
+
+
+def magicpig(count, *, planes, tables, sinks, newest):
+    """MagicPIG (arXiv:2410.16179): softmax(s_j - log u_j) over drawn slots, the others as they are."""
+
+    def attends(q, k, v, pos, at):
+        body = pos < at.stored - newest
+        hashed = body & (pos >= sinks)
+        of_prompt = k[(pos >= sinks) & (pos < at.prompt - newest)]
+        centred = k - (of_prompt.mean(0) if len(of_prompt) else 0.0)
+        drawn = drawn_by(q, centred, normals(k.shape[-1], planes=planes, tables=tables)) & hashed
+        found, room = np.flatnonzero(drawn.any(0)), count(body.sum())
+        lots = [lot(pos[j], (pos.max() + 1) * at.lists + at.number) for j in found]
+        first = sorted(zip([-x for x in lots], found, strict=True))[:room]
+        seen = np.isin(np.arange(len(pos)), [j for _, j in first])
+        u = chances(q, centred, planes=planes, tables=tables) * min(1, room / max(len(found), 1))
+        s = q @ k.T / np.sqrt(k.shape[-1])
+        s = np.where(hashed, np.where(drawn & seen, s - np.log(u), -np.inf), s)
+        return softmax(s) @ v
+
+    return attends
+
+
+def tidal(count, *, picks, newest, skip=0, seen=None):
+    """TidalDecode (arXiv:2410.05076): layers in `picks` rank all tokens, the others read what was picked.
+
+    seen: a dict that is told which positions each list of each layer read.
+    """
+    held = {}
+
+    def attends(q, k, v, pos, at):
+        logits = k @ q.T / np.sqrt(k.shape[-1])
+        old = pos < at.stored - newest
+        if at.layer in picks and old.any():
+            ranked = np.where(old, logits.sum(1), -np.inf)
+            held[at.number] = set(pos[best(ranked, count(old.sum()))])
+        elif at.layer in picks:
+            held[at.number] = set()
+        whole = at.layer < skip or at.layer in picks
+        read = np.array([whole or not o or p in held[at.number] for o, p in zip(old, pos, strict=True)])
+        if seen is not None:
+            seen[at.layer, at.number] = set(pos[read])
+        return softmax(logits[read].T) @ v[read]
+
+    return attends
+
+
+def ranked(score, count, newest, *, sinks=0):
+    """Reads of the newest tokens and of the `count` best older ones by score(q [G, H], k, prompt's keys)."""
+
+    def attends(q, k, v, pos, at):
+        old = pos < at.stored - newest
+        s = score(q, k, k[pos < at.prompt - newest])
+        chosen = ~old
+        if old.any():
+            chosen = chosen | best(np.where(old, np.where(pos < sinks, np.inf, s), -np.inf), count(old.sum()))
+        return softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen]
+
+    return attends
+
+
+def principal(rank):
+    """Loki (arXiv:2406.02542): q and keys in the largest principal components of the prompt's keys."""
+
+    def score(q, k, of_prompt):
+        _, _, components = np.linalg.svd(of_prompt - of_prompt.mean(0))
+        return (k @ components[:rank].T) @ (q.sum(0) @ components[:rank].T)
+
+    return score
+
+
+def heavy(channels):
+    """Double Sparsity (arXiv:2408.07092): q and keys where the prompt's keys are largest."""
+
+    def score(q, k, of_prompt):
+        c = np.argsort(-(of_prompt**2).sum(0), kind="stable")[:channels]
+        return k[:, c] @ q[:, c].sum(0)
+
+    return score
+
+
+def lloyd(x, count, turns):
+    """Centroids after some turns of Lloyd's algorithm, from evenly spaced rows on."""
+    centroids = x[(2 * np.arange(count) + 1) * len(x) // (2 * count)].copy()
+    for _ in range(turns):
+        mine = np.linalg.norm(x[:, None] - centroids[None], axis=-1).argmin(1)
+        for i in np.unique(mine):
+            centroids[i] = x[mine == i].mean(0)
+    return centroids
+
+
+def product_codes(parts, bits, turns):
+    """PQCache (arXiv:2407.12820): every part of a key counts as the nearest centroid of the prompt's."""
+
+    def score(q, k, of_prompt):
+        found = 0.0
+        for mine, part, prompt in zip(*(np.split(x, parts, -1) for x in (q, k, of_prompt)), strict=True):
+            centroids = lloyd(prompt, 2**bits, turns)
+            nearest = np.linalg.norm(part[:, None] - centroids[None], axis=-1).argmin(1)
+            found = found + centroids[nearest] @ mine.sum(0)
+        return found
+
+    return score
+
+
+def clusters(count, turns):
+    """ClusterKV (arXiv:2412.03213): a key counts as the centroid of its cluster of directions."""
+
+    def score(q, k, of_prompt):
+        unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+        centroids = lloyd(unit(of_prompt), count, turns)
+        nearest = np.linalg.norm(unit(k)[:, None] - centroids[None], axis=-1).argmin(1)
+        return centroids[nearest] @ q.sum(0)
+
+    return score
+
+
+class Elected:
+    """TokenSelect (arXiv:2411.02886): all lists of a layer read the older tokens with the most votes."""
+
+    def __init__(self, count, *, newest, sinks):
+        self.count, self.newest, self.sinks = count, newest, sinks
+
+    def of_layer(self, lists):
+        """What the queries of all lists get; lists: (q, k, v, pos, at) of each."""
+        q, k, _, pos, at = lists[0]
+        old = pos < at.stored - self.newest
+        chosen = ~old
+        if old.any():
+            votes = sum(softmax(q @ k[old].T / np.sqrt(k.shape[-1])).sum(0) for q, k, *_ in lists)
+            votes[pos[old] < self.sinks] = np.inf
+            chosen[np.flatnonzero(old)[best(votes, self.count(old.sum()))]] = True
+        return [softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen] for q, k, v, *_ in lists]
+
+
+def rocket(count, *, page, channels):
+    """RocketKV (arXiv:2502.14051): of the slots that stay, the pages with the best bounds in few channels.
+
+    count: of slots in whole pages, how many are read.
+    """
+
+    def attends(q, k, v, pos, at):
+        order = np.argsort(pos)
+        full = (pos < at.stored).sum() // page
+        c = np.argsort(-np.abs(q).sum(0), kind="stable")[:channels]
+        pages = k[order[: full * page]].reshape(full, page, -1)[:, :, c]
+        ends = np.stack([pages.min(1), pages.max(1)])
+        bounds = np.maximum(*(q[:, None, c] * ends[:, None])).sum(-1).max(0) if full else np.zeros(0)
+        read = np.flatnonzero(best(bounds, -(-count(full * page) // page))) if full else []
+        slots = [j for p in read for j in range(p * page, (p + 1) * page)] + [*range(full * page, len(pos))]
+        chosen = order[slots]
+        return softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen]
+
+    return attends

@@ -1,0 +1,130 @@
+"""Words of a user that print as the library's do have observations and traces of their own."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.base.errors import InputError
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.when import STEP
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.observations.observe import Queries as LastQueries
+from kvjax.keep.observations.trace import Received as SinceArrival
+from kvjax.keep.scores.algebra import Word
+from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
+from kvjax.state.cache import Slots
+from tests.methods.battery import MAIN, model
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """The positions of new tokens: nothing like the library's word of this name."""
+
+    last: int
+
+    def __call__(self, inputs):
+        return inputs.pos.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastPosition(Word):
+    """The same for every slot: the sum of what the user's observation recorded."""
+
+    last: int
+
+    @property
+    def needs(self):
+        return frozenset({Queries(self.last)})
+
+    def __call__(self, view, seen):
+        found = seen.of(Queries(self.last)).sum(-1)
+        return jnp.broadcast_to(found[:, None, None], view.pos.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """Twice the position at which a token came; no query changes it."""
+
+    mass: object = SinceArrival().mass
+    needs = frozenset()
+
+    def start(self, inputs, heads):
+        found = 2.0 * inputs.pos.astype(jnp.float32)
+        return jnp.broadcast_to(found[:, None], (found.shape[0], heads, found.shape[1]))
+
+    def grow(self, old, seen):
+        return old
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTrace(Received):
+    """The same under another name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(Word):
+    """The attention that a slot received, and far more for every later position."""
+
+    trace: object
+
+    @property
+    def traces(self):
+        return frozenset({SinceArrival(), self.trace})
+
+    def __call__(self, view, seen):
+        return view.of(SinceArrival()) + 1e3 * view.of(self.trace)
+
+
+def scores(score):
+    found = kvjax.scores(model("4/2"), MAIN.first, Method(Keep(score, Budget(0.5), Uniform())))
+    return [np.asarray(x) for x in found.scores]
+
+
+def test_observations_that_print_alike_are_both_recorded():
+    assert repr(Queries(4)) == repr(LastQueries(4)) and key_of(Queries(4)) != key_of(LastQueries(4))
+    mine, theirs = scores(LastPosition(4)), scores(WindowAttention(4))
+    for both, a, b in zip(scores(LastPosition(4) + WindowAttention(4)), mine, theirs, strict=True):
+        np.testing.assert_allclose(both, a + b, rtol=1e-6)
+    assert all((np.ptp(x) > 0.1) for x in theirs)
+
+
+def test_traces_that_print_alike_are_both_remembered():
+    m, found = model("4/2"), {}
+    for trace in (Received(), OwnTrace()):
+        keep = Keep(Newest(trace), Budget(8), Uniform(), when=STEP)
+        _, cache = kvjax.prefill(m, MAIN.first, method=Method(keep), room=4)
+        for token in MAIN.steps:
+            _, cache = kvjax.step(m, cache, token)
+        found[trace] = [part for group in cache.groups for part in group.parts if isinstance(part, Slots)]
+    for trace, mine in found.items():
+        for part, other in zip(mine, found[OwnTrace()], strict=True):
+            assert set(part.traces) == {key_of(trace), key_of(SinceArrival())}
+            np.testing.assert_array_equal(part.pos, other.pos)
+            np.testing.assert_array_equal(part.traces[key_of(trace)], other.traces[key_of(OwnTrace())])
+            want = np.where(np.asarray(part.pos) >= 0, 2.0 * np.asarray(part.pos), 0.0)
+            np.testing.assert_array_equal(part.traces[key_of(trace)], want)
+
+
+def test_words_that_no_key_tells_apart_are_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Hidden(Queries):
+        more: int = dataclasses.field(default=0, repr=False)
+
+    @dataclasses.dataclass(frozen=True)
+    class Both(Word):
+        needs = frozenset({Hidden(2, 0), Hidden(2, 1)})
+
+        def __call__(self, view, seen):
+            return view.pos.astype(jnp.float32)
+
+    with pytest.raises((InputError, ValueError), match="two of its words differ and print the same"):
+        kvjax.chain(Keep(Both(), Budget(0.5), Uniform()))
+
+
+def test_library_words_keep_their_repr_as_key():
+    for word in (LastQueries(4), SinceArrival(), AccumulatedAttention()):
+        assert key_of(word) == repr(word)
