@@ -1,1 +1,1 @@
-"""Presets as gin files, for evaluation, training and benchmarks; data only, bound by `kvjax.io.gin_bindings`."""
+"""Presets as gin files, for evaluation, training and benchmarks; bound by `kvjax.io.gin_bindings`."""

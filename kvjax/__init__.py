@@ -91,7 +91,7 @@ _HOMES = {
 }
 
 # Public modules, imported when they are asked for.
-_MODULES = ("pure",)
+_MODULES = ("pure", "words")
 # They need more than kvjax does.
 _OPTIONAL = ("nnx",)
 

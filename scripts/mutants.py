@@ -141,7 +141,8 @@ MUTANTS = [
     Mutant(
         "a consumed cache is taken again", "kvjax/state/cache.py",
         "not isinstance(at, Tracer) and at.is_deleted()", "not isinstance(at, Tracer) and False",
-        "tests/state/test_cache.py::test_a_consumed_cache_is_refused_by_everything_that_would_read_it", made=True,
+        "tests/state/test_cache.py::test_a_consumed_cache_is_refused_by_everything_that_would_read_it",
+        made=True,
     ),
 ]  # fmt: skip
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.protocols import Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.scores.algebra import Word
 from kvjax.methods import paper
 from kvjax.methods.shared import Amount
 

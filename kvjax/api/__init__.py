@@ -1,1 +1,1 @@
-"""API: the functions that users call (`prefill`, `step`, `generate`, `verify` ...): checks, buckets, loops."""
+"""API: what users call (`prefill`, `step`, `generate`, `verify` ...): checks, buckets, loops."""

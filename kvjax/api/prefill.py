@@ -95,7 +95,7 @@ def check_cache(model: Model, cache: Cache) -> None:
     if not isinstance(cache, Cache):
         given = f"{cache!r}" if isinstance(cache, str | os.PathLike) else f"a {type(cache).__name__}"
         raise InputError(
-            f"cache is {given}, expected a kvjax.state.cache.Cache: give the `.cache` of what generate returned, "
+            f"cache is {given}, expected a Cache: give the `.cache` of what generate returned, "
             "the second of what prefill and step return, or kvjax.load_cache(path)"
         )
     check_alive(cache)

@@ -25,8 +25,8 @@ from kvjax.state.write import write_rows
 class Added(NamedTuple):
     """What the host knows of the newest tokens of a cache.
 
-    groups: what its method means for every group of layers (`kvjax.compress.group.GroupMethod`). tokens: per row, how
-    many were surely added since slots were last chosen among.
+    groups: what its method means for every group of layers (`kvjax.compress.group.GroupMethod`). tokens: per
+    row, how many were surely added since slots were last chosen among.
     """
 
     groups: tuple[Any, ...]

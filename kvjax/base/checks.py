@@ -50,7 +50,7 @@ def check_text(text: Any, what: str = "the text") -> None:
 
     >>> check_text("a\\ud800")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvjax.base.errors.InputError: the text has half a character (\\ud800) at 1, expected Unicode: ...
+    kvjax.InputError: the text has half a character (\\ud800) at 1, expected Unicode: ...
     """
     if not isinstance(text, str):
         raise InputError(f"{what} is {_short(text)}, expected a string")

@@ -6,5 +6,9 @@ class InputError(ValueError):
 
     >>> raise InputError("budget is 1.5, expected a fraction in (0, 1] or a whole number of slots")
     Traceback (most recent call last):
-    kvjax.base.errors.InputError: budget is 1.5, expected a fraction in (0, 1] or a whole number of slots
+    kvjax.InputError: budget is 1.5, expected a fraction in (0, 1] or a whole number of slots
     """
+
+
+# Tracebacks name it as users import it.
+InputError.__module__ = "kvjax"

@@ -1,1 +1,1 @@
-"""Compat: whether a method fits a model, how long its texts may get, and which methods share a cache layout."""
+"""Compat: whether a method fits a model, how long texts may get, which methods share a cache layout."""

@@ -1,1 +1,1 @@
-"""Compress: from scores to a smaller cache. What a method means for a group of layers, which slots stay, how they move."""
+"""Compress: from scores to a smaller cache: which slots stay, how they move, what lies beside them."""

@@ -29,11 +29,11 @@ class GroupMethod(NamedTuple):
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
     have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
-    the codecs' words were fitted to, of the group's layers (`kvjax.steps.shared.fitted_arrays`). stack: how a prefill
-    merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
-    memory. picker: the layer whose picks a read visits, the group's own where it chooses for those above.
-    multiple: a list has as many slots on each of so many devices. grows: the parts of a state that have room
-    for tokens, as slots do; such states are not encoded.
+    the codecs' words were fitted to, of the group's layers (`kvjax.steps.shared.fitted_arrays`). stack: how a
+    prefill merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body
+    in host memory. picker: the layer whose picks a read visits, the group's own where it chooses for those
+    above. multiple: a list has as many slots on each of so many devices. grows: the parts of a state that
+    have room for tokens, as slots do; such states are not encoded.
     """
 
     keep: Keep | None

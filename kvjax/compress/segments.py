@@ -1,8 +1,8 @@
 """Storage acts: from the slots a method keeps to the segments of a cache.
 
-`build` makes a group's dense segments from chosen slots (`kvjax.compress.pages` those in pages), `extend` adds new
-tokens where nothing is evicted, `flush` moves full granules of the newest tokens into an encoded body. No
-method by name.
+`build` makes a group's dense segments from chosen slots (`kvjax.compress.pages` those in pages), `extend`
+adds new tokens where nothing is evicted, `flush` moves full granules of the newest tokens into an encoded
+body. No method by name.
 """
 
 from __future__ import annotations

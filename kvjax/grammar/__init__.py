@@ -1,4 +1,4 @@
-"""Grammar: a method as a value (`Method` of `Keep`, `Store`, `Budget` ...), and what its words must provide."""
+"""Grammar: a method as a value (`Method` of `Keep`, `Store`, `Budget`), and what its words provide."""
 
 from kvjax.grammar.sentence import Budget, Keep, Method, Store, chain, check
 

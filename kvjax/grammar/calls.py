@@ -131,7 +131,7 @@ def with_probe(word: Any, probe: Any) -> Any:
 
 
 def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
-    """The word, in which words that name tokens by their characters (`kvjax.keep.observations.tokens`) have their ids."""
+    """The word with ids for tokens that are named by their characters (`kvjax.keep.scores.tokens`)."""
     if isinstance(word, tuple):
         new = tuple(with_token_ids(one, ids_of) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)

@@ -44,9 +44,9 @@ class Inputs(NamedTuple):
     """What a layer computed for its new tokens; observations are functions of it.
 
     q and k are rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so
-    far, these included. fitted: the layer's arrays of words that were fitted (`kvjax.grammar.fitted`), by digest and
-    name. tokens: their ids; None where vectors were given in their place. v: None where a layer makes no
-    values of its own.
+    far, these included. fitted: the layer's arrays of words that were fitted (`kvjax.grammar.fitted`), by
+    digest and name. tokens: their ids; None where vectors were given in their place. v: None where a layer
+    makes no values of its own.
     """
 
     q: Float[Array, "B N T H"]

@@ -1,8 +1,8 @@
 """The grammar: a method is a sentence of keep, store and read, made of small hashable words.
 
 Words are frozen dataclasses: equal sentences are equal values, so they compile once and print as they were
-written. This module holds the sentence. What its words see and promise is in `kvjax.grammar.protocols`, and the words
-themselves live in `kvjax.keep`, `kvjax.store`, `kvjax.read`.
+written. This module holds the sentence. What its words see and promise is in `kvjax.grammar.protocols`, and
+the words themselves live in `kvjax.keep`, `kvjax.store`, `kvjax.read`.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ class Budget:
 class Keep:
     """Which slots stay.
 
-    when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; then the cache never grows beyond the
-    budget by more than that word says). per_query_head: select for every query head alone, so the cache holds
-    K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn by
-    (`kvjax.grammar.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
-    dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
-    (`kvjax.keep.prompts.narrow`). reuse: so many layers in a row keep what the first of them chooses. restore:
-    learned tokens that read a prompt before slots of it are evicted, and stay (`kvjax.keep.prompts.restore`). page:
-    slots per page where heads have unequal budgets; None chooses it by the length of lists
-    (`kvjax.compress.pages.page_of`).
+    when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; then the cache never grows
+    beyond the budget by more than that word says). per_query_head: select for every query head alone, so the
+    cache holds K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn
+    by (`kvjax.grammar.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are
+    not dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
+    (`kvjax.keep.prompts.narrow`). reuse: so many layers in a row keep what the first of them chooses.
+    restore: learned tokens that read a prompt before slots of it are evicted, and stay
+    (`kvjax.keep.prompts.restore`). page: slots per page where heads have unequal budgets; None chooses it by
+    the length of lists (`kvjax.compress.pages.page_of`).
     """
 
     score: Score | None
@@ -155,16 +155,16 @@ class Store:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Method:
-    """A sentence. spec: how to build it again (`kvjax.grammar.to_text`), mostly (id, sorted hyper-parameters).
+    """A sentence. spec: how to build it again (`kvjax.grammar.to_text`), mostly (id, hyper-parameters).
 
     Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` where
     methods have names, and a constructor where it was written by hand or changed. `words` is the constructor.
 
-    reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.prompts.reread`, `distilled` and
-    `memory_tokens` there). layers: instead of all those, a
-    sentence for every layer of the model. make: the model that all this acts on, as `kvjax.prepare` makes it
-    of the one that is given. stack: which layers are stored as one (`kvjax.store.merged`). host: what the
-    device holds of slots that lie in host memory (`kvjax.place.host`).
+    reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.prompts.reread`, `distilled`
+    and `memory_tokens` there). layers: instead of all those, a sentence for every layer of the model. make:
+    the model that all this acts on, as `kvjax.prepare` makes it of the one that is given. stack: which layers
+    are stored as one (`kvjax.store.merged`). host: what the device holds of slots that lie in host memory
+    (`kvjax.place.host`).
     """
 
     keep: Keep | None = None

@@ -31,7 +31,7 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
         right = f"({', '.join(map(repr, more))},)"
         raise ValueError(f"protect must be a tuple of patterns, got {protect!r}: write protect={right}")
     if score is not None:
-        _check(score, "score", SCORE, "inherit from kvjax.keep.scores.algebra.Word, which needs nothing")
+        _check(score, "score", SCORE, "inherit from kvjax.keep.algebra.Word, which needs nothing")
         _check_needs(score)
         for trace in _frozenset(score, "traces", "frozenset({Received(Mass())})"):
             _check(trace, "trace", TRACE, "see kvjax.keep.observations.trace")

@@ -51,7 +51,7 @@ def start_hosts(
 
     >>> start_hosts("10.0.0.1:1234", processes=2, process=2)
     Traceback (most recent call last):
-    kvjax.base.errors.InputError: process is 2, expected at most 1: how many of the processes come before this one
+    kvjax.InputError: process is 2, expected at most 1: how many of the processes come before this one
     """
     meeting = meeting_of(hosts, processes, process)
     finite_number("wait_seconds", wait_seconds, 0.0, open_low=True)

@@ -41,8 +41,8 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     """Hyper-parameters per method id, from a shipped preset's name or the path of a .gin file.
 
     Raises InputError, with the file and the line where they are known, for whatever is no binding of plain
-    values (`kvjax.io.gin_files`), an unknown method or hyper-parameter (with the nearest name), a value outside
-    its range, and two names of one method.
+    values (`kvjax.io.gin_files`), an unknown method or hyper-parameter (with the nearest name), a value
+    outside its range, and two names of one method.
 
     >>> load_preset("short")["snapkv"]["window"]
     16

@@ -37,7 +37,8 @@ def load(
     """Loads a Hugging Face directory, a kvjax checkpoint, a shipped model ("recall-tiny") or "org/name".
 
     A name is looked up in this order: a path on disk, a shipped model, the Hugging Face hub. A checkpoint
-    may hold a `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups, progress: as of `load_hf`.
+    may hold a `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups, progress: as of
+    `load_hf`.
 
     mesh, rules: the devices that weights and all caches of the model are split over, a `jax.sharding.Mesh` or
     words such as "data=2,model=4", and how: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.when import STEP
+from kvjax.keep.algebra import StagedAcross, stage
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
 from kvjax.keep.budgets.profile import ByProfile, CopyProfile, CurveProfile, Profile
 from kvjax.keep.merges.compensation import Compensation
-from kvjax.keep.observations.tokens import PolicyLadder, TokensOf
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import StagedAcross, stage
 from kvjax.keep.scores.enough import Covering
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads, Retrieving
 from kvjax.keep.scores.score import OutputNorm, WindowAttention
+from kvjax.keep.scores.tokens import PolicyLadder, TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (

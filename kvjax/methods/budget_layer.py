@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
+from kvjax.keep.algebra import Pool
 from kvjax.keep.budgets.budget import Pyramid, Threshold
 from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
 from kvjax.keep.budgets.lazy import Lookback
@@ -13,7 +14,6 @@ from kvjax.keep.budgets.preference import ByAttention
 from kvjax.keep.budgets.profile import ByProfile, DriftProfile, SearchedProfile
 from kvjax.keep.observations.probe import Episode, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Pool
 from kvjax.keep.scores.composite import Agreed, Composite
 from kvjax.keep.scores.enough import EndsEnough
 from kvjax.keep.scores.recent_queries import RecencyWeighted

@@ -13,8 +13,8 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import AttentionSpec, Inputs, Score, Seen, View
+from kvjax.keep.algebra import Made
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.scores.algebra import Made
 from kvjax.ops.base.rope import Rope
 
 _T, _H = 32, 16

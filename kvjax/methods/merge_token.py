@@ -7,6 +7,7 @@ from typing import Annotated
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.when import STEP, Every
+from kvjax.keep.algebra import OverPeak, Pool
 from kvjax.keep.budgets.budget import Threshold, Uniform
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.keep.merges.merge_cam import ValueMerge
@@ -17,7 +18,6 @@ from kvjax.keep.merges.merge_runs import Opening, RunMerge
 from kvjax.keep.merges.pooled import LastOfEach, MeanOfEach
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.prompts.hierarchy import Hierarchy
-from kvjax.keep.scores.algebra import OverPeak, Pool
 from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range

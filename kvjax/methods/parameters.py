@@ -109,7 +109,7 @@ def checked(name: str, function: Callable[..., Any], hyper: Mapping[str, Any]) -
     >>> from kvjax.methods import snapkv
     >>> checked("snapkv", snapkv, {"window": 8.5})
     Traceback (most recent call last):
-    kvjax.base.errors.InputError: snapkv: window must be a whole number >= 1, got 8.5
+    kvjax.InputError: snapkv: window must be a whole number >= 1, got 8.5
     """
     known, found = types_of(function), {}
     for key, value in hyper.items():

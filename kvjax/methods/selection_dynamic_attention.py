@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import PREFILL_END, STEP, Every
+from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budgets.budget import Uniform, UpTo
 from kvjax.keep.budgets.phases import InPhases
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Pool, stage
 from kvjax.keep.scores.beehive import Samples
 from kvjax.keep.scores.deviation import AttentionDeviation
 from kvjax.keep.scores.keyformer import NoisyAttention, NoisyMass

@@ -30,8 +30,8 @@ def dcp(*, fitted: Fit | None = None) -> Method:
     is free as soon as the next token has dropped it; how much stays follows from the text. fitted: the
     interactions, as `kvjax fit dcp` writes them. Read: the abstract, and the equations as later papers have
     them; no public code. Deviations: the model stays as it is while interactions are fitted
-    (`kvjax.fitting.gates.dropping`), where the authors train all of it; every list of a layer holds the R numbers
-    W_b x_j of its slots; and rows of a batch have as many places as the longest.
+    (`kvjax.fitting.gates.dropping`), where the authors train all of it; every list of a layer holds the R
+    numbers W_b x_j of its slots; and rows of a batch have as many places as the longest.
 
     On the shipped model 34 % of the slots of 512 tokens are left, which with these numbers weigh 40 % of the
     full cache: all in the second layer, and next to none in the upper two. With them it finds 32 of 32

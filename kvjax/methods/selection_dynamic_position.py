@@ -9,17 +9,17 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.phase import ByRank, Clamped
 from kvjax.grammar.when import STEP, Every
+from kvjax.keep.algebra import Aged
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.budgets.phases import Phased
 from kvjax.keep.gates.controller import Controller, Wanted
-from kvjax.keep.observations.tokens import SeparatorsFirst, TokensOf
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Aged
 from kvjax.keep.scores.hashed import HashLikeness
 from kvjax.keep.scores.ladder import Ladder
 from kvjax.keep.scores.norms import NormRatio, Rounded
 from kvjax.keep.scores.pages import WholePages
 from kvjax.keep.scores.score import KeyNorm, Novelty, Position
+from kvjax.keep.scores.tokens import SeparatorsFirst, TokensOf
 from kvjax.keep.scores.trigonometric import QueryCentres, Trigonometric
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range

@@ -8,12 +8,12 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.phase import ByRank
 from kvjax.grammar.protocols import Allocation
+from kvjax.keep.algebra import InChunks, Pool, stage
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Uniform
 from kvjax.keep.observations.probe import Catalyst, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.prompts.narrow import Narrow
 from kvjax.keep.prompts.reread import Reread
-from kvjax.keep.scores.algebra import InChunks, Pool, stage
 from kvjax.keep.scores.crush import Representatives
 from kvjax.keep.scores.drawn import Drawn
 from kvjax.keep.scores.probe_weighted import RepeatWithSensitivity, RepeatWithSizes, WeightedProbeAttention

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.when import PREFILL_END, STEP, Every
+from kvjax.keep.algebra import Pool, standardised
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Pool, standardised
 from kvjax.keep.scores.expected import ExpectedAttention, QueryStatistics
 from kvjax.keep.scores.filters import Filtered, QueryFilters
 from kvjax.keep.scores.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms

@@ -7,17 +7,17 @@ from typing import Annotated, Literal
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.phase import ByRank
 from kvjax.grammar.when import STEP
+from kvjax.keep.algebra import Pool
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.budgets.phases import InPhases
-from kvjax.keep.observations.lookahead import Lookahead, LookaheadAttention
-from kvjax.keep.observations.tokens import TokensOf
 from kvjax.keep.patterns import Recent
 from kvjax.keep.prompts.narrow import Narrow
-from kvjax.keep.scores.algebra import Pool
 from kvjax.keep.scores.chunk_wise import EntropyGated
+from kvjax.keep.scores.lookahead import Lookahead, LookaheadAttention
 from kvjax.keep.scores.passages import InPassages
 from kvjax.keep.scores.question import ChunkStays, Question, QuestionAttention
 from kvjax.keep.scores.score import Position, WindowAttention
+from kvjax.keep.scores.tokens import TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window, window_score

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeVar
 
 from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted
-from kvjax.keep.scores.algebra import Pool, Pooled
+from kvjax.keep.algebra import Pool, Pooled
 from kvjax.keep.scores.score import WindowAttention
 from kvjax.methods.parameters import Part, Range
 

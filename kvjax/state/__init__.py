@@ -1,1 +1,1 @@
-"""State: the cache as a pytree (`Cache`, `Slots`, `Pages`, `Paged`, `Codes`, `State`), its writes and its sharding."""
+"""State: the cache as a pytree (`Cache`, `Slots`, `Paged`, `Codes`, `State`), its writes and its sharding."""

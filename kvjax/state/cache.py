@@ -318,7 +318,8 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
     """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host.
 
     K and S are 0 where a layer carries a state instead of slots. Where a method reads some tokens of a prompt
-    alone (`kvjax.keep.prompts.reread`), positions are those in what was read. Raises InputError for a consumed cache.
+    alone (`kvjax.keep.prompts.reread`), positions are those in what was read. Raises InputError for a
+    consumed cache.
     """
     check_alive(cache)
     out = []

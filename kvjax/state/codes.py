@@ -49,8 +49,8 @@ def taught(codec: Codec, arrays: Taught) -> Codec:
 class Codes:
     """Encoded keys or values: arrays [..., S / granule, ...] that `codec` turns back into [..., S, width].
 
-    taught: the fitted arrays of its layers, lent while a program runs (`kvjax.steps.shared.fitted_arrays`). A cache
-    between two programs holds none.
+    taught: the fitted arrays of its layers, lent while a program runs (`kvjax.steps.shared.fitted_arrays`). A
+    cache between two programs holds none.
     """
 
     data: dict[str, Array]

@@ -372,7 +372,7 @@ def check_changes(bound: Mapping[str, Mapping[str, Any]], changes: Sequence[str]
 
     >>> check_changes({"train": {"stages": [(500, 128, 16)]}}, ["train.steps=3"])
     Traceback (most recent call last):
-    kvjax.base.errors.InputError: train.steps=3 changes nothing, because train.stages is [(500, 128, 16)], which \
+    kvjax.InputError: train.steps=3 changes nothing, because train.stages is [(500, 128, 16)], which \
 decides steps, length and batch: give other stages, or train.stages=() with the three
     """
     stages, start = bound.get("train", {}).get("stages", ()), bound.get("model", {}).get("start")

@@ -13,8 +13,8 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.perplexity import stream_text
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import STEP, Every
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.models.model import Model
 from tests.methods.battery import MAIN, model

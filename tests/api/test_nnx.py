@@ -23,7 +23,7 @@ import kvjax.nnx  # noqa: E402
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=24)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 9)), jnp.int32)
-PAGE = Path(__file__).parents[1] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def loss_of(logits):

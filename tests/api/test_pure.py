@@ -12,9 +12,9 @@ from kvjax.api.chunks import tokens_that_fit
 from kvjax.base.errors import InputError
 from kvjax.compress.capacity import PLENTY
 from kvjax.grammar import Budget, Keep, Method, Score
+from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
-from kvjax.keep.scores.algebra import Pool, Word
 from tests.methods.battery import MAIN, first_of_each_class, model
 from tests.methods.table import BY_LABEL
 from tests.models.conversation import model as architecture

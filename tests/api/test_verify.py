@@ -222,7 +222,7 @@ def test_one_token_and_a_draft_of_which_some_is_taken_back_are_a_plain_loop():
 
 @pytest.mark.rotating
 def test_the_page_of_decoding_speculates_the_text_of_plain_greedy_decoding():
-    page = (Path(__file__).parents[1] / "docs" / "decoding.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "decoding.md").read_text()
     (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def speculate" in b]
     m = kvjax.load("recall-tiny")
     text = "<bos> the <set> brave otter 17 4 52 <.> a hill <get> brave otter"

@@ -185,7 +185,7 @@ def test_room_is_a_number_of_tokens_within_the_positions(model, room, message):
         (dict(stop=[1.5]), r"stop is \[1.5\], expected a list of token ids"),
         (
             dict(cache="path"),
-            r"cache is 'path', expected a kvjax.state.cache.Cache: .*kvjax.load_cache\(path\)",
+            r"cache is 'path', expected a Cache: .*kvjax.load_cache\(path\)",
         ),
         (dict(chunk=0.5), "chunk is 0.5, expected a whole number"),
         (dict(stop=[10**12]), r"stop is \[1000000000000\], expected ids of the vocabulary"),

@@ -14,9 +14,9 @@ from kvjax.commands.methods_cards import shown
 from kvjax.commands.terminal import size
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.when import Every
+from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.algebra import Pool, Word
 from kvjax.methods import METHODS, takes_budget
 from kvjax.methods.parse import parse_method
 from kvjax.state.cache import kept_positions, nbytes

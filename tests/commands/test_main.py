@@ -420,7 +420,10 @@ def test_a_reader_that_leaves_is_no_error():
 
 
 def test_wrong_words_are_answered_before_jax_is_imported():
-    script = "import sys; from kvjax.commands.main import main; print(main(['compare', '--smaples']), 'jax' in sys.modules)"
+    script = (
+        "import sys; from kvjax.commands.main import main; "
+        "print(main(['compare', '--smaples']), 'jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
     assert "did you mean --samples?" in done.stderr

@@ -21,7 +21,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from tests.methods.battery import MAIN, model, positions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "examples" / "keydiff.py"
 KEYDIFF = f"{FILE}:keydiff"
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from nbclient import NotebookClient
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 QUICKSTART, TRAIN = NOTEBOOKS / "quickstart.ipynb", NOTEBOOKS / "train.ipynb"
 
 

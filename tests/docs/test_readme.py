@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.commands.main import make_parser
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 BLOCKS = CODE.findall(README)

@@ -11,7 +11,7 @@ FILE = """
 from __future__ import annotations
 import dataclasses
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.scores.algebra import Word
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.commands.texts import read_texts
 from kvjax.fitting.gates.controller import looked_at, missed
-from kvjax.fitting.gates.head_gates import answers
+from kvjax.fitting.loops.answers import answers
 from kvjax.grammar.fitted import Fitted
 from kvjax.state.cache import kept_positions
 from tests.fitting.test_learned import arrays_of, questions

@@ -12,10 +12,10 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.commands.texts import read_texts
 from kvjax.eval.tasks.sample import ForcedSample
-from kvjax.fitting.gates.head_gates import answers
 from kvjax.fitting.gates.hidden_gate import Batch, guessed, read
 from kvjax.fitting.gates.retaining_heads import looked_at, missed
 from kvjax.fitting.gates.write_gates import Texts, distilled, kept
+from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.merges.convolutions import drawn, surprise
 from kvjax.fitting.merges.residue import Batch as Cut
 from kvjax.fitting.merges.residue import cut as cut_texts

@@ -1,4 +1,4 @@
-"""Methods that choose anew after every token, in float64 over explicit slots (see `tests.float64.reference.Row`).
+"""Methods that choose anew after every token, in float64 over explicit slots (`tests.float64.reference.Row`).
 
 A rule gives the scores of the slots of one list: it sees their positions, rotated keys, values, the rotated
 queries of all tokens so far, and what the slots have received.

@@ -1,4 +1,4 @@
-"""What merges do to the slots that stay, over the explicit slots of `tests.float64.reference.Row`, in float64.
+"""What merges do to the slots that stay, in float64 over the slots of `tests.float64.reference.Row`.
 
 A layer's memory counts under True what was merged, and under False what was dropped.
 """

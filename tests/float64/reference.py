@@ -71,8 +71,8 @@ class Prompt:
     hidden: per layer, its normalised input [T, D]. at: per layer, the positions of the tokens that it saw.
     narrow: (prompt, layer) -> indices of the tokens that go on from a layer, None where all of them do.
     farthest: the distance that larger ones count as. ranges: what tokens turn by instead of their positions,
-    and what they attend to (`tests.float64.ranges.Ranges`). hides: (prompt, layer) -> boolean [T, T], which queries
-    see which tokens no more.
+    and what they attend to (`tests.float64.ranges.Ranges`). hides: (prompt, layer) -> boolean [T, T], which
+    queries see which tokens no more.
     """
 
     def __init__(self, decoder, tokens, narrow=None, farthest=None, ranges=None, hides=None):
@@ -129,15 +129,14 @@ class Row:
 
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, the
-    distance that larger ones count as, or shared ranges (`tests.float64.ranges.Ranges`). leave(memory, lists, gone):
-    what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that the
-    layer keeps; a slot's `votes` say how many tokens it stands for, and `bonus` times the log of that goes to
-    its logits. A slot notes what every query has given
-    it, in `given`, and in all (`mass`); that of a step also the `inputs` of its layer up to itself.
-    leave.at_prompts, where it is False: what leaves the prompt is dropped.
-    leave.answer(memory, layer, list, q), where it has one: sums and weights that the queries get beside those
-    of the slots. attends(q, k, v, pos, at): what a group's queries get instead of their attention over a
-    list; `at` says where (`At`).
+    distance that larger ones count as, or shared ranges (`tests.float64.ranges.Ranges`). leave(memory, lists,
+    gone): what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that
+    the layer keeps; a slot's `votes` say how many tokens it stands for, and `bonus` times the log of that
+    goes to its logits. A slot notes what every query has given it, in `given`, and in all (`mass`); that of a
+    step also the `inputs` of its layer up to itself. leave.at_prompts, where it is False: what leaves the
+    prompt is dropped. leave.answer(memory, layer, list, q), where it has one: sums and weights that the
+    queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries get instead of
+    their attention over a list; `at` says where (`At`).
     """
 
     def __init__(self, prompt, kept, phase="position", leave=None, attends=None):

@@ -11,10 +11,10 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.when import STEP
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Queries as LastQueries
 from kvjax.keep.observations.trace import Received as SinceArrival
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.state.cache import Slots
 from tests.methods.battery import MAIN, model

@@ -8,10 +8,10 @@ import pytest
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import STEP
+from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.algebra import Pool, Word
 from kvjax.keep.scores.score import AccumulatedAttention, Position
 from kvjax.read.hashed import HashSampling
 from kvjax.read.pages import PageBounds

@@ -15,7 +15,7 @@ from kvjax.eval.run.cellplan import plan_cells
 from kvjax.grammar.refuse_keep import crowded
 from kvjax.io.gin_bindings import load_preset
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

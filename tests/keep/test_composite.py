@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.grammar.protocols import View
-from kvjax.keep.scores.algebra import Word
+from kvjax.keep.algebra import Word
 from kvjax.keep.scores.composite import Agreed, Composite
 from tests.keep.test_score import f32, seen_by
 

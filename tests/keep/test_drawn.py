@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.lazy import Lookback
 from kvjax.keep.observations.observe import Queries
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.drawn import Drawn
 from kvjax.keep.scores.score import KeyNorm, Uniformly
 from tests.keep.test_score import LENGTH, check, probabilities, seen_by, slots, window_of

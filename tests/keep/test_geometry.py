@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvjax.grammar.protocols import AttentionSpec
+from kvjax.keep.algebra import standardised
 from kvjax.keep.observations.observe import QueryMoments
 from kvjax.keep.scores import geometry
-from kvjax.keep.scores.algebra import standardised
 from kvjax.keep.scores.geometry import Capacity, Leverage, LocalNorms, unrotated
 from kvjax.keep.scores.non_causal import ChunkMates
 from kvjax.keep.scores.score import KeyNorm

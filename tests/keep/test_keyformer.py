@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.scores.algebra import Aged
+from kvjax.keep.algebra import Aged
 from kvjax.keep.scores.keyformer import NoisyMass
 from kvjax.keep.scores.score import Position
 from tests.float64.reference import softmax

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.tokens import TokensOf
 from kvjax.keep.observations.trace import Received
 from kvjax.keep.scores.enough import Covering
 from kvjax.keep.scores.passages import InPassages
 from kvjax.keep.scores.score import KeyNorm
+from kvjax.keep.scores.tokens import TokensOf
 from tests.keep.test_score import B, K, S, check, f32, seen_by
 from tests.keep.test_score import view as view  # a fixture
 

@@ -9,12 +9,12 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, chain
 from kvjax.grammar.when import STEP, Every, Full
+from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.prompts.narrow import Narrow
-from kvjax.keep.scores.algebra import Pool, Word
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Novelty, Position, WindowAttention
 from kvjax.read.pages import PageBounds

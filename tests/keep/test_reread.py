@@ -17,8 +17,8 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.runner import Runner, _given
 from kvjax.eval.tasks.rows import Rows
 from kvjax.grammar import Budget, Method
+from kvjax.keep.algebra import Pool
 from kvjax.keep.prompts.reread import Reread
-from kvjax.keep.scores.algebra import Pool
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, LastLogits
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.keep.algebra import InChunks, Pool
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.algebra import InChunks, Pool
 from kvjax.keep.scores.geometry import KeyDistinctness
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
 from kvjax.ops.base.rope import Rope

@@ -8,8 +8,8 @@ import pytest
 
 import kvjax
 from kvjax.grammar.protocols import View
+from kvjax.keep.algebra import Pool, Word, stage
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Pool, Word, stage
 from tests.keep.test_score import seen_by
 from tests.methods.recorded import model
 

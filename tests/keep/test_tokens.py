@@ -9,9 +9,9 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
 from kvjax.grammar.protocols import Inputs
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.observations.tokens import SeparatorsFirst, TokensOf
 from kvjax.keep.prompts.narrow import Narrow
 from kvjax.keep.scores.score import KeyNorm
+from kvjax.keep.scores.tokens import SeparatorsFirst, TokensOf
 from tests.methods.battery import MAIN, model, positions
 
 

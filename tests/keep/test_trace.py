@@ -11,10 +11,10 @@ import kvjax
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.protocols import Inputs
 from kvjax.grammar.when import STEP
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass, Queries, QueryMoments
 from kvjax.keep.observations.trace import AtArrival, Decayed, Received
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention
 from tests.float64.reference import Prompt

@@ -23,9 +23,9 @@ from kvjax.grammar import Budget, Keep, Method, chain
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.phase import BY_POSITION, ByRank
 from kvjax.grammar.when import PREFILL_END, Every, Full
+from kvjax.keep.algebra import Staged
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Staged
 from kvjax.keep.scores.crush import Representatives
 from kvjax.state.cache import nbytes
 from kvjax.steps import Run

@@ -1,4 +1,4 @@
-"""What a prompt leaves by the methods of `table.py`, as numpy in float64 over `tests.float64.reference.Prompt`."""
+"""What the methods of `table.py` keep of a prompt, in float64 over `tests.float64.reference.Prompt`."""
 
 from __future__ import annotations
 

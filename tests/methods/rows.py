@@ -66,10 +66,11 @@ class Row:
     whether how many slots stay follows from the data. narrow: (prompt, layer) -> the tokens that go on, where
     upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it, or
     what a reading of its own leaves. attends:
-    what a step gives the queries, where it does not attend to all slots (as `tests.float64.reference.Row` takes it).
-    stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
-    whether layers may be stacked. hides: (prompt, layer) -> which tokens of the prompt see which others no
-    more (as `Prompt` takes it). looks_ahead: whether chunks of a prompt are told what comes behind them.
+    what a step gives the queries, where it does not attend to all slots (as `tests.float64.reference.Row`
+    takes it). stored: prompt -> the same with the keys and values that its cache holds in place of its own.
+    stacks: whether layers may be stacked. hides: (prompt, layer) -> which tokens of the prompt see which
+    others no more (as `Prompt` takes it). looks_ahead: whether chunks of a prompt are told what comes behind
+    them.
     """
 
     label: str

@@ -142,8 +142,8 @@ SELECTION = [
         "lukv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(fitted=selection.CURVES, future=64, epsilon=0.05, page=PAGE), kept=selection.lukv_kept,
     ),
-    # Where every head attends for itself; tests/make/test_clustered_heads.py has others. All heads are one list,
-    # of a mixer whose layers the test of stacks does not make.
+    # Where every head attends for itself; tests/make/test_clustered_heads.py has others. All heads are one
+    # list, of a mixer whose layers the test of stacks does not make.
     row(
         "chai", lambda s: dense(everything, 1, lambda s: s.k * 2 * s.h * 4 + 4)(s), error=None, stacks=False,
         hyper=dict(fitted=selection.OWN_HEADS), kept=lambda p: [np.ones((1, p.length), bool)] * len(p.k),

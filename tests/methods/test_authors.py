@@ -9,11 +9,11 @@ import pytest
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
 from kvjax.grammar.protocols import Seen
+from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import KeyNorm
 from kvjax.methods import METHODS, takes_budget
 from kvjax.methods.declared import check_declared
@@ -126,7 +126,7 @@ SOURCE = """
     from kvjax.grammar import Budget, Keep, Method
     from kvjax.keep.budgets.budget import Uniform
     from kvjax.keep.observations.observe import Mass, Queries
-    from kvjax.keep.scores.algebra import Pool, Word
+    from kvjax.keep.algebra import Pool, Word
     from kvjax.keep.observations.trace import Received
 
     @dataclasses.dataclass(frozen=True)

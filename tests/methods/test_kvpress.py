@@ -22,10 +22,10 @@ from kvjax import steps
 from kvjax.compress.select import score_slots, union
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import Fitted, with_fitted
+from kvjax.keep.algebra import Word, standardised
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.algebra import Word, standardised
 from kvjax.keep.scores.chunk_wise import EntropyGated
 from kvjax.keep.scores.geometry import Leverage
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, WindowAttention

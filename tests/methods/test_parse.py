@@ -10,8 +10,8 @@ from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.eval.run.cellplan import plan_cells
 from kvjax.grammar import Budget, Keep, Method, Store, chain
+from kvjax.keep.algebra import Pool
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.scores.algebra import Pool
 from kvjax.keep.scores.score import KeyNorm
 from kvjax.methods import METHODS, method, takes_budget
 from kvjax.methods.parse import from_spec, parse_budget, parse_method

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-FOLDER = Path(__file__).parent / "fixtures" / "hf"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "hf"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.npz"))
 BAR = 2e-4
 """Largest difference of two float32 implementations' logits, relative to the largest logit."""

@@ -188,5 +188,5 @@ def test_what_does_not_go_together_is_refused(mixers, options, why):
 )
 def test_methods_that_would_break_them_are_refused(name, method, why, tokens):
     assert name in TABLE
-    with pytest.raises(kvjax.base.errors.InputError, match=why):
+    with pytest.raises(kvjax.InputError, match=why):
         kvjax.prefill(conversation.model(name), tokens, method=kvjax.method(method, budget=0.5), room=4)

@@ -1,7 +1,7 @@
 """One decode step of every class of layout, over caches that are large beside all else: none may be copied.
 
-A class is what `kvjax.compat.layout_class` says of a sentence, and one sentence stands for each. The model's layers are
-narrow, so that whatever is as large as the keys of a layer is a copy of some cache.
+A class is what `kvjax.compat.layout_class` says of a sentence, and one sentence stands for each. The model's
+layers are narrow, so that whatever is as large as the keys of a layer is a copy of some cache.
 """
 
 from __future__ import annotations

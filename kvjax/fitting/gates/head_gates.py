@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.api.prefill import padded
 from kvjax.eval.tasks.sample import Sample
+from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.loops.descent import descended
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
@@ -56,23 +55,6 @@ def fit_head_gates(
     within = lambda arrays: {"gates": jnp.clip(arrays["gates"], 0.0, 1.0)}  # noqa: E731
     found = descended(loss, {"gates": gates}, read, model.params, rate=rate, within=within)
     return Fitted(found, "HeadGates", model.signature)
-
-
-class Answers(NamedTuple):
-    """Contexts, questions and answers as texts, and the tokens at which the model says the answers."""
-
-    tokens: Int[Array, "B T"]
-    lengths: Int[Array, "B"]
-    said: Bool[Array, "B T"]
-
-
-def answers(model: Model, samples: list[Sample]) -> Answers:
-    """A batch of samples as texts; the last token of an answer is said and not read."""
-    given = padded(model, [[*s.context, *s.question, *s.answer[:-1]] for s in samples], None)
-    ends, many = np.asarray(given.lengths)[:, None], np.array([[len(s.answer)] for s in samples])
-    at = np.arange(given.tokens.shape[1])[None]
-    said = (at >= ends - many) & (at < ends)
-    return Answers(jnp.asarray(given.tokens), jnp.asarray(given.lengths), jnp.asarray(said))
 
 
 def distilled(

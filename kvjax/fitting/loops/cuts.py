@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitting.gates.head_gates import answers
+from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.loops.whole import Attention, read_whole
 from kvjax.grammar.protocols import Inputs
 from kvjax.models.config import Config

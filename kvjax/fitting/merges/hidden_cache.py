@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitting.gates.head_gates import Answers, answers
+from kvjax.fitting.loops.answers import Answers, answers
 from kvjax.fitting.loops.descent import Arrays, descended
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method

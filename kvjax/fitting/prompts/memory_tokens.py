@@ -46,10 +46,10 @@ def fit_memory(
     leaves; by Adam (arXiv:1412.6980) at learning rate `rate`, which grows over 50 steps, on gradients of a
     norm of at most 1, one step per batch, in `epochs` readings. What is learned is of the method's number of
     memory tokens, length of chunks and way to hold several. Deviations: the first `imitate` steps, but half
-    of all at most, teach memory to leave slots like those of tokens (`kvjax.fitting.prompts.imitation`), which has a
-    weight of `alike` afterwards; and the model stays as it is, as in CCM; the authors of Gisting train all
-    of it (`kvjax.train.compressed`). Raises InputError for a model whose layers are not all plain attention
-    that keeps all tokens.
+    of all at most, teach memory to leave slots like those of tokens (`kvjax.fitting.prompts.imitation`),
+    which has a weight of `alike` afterwards; and the model stays as it is, as in CCM; the authors of Gisting
+    train all of it (`kvjax.train.compressed`). Raises InputError for a model whose layers are not all plain
+    attention that keeps all tokens.
     """
     check_whole(model, "memory tokens")
     start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)

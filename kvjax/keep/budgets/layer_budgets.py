@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.keep.algebra import Made
 from kvjax.keep.budgets.preference import apportioned, given_away
 from kvjax.keep.observations.observe import Queries
-from kvjax.keep.scores.algebra import Made
 from kvjax.keep.scores.score import attention_to_older
 from kvjax.keep.select import ranks
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, Trace, View
-from kvjax.keep.scores.algebra import Made
+from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 
 # More than any attention: what scores so leaves only if nothing else can.

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import AtArrival
-from kvjax.keep.scores.algebra import Word
 
 # A row's state, and what its KV heads ask for behind the newest token.
 Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]

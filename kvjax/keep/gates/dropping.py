@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import NEVER, Inputs, Observation, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import AtArrival
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import STRIP
 
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import AtArrival
-from kvjax.keep.scores.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Observation, Score, Seen, Trace, View
+from kvjax.keep.algebra import Made, Word
 from kvjax.keep.merges.merge import nearest, pick
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Decayed, Received
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.algebra import Made, Word
 from kvjax.keep.select import ranks
 
 # A score above all ranked slots; slots that patterns protect have infinity.

@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.merges.merge_counted import biases
 from kvjax.keep.observations.trace import AtArrival
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.geometry import unrotated
 from kvjax.ops.base.rope import angles, rotate
 

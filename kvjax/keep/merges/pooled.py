@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.merges.merge import pick
-from kvjax.keep.scores.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)

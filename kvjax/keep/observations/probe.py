@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.scores.algebra import Word
 
-# Under this name probes find |d phi / d a_i| of every layer and token of theirs (`kvjax.steps.prefilling.sensitivity`).
+# Under this name probes find |d phi / d a_i| of every layer and token of theirs
+# (`kvjax.steps.prefilling.sensitivity`).
 SENSITIVITY = "sensitivity"
 
 

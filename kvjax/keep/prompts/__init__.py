@@ -1,1 +1,1 @@
-"""Prompts: methods that change how a prompt is read: tokens dropped between layers, passages, memory tokens."""
+"""Prompts: methods that change how a prompt is read: dropped tokens, passages, memory tokens."""

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import gated
 from kvjax.keep.prompts.lora import check_lora
 from kvjax.keep.prompts.reread import Reread
-from kvjax.keep.scores.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Scored(Word):
 class Distilled(Reread):
     """A prompt runs up to `layer` to choose its tokens; then all of it is read, and these alone stay.
 
-    In this reading they are projected by more weights (`kvjax.steps.prefilling.lora`), so that they may take up what
-    is said by the others (arXiv:2503.10337). They stay at their positions, in all heads of all layers. layer,
-    score, budget: as in `Reread`. fitted: "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise of
-    k, v and o.
+    In this reading they are projected by more weights (`kvjax.steps.prefilling.lora`), so that they may take
+    up what is said by the others (arXiv:2503.10337). They stay at their positions, in all heads of all
+    layers. layer, score, budget: as in `Reread`. fitted: "q_down" [L, D, R] and "q_up" [L, R, N H], and
+    likewise of k, v and o.
     """
 
     fitted: Fitted | None = None

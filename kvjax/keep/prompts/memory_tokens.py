@@ -17,10 +17,10 @@ class MemoryTokens:
 
     A chunk sees the memory of the chunks before it and itself; with None the whole prompt is one. Memory
     tokens stand behind their chunk while it is read, and are projected by more weights
-    (`kvjax.steps.prefilling.lora`). What is then stored is turned anew, to positions without gaps behind those of
-    earlier turns; so the cache's length and positions are those of a text of memory tokens. The last token of
-    a prompt is read behind them, sees them and what the cache held, and stays, because it answers. mean: the
-    memory is the mean over chunks of what their memory tokens leave, and not all of it.
+    (`kvjax.steps.prefilling.lora`). What is then stored is turned anew, to positions without gaps behind
+    those of earlier turns; so the cache's length and positions are those of a text of memory tokens. The last
+    token of a prompt is read behind them, sees them and what the cache held, and stays, because it answers.
+    mean: the memory is the mean over chunks of what their memory tokens leave, and not all of it.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
     of k, v and o.

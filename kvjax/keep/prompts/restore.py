@@ -12,10 +12,10 @@ from kvjax.keep.prompts.lora import check_lora
 class RestoreTokens:
     """`tokens` learned tokens, read once behind a prompt over all of its slots, stay in place of as many.
 
-    They are projected by more weights (`kvjax.steps.prefilling.lora`) and see the prompt and those of them that stand
-    before; the scores of the prompt's own slots know nothing of them (arXiv:2608.01247). They stand at the
-    positions behind the prompt, and what follows stands behind them. In each list they count among the slots
-    of its budget, and no score lets them leave.
+    They are projected by more weights (`kvjax.steps.prefilling.lora`) and see the prompt and those of them
+    that stand before; the scores of the prompt's own slots know nothing of them (arXiv:2608.01247). They
+    stand at the positions behind the prompt, and what follows stands behind them. In each list they count
+    among the slots of its budget, and no score lets them leave.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
     of k, v and o.

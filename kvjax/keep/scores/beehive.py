@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.algebra import Word
 
 # What a slot's trace says: it was taken as a sample, or will leave; 0 before it was asked.
 _SAMPLE, _LEAVES = 1.0, -1.0

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.calls import scored, spared
 from kvjax.grammar.protocols import Score, Seen, View
-from kvjax.keep.scores.algebra import Made
+from kvjax.keep.algebra import Made
 from kvjax.keep.select import top
 
 

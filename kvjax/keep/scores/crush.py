@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Score, Seen, View
-from kvjax.keep.scores.algebra import Made
+from kvjax.keep.algebra import Made
 from kvjax.keep.scores.composite import over_heads
 from kvjax.keep.select import ranks
 

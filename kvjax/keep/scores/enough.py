@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.protocols import Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)

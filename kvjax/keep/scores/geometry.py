@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import QueryMoments
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.expected import average_turn
 from kvjax.ops.base.rope import angles, rotate
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
-from kvjax.keep.scores.algebra import Word
 from kvjax.ops.base.lsh import hyperplanes
 
 

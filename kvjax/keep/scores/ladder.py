@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
-from kvjax.keep.scores.algebra import Word
+from kvjax.keep.algebra import Word
 
 # What a slot's trace says: it is what is left of a step in this round, or will leave; 0 otherwise.
 _LEFT, _LEAVES = 1.0, -1.0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
-from kvjax.keep.scores.algebra import Word
+from kvjax.keep.algebra import Word
 
 # What a slot's trace says before its partition was ranked.
 _UNRANKED = -1.0

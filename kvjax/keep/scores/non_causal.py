@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
 from kvjax.grammar.protocols import Inputs, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Score, Seen, View
-from kvjax.keep.scores.algebra import Made, Word
+from kvjax.keep.algebra import Made, Word
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Score, Seen, Trace, View
-from kvjax.keep.observations.tokens import TokensOf
-from kvjax.keep.scores.algebra import Made
+from kvjax.keep.algebra import Made
+from kvjax.keep.scores.tokens import TokensOf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.probe import SENSITIVITY, Probe, RepeatContext
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import STRIP, output_norms, probabilities
 from kvjax.ops.attention.union import Keys, logits
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, View
+from kvjax.keep.algebra import Made, Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.observations.probe import Probe
-from kvjax.keep.scores.algebra import Made, Word
 from kvjax.keep.scores.score import probabilities
 from kvjax.ops.attention.union import NEG_INF, Keys, logits
 

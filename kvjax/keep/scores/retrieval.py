@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Seen, View
-from kvjax.keep.scores.algebra import Word
+from kvjax.keep.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)

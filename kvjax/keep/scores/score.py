@@ -1,4 +1,4 @@
-"""Scores: how much a slot matters. Each class is one equation; `kvjax.keep.scores.algebra` combines them."""
+"""Scores: how much a slot matters. Each class is one equation; `kvjax.keep.algebra` combines them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import Observation, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import Decayed, Received, Surprise
-from kvjax.keep.scores.algebra import Word
 from kvjax.ops.attention.union import Keys, logits
 
 # Keys that are compared with all others at a time.

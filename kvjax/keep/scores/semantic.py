@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import attention_to_older
 from kvjax.keep.select import ranks
 

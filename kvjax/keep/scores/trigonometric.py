@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
-from kvjax.keep.scores.algebra import Word
+from kvjax.keep.algebra import Word
 from kvjax.ops.base.rope import Rope, angles, rotate
 
 

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from kvjax.base.errors import InputError
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import probabilities, window_logits
 from kvjax.keep.select import ranks
 

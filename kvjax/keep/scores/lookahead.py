@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.observations.probe import Probe
-from kvjax.keep.scores.algebra import Word
 from kvjax.keep.scores.score import probabilities
 from kvjax.ops.attention.union import Keys, logits
 

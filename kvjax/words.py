@@ -1,0 +1,80 @@
+"""What authors of methods import: the parts of a method, what words see, and the library's common words.
+
+A method is a `Method` of words. A word is a frozen dataclass that provides what one of the protocols asks:
+`Score`, `Pattern`, `Allocation`, `Merge`, `Observation`, `Read`, `Codec`. CONTRIBUTING.md writes one step by
+step. All other words of the library are in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
+
+>>> from kvjax.words import Budget, Keep, KeyNorm, Method, Uniform
+>>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).keep.budget
+Budget(amount=0.5)
+"""
+
+from kvjax.grammar import Budget, Keep, Method, Store, chain
+from kvjax.grammar.fitted import Fitted, as_fitted
+from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
+from kvjax.grammar.protocols import Allocation, Inputs, Merge, Observation, Pattern, Score, Seen, Trace, View
+from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.when import PREFILL_END, STEP, Every, Full
+from kvjax.keep.algebra import Pool, Word
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold, Uniform, UpTo
+from kvjax.keep.observations.observe import Hidden, Mass, Queries, QueryMoments, RawKeys, Viewers
+from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.scores.score import (
+    AccumulatedAttention,
+    DecayedAttention,
+    KeyNorm,
+    KeyRedundancy,
+    LastLogits,
+    OutputNorm,
+    Position,
+    ValueNorm,
+    WindowAttention,
+)
+from kvjax.methods import paper
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Bits, Fit, Group, Kernel, Layers, Ratio, Seed, Share, Tokens, Window
+from kvjax.read.pages import PageBounds
+from kvjax.read.ranked import RankedSlots
+from kvjax.state.codes import Codec
+from kvjax.store.affine import Affine, Float8
+from kvjax.store.rotate import Rotate
+from kvjax.store.wrap import Around, Wrapper
+
+__all__ = [
+    # A method and its parts.
+    "Method", "Keep", "Store", "Budget", "chain",
+    # What words see: slots under choice, what is known of their row, what a layer computes.
+    "View", "Seen", "Inputs",
+    # What words provide, as protocols.
+    "Score", "Pattern", "Allocation", "Merge", "Observation", "Trace",
+    "Read",
+    "Codec",
+    "Phase",
+    # Scores: the base class, which adds, multiplies and chains scores, and those that most methods use.
+    "Word", "Pool",
+    "WindowAttention", "AccumulatedAttention", "DecayedAttention", "LastLogits", "KeyNorm", "ValueNorm",
+    "KeyRedundancy", "OutputNorm", "Position",
+    # Patterns: tokens that always stay.
+    "Sink", "Recent",
+    # Budgets of layers and heads.
+    "Uniform", "AcrossHeads", "AcrossLayers", "PerLayer", "Pyramid", "Threshold", "UpTo",
+    # When slots are evicted.
+    "PREFILL_END", "STEP", "Every", "Full",
+    # What layers record for scores.
+    "Queries", "Mass", "Viewers", "RawKeys", "QueryMoments", "Hidden",
+    # What keys and queries are rotated by.
+    "ByPosition", "ByRank", "Clamped",
+    # Codecs, and what stands before one.
+    "Affine", "Float8",
+    "Wrapper", "Around",
+    "Rotate",
+    # Reads: bases that rank slots or pages for every query.
+    "RankedSlots",
+    "PageBounds",
+    # Fitted arrays.
+    "Fitted", "as_fitted",
+    # What is known of a paper, and the types of hyper-parameters.
+    "paper",
+    "Amount", "Bits", "Fit", "Group", "Kernel", "Layers", "Ratio", "Seed", "Share", "Tokens", "Window",
+    "Range",
+]  # fmt: skip
