@@ -26,7 +26,7 @@ import kvjax
 from kvjax.base.atomic_files import write_atomic
 from kvjax.io.checkpoint import save_checkpoint
 from kvjax.io.gin_bindings import load_training
-from kvjax.train.convert.conversions import convert
+from kvjax.train.conversion.conversions import convert
 from kvjax.train.data.byte_tokenizer import VOCAB
 from kvjax.train.loop import train
 from kvjax.train.settings import Training, training

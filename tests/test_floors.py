@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package as it is installed, with `models` and the others inside: the linter reads files."""
+    """A copy of the package as it is installed, with `models` and the others inside."""
     only_python = shutil.ignore_patterns("__pycache__", "fits", "zoo")
     shutil.copytree(ROOT / "kvjax", tmp_path / "kvjax", ignore=only_python)
     for folder in ("models", "pallas_kernels", "configs"):
@@ -22,7 +22,9 @@ def package(tmp_path):
 
 
 def linted(folder):
-    command = "import sys; sys.path[:1] = ['.']; from importlinter.cli import lint_imports_command as run; run()"
+    command = (
+        "import sys; sys.path[:1] = ['.']; from importlinter.cli import lint_imports_command as lint; lint()"
+    )
     words = [sys.executable, "-c", command, "--no-cache"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     return done.returncode, " ".join(done.stdout.split()) + done.stderr

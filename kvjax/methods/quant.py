@@ -48,8 +48,9 @@ def quarot(*, bits: Bits = 4, group: Group | None = None, clip: Ratio = 0.95, se
     then each token is quantised between `clip` times its minimum and `clip` times its maximum, in groups of
     `group` channels (None: a head, the paper's 128). Queries meet keys in the rotated basis. Deviation:
     weights and activations stay as they are, and what attention makes of values is turned back online, where
-    the paper folds that into the weights of values and outputs (`kvjax.train.convert.convert.rotate_values`);
-    the Hadamard matrix has random signs; the minimum is stored in float16, not as a whole number of steps.
+    the paper folds that into the weights of values and outputs
+    (`kvjax.train.conversion.convert.rotate_values`); the Hadamard matrix has random signs; the minimum is
+    stored in float16, not as a whole number of steps.
     """
     rotated = Rotate("hadamard", seed) >> Affine(bits, group=group, clip=clip)
     return Method(store=Store(rotated, rotated))

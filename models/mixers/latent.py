@@ -30,7 +30,7 @@ class Latent(Mixer):
     rotation (the NoPE layers of Kimi Linear, arXiv:2510.26692). scale: (nope_dim + rope_dim)^-0.5 unless
     given. source: the layer whose latents are read, with up-projections of one's own (CLLA,
     arXiv:2410.15252). eps: of the latents' norms. normed: False leaves out the norm of c, and rope_heads:
-    k_r turns as so many heads, as where another attention was converted (`kvjax.train.convert.latents`).
+    k_r turns as so many heads, as where another attention was converted (`kvjax.train.conversion.latents`).
     """
 
     rank: int

@@ -10,7 +10,7 @@ import pytest
 from kvjax.grammar import Budget
 from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient, unit_lower_solve
 from kvjax.read.narrow_keys import PrincipalKeys
-from kvjax.train.convert.low_rank import turned
+from kvjax.train.conversion.low_rank import turned
 from tests.ops.oracles import rms
 
 N, K = (3, 2), 5

@@ -17,7 +17,7 @@ from kvjax.models.encoder import encode
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
-from kvjax.train.convert.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert, difference
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training

@@ -17,7 +17,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate, hadamard
-from kvjax.train.convert.convert import (
+from kvjax.train.conversion.convert import (
     drop_attention,
     insert_cross_attention,
     pool_heads,

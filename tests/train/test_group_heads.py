@@ -16,7 +16,7 @@ from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.model import Model
 from kvjax.models.params import Group, regroup
 from kvjax.ops.base.rope import Rope
-from kvjax.train.convert.convert import Grouping, group_heads, pool_heads
+from kvjax.train.conversion.convert import Grouping, group_heads, pool_heads
 from tests.models.conversation import parameters
 
 forward = jax.jit(transformer.forward, static_argnums=2)

@@ -15,13 +15,13 @@ from kvjax.models import transformer
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.train.convert.convert import Grouping, group_heads, pool_heads
-from kvjax.train.convert.grouping.asymgqa import asymgqa
-from kvjax.train.convert.grouping.dha import dha, fusion_losses
-from kvjax.train.convert.grouping.key_driven import kdgqa
-from kvjax.train.convert.grouping.nsga2 import Evolution
-from kvjax.train.convert.grouping.products import activation_products, key_norms, weight_products
-from kvjax.train.convert.grouping.qcqa import group_layer, group_layers, within
+from kvjax.train.conversion.convert import Grouping, group_heads, pool_heads
+from kvjax.train.conversion.grouping.asymgqa import asymgqa
+from kvjax.train.conversion.grouping.dha import dha, fusion_losses
+from kvjax.train.conversion.grouping.key_driven import kdgqa
+from kvjax.train.conversion.grouping.nsga2 import Evolution
+from kvjax.train.conversion.grouping.products import activation_products, key_norms, weight_products
+from kvjax.train.conversion.grouping.qcqa import group_layer, group_layers, within
 
 DOCS = Path(__file__).parents[2] / "docs" / "architectures.md"
 forward = jax.jit(transformer.forward, static_argnums=2)

@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax.train.convert.grouping.asymgqa import asymgqa
-from kvjax.train.convert.grouping.dha import cut, dha, merges
-from kvjax.train.convert.grouping.key_driven import dgqa_average, dgqa_difference, kdgqa
-from kvjax.train.convert.grouping.nsga2 import Evolution
-from kvjax.train.convert.grouping.products import HeadProducts, cosine, pooling_error
-from kvjax.train.convert.grouping.qcqa import LayerGrouping, group_layer, group_layers, within
+from kvjax.train.conversion.grouping.asymgqa import asymgqa
+from kvjax.train.conversion.grouping.dha import cut, dha, merges
+from kvjax.train.conversion.grouping.key_driven import dgqa_average, dgqa_difference, kdgqa
+from kvjax.train.conversion.grouping.nsga2 import Evolution
+from kvjax.train.conversion.grouping.products import HeadProducts, cosine, pooling_error
+from kvjax.train.conversion.grouping.qcqa import LayerGrouping, group_layer, group_layers, within
 
 SHORT = Evolution(population=60, generations=40)
 

@@ -13,8 +13,8 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.ops.base.rope import Rope
-from kvjax.train.convert.conversions import convert, difference
-from kvjax.train.convert.latents import input_moments, pool_by_values, to_latents
+from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.latents import input_moments, pool_by_values, to_latents
 from tests.sweep import sweep
 
 CONFIG = Config(

@@ -15,10 +15,11 @@ from kvjax.models.mixers.recurrent import Mamba2
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.base.rope import Rope
-from kvjax.train.convert.by_predictions import learn
-from kvjax.train.convert.conversions import convert, difference
-from kvjax.train.convert.convert import Grouping, fusion, low_rank
-from kvjax.train.convert.recur import of_heads, recency
+from kvjax.train.conversion import fusion, low_rank
+from kvjax.train.conversion.by_predictions import learn
+from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.convert import Grouping
+from kvjax.train.conversion.recur import of_heads, recency
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=4, kv_heads=4, head_dim=4, d_ff=24)
 TEXTS = np.random.default_rng(0).integers(0, 32, (4, 20)).tolist()

@@ -14,9 +14,9 @@ from kvjax.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import run_layers
-from kvjax.train.convert.conversions import convert, difference
-from kvjax.train.convert.convert import linear
-from kvjax.train.convert.linear import WORDS, started, to_linear
+from kvjax.train.conversion import linear
+from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.linear import WORDS, started, to_linear
 from tests.sweep import sweep
 
 CONFIG = Config(vocab=32, d_model=16, layers=3, heads=4, kv_heads=2, head_dim=4, d_ff=24)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.train.convert.grouping.nsga2 import Evolution, crossed, crowding, fronts, nsga2
+from kvjax.train.conversion.grouping.nsga2 import Evolution, crossed, crowding, fronts, nsga2
 
 
 def dominates(a, b):

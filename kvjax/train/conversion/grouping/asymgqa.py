@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.train.convert.grouping.products import Products, canonical, check_count, cosine, pooling_error
+from kvjax.train.conversion.grouping.products import Products, canonical, check_count, cosine, pooling_error
 
 
 def asymgqa(

@@ -7,9 +7,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvjax.train.convert.convert import Grouping
-from kvjax.train.convert.grouping.nsga2 import Evolution, nsga2
-from kvjax.train.convert.grouping.products import HeadProducts, canonical, check_count, pooling_errors
+from kvjax.train.conversion.convert import Grouping
+from kvjax.train.conversion.grouping.nsga2 import Evolution, nsga2
+from kvjax.train.conversion.grouping.products import HeadProducts, canonical, check_count, pooling_errors
 
 
 class LayerGrouping(NamedTuple):

@@ -26,7 +26,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
-from kvjax.train.convert.convert import (
+from kvjax.train.conversion.convert import (
     Grouping,
     drop_attention,
     group_heads,
@@ -34,18 +34,18 @@ from kvjax.train.convert.convert import (
     pool_heads,
     share_layers,
 )
-from kvjax.train.convert.crossed import cross_behind_each
-from kvjax.train.convert.fusion import fused_groups, weighted_groups
-from kvjax.train.convert.grouping.asymgqa import asymgqa
-from kvjax.train.convert.grouping.dha import dha
-from kvjax.train.convert.grouping.key_driven import kdgqa
-from kvjax.train.convert.grouping.products import activation_products, key_norms, weight_products
-from kvjax.train.convert.grouping.qcqa import group_layer, group_layers, within
-from kvjax.train.convert.latents import Moments, input_moments, pool_by_values, to_latents
-from kvjax.train.convert.linear import attention_changes, to_linear
-from kvjax.train.convert.low_rank import columns, fitted_word, to_nested, to_progressive
-from kvjax.train.convert.recur import to_recurrent_heads
-from kvjax.train.convert.two_decoders import to_blocks
+from kvjax.train.conversion.crossed import cross_behind_each
+from kvjax.train.conversion.fusion import fused_groups, weighted_groups
+from kvjax.train.conversion.grouping.asymgqa import asymgqa
+from kvjax.train.conversion.grouping.dha import dha
+from kvjax.train.conversion.grouping.key_driven import kdgqa
+from kvjax.train.conversion.grouping.products import activation_products, key_norms, weight_products
+from kvjax.train.conversion.grouping.qcqa import group_layer, group_layers, within
+from kvjax.train.conversion.latents import Moments, input_moments, pool_by_values, to_latents
+from kvjax.train.conversion.linear import attention_changes, to_linear
+from kvjax.train.conversion.low_rank import columns, fitted_word, to_nested, to_progressive
+from kvjax.train.conversion.recur import to_recurrent_heads
+from kvjax.train.conversion.two_decoders import to_blocks
 
 # What is left of all channels.
 Share = Annotated[float, Range(0, 1, above=True)]

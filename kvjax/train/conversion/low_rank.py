@@ -17,8 +17,8 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
 from kvjax.ops.base.solve import one_by_one
-from kvjax.train.convert.by_predictions import Texts, learn
-from kvjax.train.convert.latents import Moments
+from kvjax.train.conversion.by_predictions import Texts, learn
+from kvjax.train.conversion.latents import Moments
 
 # The columns of a layer's key, or value, heads: the basis [L, K, H, H] of every head.
 Bases = Float[np.ndarray, "L K H H"]

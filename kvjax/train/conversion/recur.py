@@ -18,8 +18,8 @@ from kvjax.models.mixers.recurrent import Mamba2
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import run_layers
 from kvjax.ops.base.rope import angles, rotate
-from kvjax.train.convert.by_predictions import Texts, padded
-from kvjax.train.convert.linear import around, learn_layer, seen_by, started
+from kvjax.train.conversion.by_predictions import Texts, padded
+from kvjax.train.conversion.linear import around, learn_layer, seen_by, started
 
 
 def to_recurrent_heads(

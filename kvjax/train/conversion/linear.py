@@ -27,7 +27,7 @@ from kvjax.models.mixers.attention import ATTENTION, mixer_of
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
 from kvjax.models.params import init, plan, regroup
 from kvjax.models.transformer import run_layers, unembed
-from kvjax.train.convert.by_predictions import padded
+from kvjax.train.conversion.by_predictions import padded
 
 WORDS: dict[str, Callable[[int, int, int], Mixer]] = {
     word.__name__: word for word in (GatedDelta, KimiDelta, Mamba2, GatedLinear, Retention)

@@ -14,8 +14,8 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
 from kvjax.ops.base.dtypes import wide
-from kvjax.train.convert.convert import Grouping
-from kvjax.train.convert.grouping.products import HeadProducts, Products, canonical, check_plain, cosine
+from kvjax.train.conversion.convert import Grouping
+from kvjax.train.conversion.grouping.products import HeadProducts, Products, canonical, check_plain, cosine
 
 
 def dha(
@@ -34,7 +34,7 @@ def dha(
     Its observation, that like heads fuse at little loss, is the measure here. Between layers it says little:
     in `recall-tiny` with 12 of 16 heads, budgets by weights alone lose as much as the median of all 70, or
     more, and those by `losses` are among the ten best. The paper's equations were out of reach.
-    `kvjax.train.convert.fusion.fused_groups` draws the heads of these groups together.
+    `kvjax.train.conversion.fusion.fused_groups` draws the heads of these groups together.
 
     Raises ValueError where `heads` is less than one key and one value head per layer, or more than there are.
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
-from kvjax.train.convert.by_predictions import Texts, learn
-from kvjax.train.convert.convert import Grouping, group_heads, pool_heads
+from kvjax.train.conversion.by_predictions import Texts, learn
+from kvjax.train.conversion.convert import Grouping, group_heads, pool_heads
 
 # [layer, KV head i, KV head j]: what of the projection of j the projection of i is made of.
 Fusion = Float[Array, "L K K"]

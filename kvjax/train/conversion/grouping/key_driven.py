@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.train.convert.convert import Grouping
+from kvjax.train.conversion.convert import Grouping
 
 Norms = Float[np.ndarray, "K"]
 
