@@ -22,9 +22,7 @@ def package(tmp_path):
 
 
 def linted(folder):
-    command = (
-        "import sys; sys.path[:1] = ['.']; from importlinter.cli import lint_imports_command as lint; lint()"
-    )
+    command = "import sys; sys.path[:1] = ['.']; from importlinter import cli; cli.lint_imports_command()"
     words = [sys.executable, "-c", command, "--no-cache"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     return done.returncode, " ".join(done.stdout.split()) + done.stderr

@@ -14,7 +14,7 @@ FIND = """
 import importlib.util, sys
 sys.path.insert(0, sys.argv[1])
 import kvjax
-for room in ("models", "pallas_kernels", "configs", "errors"):
+for room in ("models", "pallas_kernels", "configs", "base"):
     print(importlib.util.find_spec(f"kvjax.{room}").origin)
 """
 
@@ -42,7 +42,7 @@ def found(folder: Path, code: str = FIND) -> list[str]:
 
 def copied(folder: Path) -> Path:
     """A checkout in little, with what it has beside the package."""
-    for name in ("kvjax", "configs", "models", "pallas_kernels", "tests", "docs"):
+    for name in ("kvjax", "kvjax/base", "configs", "models", "pallas_kernels", "tests", "docs"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()
     for name in ("kvjax/__init__.py", "kvjax/base/errors.py", "setup.py"):
@@ -56,20 +56,20 @@ def test_a_checkout_on_the_path_has_all_its_rooms(tmp_path):
     for room in rooms:
         (tmp_path / room).symlink_to(ROOT / room)
     beside = [str(tmp_path / room / "__init__.py") for room in rooms[1:]]
-    assert found(tmp_path) == [*beside, str(tmp_path / "kvjax" / "errors.py")]
+    assert found(tmp_path) == [*beside, str(tmp_path / "kvjax" / "base" / "__init__.py")]
 
 
 def test_an_installed_package_looks_into_itself_alone(tmp_path):
     package = tmp_path / "kvjax"
     package.mkdir()
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "base"):
         (package / name).symlink_to(ROOT / "kvjax" / name)
     for room in ("models", "pallas_kernels", "configs"):
         (package / room).symlink_to(ROOT / room)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()
     inside = [str(package / room / "__init__.py") for room in ("models", "pallas_kernels", "configs")]
-    assert found(tmp_path) == [*inside, str(package / "errors.py")]
+    assert found(tmp_path) == [*inside, str(package / "base" / "__init__.py")]
 
 
 def test_a_checkout_holds_no_module_but_its_rooms(tmp_path):
@@ -93,6 +93,6 @@ def test_a_script_beside_a_clone_imports_the_package(tmp_path, monkeypatch):
         out = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
         home = clone / "kvjax"
         assert out.split() == [
-            "kvjax.base.errors", *[str(home / "__init__.py")] * 2,
-            str(home / "errors.py"), str(clone / "configs" / "__init__.py"),
+            "kvjax", *[str(home / "__init__.py")] * 2,
+            str(home / "base" / "errors.py"), str(clone / "configs" / "__init__.py"),
         ]  # fmt: skip

@@ -12,12 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import Seen, View
-from kvjax.keep.algebra import Word
-from kvjax.keep.budgets.budget import Uniform
-from kvjax.methods import paper
-from kvjax.methods.shared import Amount
+from kvjax.grammar.calls import Amount, Budget, Keep, Method, Seen, Uniform, View, Word, paper
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import kvjax.grammar
 import kvjax.grammar.phase
+import kvjax.grammar.sentence
 import kvjax.grammar.when
 import kvjax.keep
 import kvjax.make
@@ -30,7 +30,7 @@ from kvjax.grammar.fitted import SHIPPED, Fitted, as_fitted
 from kvjax.grammar.to_text import constructor
 
 _ROOMS = (kvjax.keep, kvjax.make, kvjax.place, kvjax.read, kvjax.store)
-_FILES = (kvjax.grammar, kvjax.grammar.phase, kvjax.grammar.when)
+_FILES = (kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.when)
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Mult: operator.mul,
@@ -83,7 +83,7 @@ def constructor_of(method: Method) -> str:
 def classes() -> dict[str, type]:
     """The words of kvjax by their names."""
     names = [
-        f"{room.__name__}.{found.name}" for room in _ROOMS for found in pkgutil.iter_modules(room.__path__)
+        found.name for room in _ROOMS for found in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ]
     modules: list[ModuleType] = [*map(importlib.import_module, sorted(names)), *_FILES]
     return {

@@ -16,7 +16,7 @@ SLACK = 10.0
 MAIN = """
 import sys
 import kvjax.commands.info as info, kvjax.base.interrupts
-from kvjax import cli
+from kvjax.commands import main as cli
 kvjax.base.interrupts.GRACE = {grace}
 """
 END = "info.run = run; sys.argv = ['kvjax', 'info']; sys.exit(cli.main())"
