@@ -4,7 +4,7 @@ A method is a `Method` of words. A word is a frozen dataclass that provides what
 `Score`, `Pattern`, `Allocation`, `Merge`, `Observation`, `Read`, `Codec`. CONTRIBUTING.md writes one step by
 step. All other words of the library are in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
 
->>> from kvjax.grammar.calls import Budget, Keep, KeyNorm, Method, Uniform
+>>> from kvjax.words import Budget, Keep, KeyNorm, Method, Uniform
 >>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).keep.budget
 Budget(amount=0.5)
 """

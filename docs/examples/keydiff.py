@@ -12,7 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.calls import Amount, Budget, Keep, Method, Seen, Uniform, View, Word, paper
+from kvjax.words import Amount, Budget, Keep, Method, Seen, Uniform, View, Word, paper
 
 
 @dataclasses.dataclass(frozen=True)
