@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from kvjax.compress.capacity import PLENTY, free_by_group, more_slots, reserve, tokens_in, widened
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.pages import list_slots, page_of, recent_tokens, tail_slots
+from kvjax.compress.pages import list_slots, longest_list, page_of, recent_tokens, tail_slots
 from kvjax.compress.segments import AT_ONCE, Ahead, capacity_of, slots_needed
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
@@ -151,7 +151,8 @@ class _Turns:
             gm = self.gms[i]
             assert gm.keep is not None
             page = page_of(gm, self.listed, self.bound)
-            pages = -(-self.listed // page) * (1 if gm.keep.lower is None else 2)
+            pages = -(-longest_list(gm, self.listed, self.bound) // page)
+            pages += 0 if gm.keep.lower is None else -(-self.listed // page)
             self.held = pages * page + tail_slots(gm, self.listed, room, self.widths[i])
         return added
 

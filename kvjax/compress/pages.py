@@ -24,10 +24,11 @@ _TILE, _TILE_OF_CODES, _LANES = 16, 32, 128
 
 
 class Tier(NamedTuple):
-    """What one tier of every group gets: its slots, how many of a row at most per layer, and its codecs."""
+    """One tier of all groups: its slots, the most of a row per layer and of a list, and their codecs."""
 
     kept: list[Bool[Array, "_ B K S"]]
     most: list[int]
+    longest: int
     codecs: list[tuple[Any, Any]]
 
 
@@ -51,21 +52,20 @@ def build_group_pages(
     heads, slots = views[0].pos.shape[2:]
     slots = list_slots(keep, lists or slots, tokens)
     newest = [_newest(gm, view, length) & stays for gm, view, stays in zip(gms, views, kept, strict=True)]
-    n = min(keep.budget.capacity(tokens), slots)
-    older = max(min(slots, tokens - recent_tokens(gms[0])), 1)
-    most = keep.allocate.layer_slots(min(n, older), older, layers, heads) if gms[0].evicting else None
-    most = keep.allocate.layer_slots(n, slots, layers, heads) if most is None else most
+    longest = longest_list(gms[0], slots, tokens)
+    n = min(keep.budget.capacity(tokens), longest)
+    most = keep.allocate.layer_slots(n, longest, layers, heads)
     page = page_of(gms[0], slots, tokens)
     first = [stays & ~new for stays, new in zip(kept, newest, strict=True)]
-    tiers = [Tier(first, most, [gm.codecs for gm in gms])]
+    tiers = [Tier(first, most, longest, [gm.codecs for gm in gms])]
     if keep.lower is not None:
         leaving = [(view.pos >= 0) & ~stays for view, stays in zip(views, kept, strict=True)]
         codecs = [(keep.lower.keys, keep.lower.values)] * len(gms)
-        tiers.append(Tier(leaving, most_left(keep, slots, layers, heads), codecs))
+        tiers.append(Tier(leaving, most_left(keep, slots, layers, heads), slots, codecs))
     bodies: list[list[Paged]] = [[] for _ in gms]
     pools: list[Pages] = []
     for tier in tiers:
-        for group, index in zip(bodies, _build_tier(gms, views, tier, slots, page, pools), strict=True):
+        for group, index in zip(bodies, _build_tier(gms, views, tier, page, pools), strict=True):
             group.append(index)
     groups = [
         GroupState(tuple(body), _tail_of(gm, view, new, slots, room))
@@ -75,7 +75,7 @@ def build_group_pages(
 
 
 def _build_tier(
-    gms: list[GroupMethod], views: list[View], tier: Tier, slots: int, page: int, pools: list[Pages]
+    gms: list[GroupMethod], views: list[View], tier: Tier, page: int, pools: list[Pages]
 ) -> list[Paged]:
     """One tier of every group in pages of `page` slots; its pools are added to `pools`."""
     keep = gms[0].keep
@@ -91,8 +91,8 @@ def _build_tier(
             tuple(tier.kept[i] for i in batch),
             tuple(views[i] for i in batch),
             page=page,
-            pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, page, slots), 1),
-            slots=slots,
+            pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, page, tier.longest), 1),
+            slots=tier.longest,
             codecs=tier.codecs[batch[0]],
             number=len(pools),
             shared=gms[batch[0]].shared,
@@ -108,6 +108,11 @@ def list_slots(keep: Keep, slots: int, tokens: int) -> int:
     What drops nothing has a slot for each token, however many empty ones lie in both tiers.
     """
     return slots if keep.lower is None else min(slots, tokens)
+
+
+def longest_list(gm: GroupMethod, slots: int, tokens: int) -> int:
+    """Most slots in pages of a list chosen of `slots`: the tokens that `Recent` protects lie in the tail."""
+    return max(min(slots, tokens - recent_tokens(gm)), 1) if gm.evicting else slots
 
 
 def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:

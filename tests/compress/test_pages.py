@@ -118,6 +118,20 @@ def test_33_tokens_never_weigh_more_than_the_full_cache(id):
         assert all(not heavier(sizes.nbytes(m, room), full) for m in methods)
 
 
+@pytest.mark.parametrize("id", sweep(["dms", "kvzap", "wg-kv", "duoattention"], "dms"))
+def test_lists_that_evict_have_no_pages_for_their_protected_window(id):
+    tokens, window, page = 512, 256, 8
+    method = ready(shipped(), kvjax.method(id, window=window, page=page))
+    cache = Sizes(shipped().config, "float32", tokens, [method]).cache(method)
+    lists = shipped().config.layers * shipped().config.kv_heads
+    assert {group.bodies[0].most * page for group in cache.groups} == {tokens - window}
+    # A page has an owner, a list says where its pages begin and how many of their slots are in use.
+    slot = 2 * 4 * shipped().config.head_dim + 4 + 4 * len(method.keep.score.traces)
+    held = lists * (tokens * slot + (tokens - window) // page * 4 + 8) + 4
+    assert nbytes(cache) == held
+    assert sum(pool.owner.shape[0] for pool in cache.pools) * page == lists * (tokens - window)
+
+
 @pytest.mark.parametrize("id", sweep(["kvzip", "adakv"], "adakv"))
 def test_pages_change_nothing_that_is_kept(id):
     config = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48)

@@ -209,8 +209,11 @@ def most_pages(held: int, lists: int, longest: int) -> int:
     return pages
 
 
-def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
-    """Pools that hold kept_per_layer(s, layer) slots per row in any split over the heads, and dense room."""
+def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False, longest=lambda s: s.tokens):
+    """Pools that hold kept_per_layer(s, layer) slots per row in any split over the heads, and dense room.
+
+    longest: of how many slots a list in pages consists at most.
+    """
 
     def total(s: Sizes) -> int:
         lists = s.b * heads(s)
@@ -218,7 +221,7 @@ def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
         pools = [(sum(slots), lists * s.layers)] if one_pool else [(x, lists) for x in slots]
         found = 4 * s.b + s.layers * lists * s.room * slot(s)
         for held, owners in pools:
-            pages = most_pages(held, owners, s.tokens)
+            pages = most_pages(held, owners, longest(s))
             # A page: its slots and its owner. A list: its first page and its length.
             found += pages * (PAGE * slot(s) + 4) + owners * (4 + 4)
         return found
@@ -228,7 +231,8 @@ def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
 
 def window_paged(slot=plain):
     """Pages that may hold all tokens but the newest WINDOW, which lie in the tail, before its room."""
-    pages = paged(lambda s, i: s.k * (s.tokens - WINDOW), slot=slot)
+    older = lambda s: s.tokens - WINDOW  # noqa: E731
+    pages = paged(lambda s, i: s.k * older(s), slot=slot, longest=older)
     return lambda s: pages(s._replace(room=s.room + WINDOW))
 
 

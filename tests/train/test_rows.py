@@ -1,5 +1,7 @@
 """Rows cut from texts: their order, their segments, what is held out, and where a restart goes on."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,36 @@ def test_a_row_without_a_text_is_named_by_file_and_line(tmp_path, row, said):
     b = lines(tmp_path / "b.jsonl", '{"text": "three"}', "", row, '{"text": null}', ends="\r\n")
     with pytest.raises(InputError, match=f"b.jsonl, line 3: the field 'text' {said}"):
         read_texts(Data(kind="json", files=(str(a), str(b))))
+
+
+def test_dates_in_json_are_words_like_others(tmp_path):
+    date, rows = "2024-01-01T00:00:00Z", [{"text": "one", "at": None}, {"text": "one", "at": "2024-01-01"}]
+    # More than what one read takes of a file, so that the last rows come after a guess of their types.
+    later = [{"text": "x" * 2**20, "at": date}] * 11 + [{"text": "two", "at": "yesterday", "new": 3}]
+    files = {
+        "lines.jsonl": "\n".join(map(json.dumps, [*rows, *later])),
+        "texts.jsonl": "\n".join(json.dumps({"text": text}) for text in (date, "2024-01-02")),
+        "list.json": json.dumps([*later[-1:], {"text": date, "at": date}], indent=1),
+    }
+    want = {"lines.jsonl": "two", "texts.jsonl": "2024-01-02", "list.json": date}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        texts = read_texts(Data(kind="json", files=(str(tmp_path / name),)))
+        assert texts[len(texts) - 1] == want[name]
+
+
+def test_json_that_was_changed_is_read_again(tmp_path):
+    path = lines(tmp_path / "a.jsonl", '{"text": "one"}')
+    assert read_texts(Data(kind="json", files=(str(path),)))[0] == "one"
+    lines(path, '{"text": "three"}')
+    assert read_texts(Data(kind="json", files=(str(path),)))[0] == "three"
+
+
+@pytest.mark.parametrize("text", ["[]", "\n\n", "[[1]]", "3", '[{"text": 3}]', '{"text": '])
+def test_json_without_texts_is_refused(tmp_path, text):
+    path = lines(tmp_path / "a.json", text)
+    with pytest.raises(InputError, match=r"a.json"):
+        read_texts(Data(kind="json", files=(str(path),)))
 
 
 def test_half_a_pair_of_surrogates_is_named_by_file_and_line(tmp_path):

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import json
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -102,8 +102,6 @@ def _check_rows(dataset: Any, field: str, paths: Sequence[Path], kind: str) -> N
     texts = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
     if texts and not column.null_count:
         return
-    if kind == "json":
-        _check_lines(paths, field)
     for row in range(len(dataset)):
         value = dataset[row][field]
         if not isinstance(value, str):
@@ -130,32 +128,49 @@ def _row_of(paths: Sequence[Path], kind: str, row: int) -> str:
     return f"{path}, row {row + 1}"
 
 
-def _check_lines(paths: Sequence[Path], field: str) -> None:
-    """InputError for the first line of JSONL that is no JSON, or whose field is no text.
+def json_texts(
+    paths: Sequence[str], field: str, stamps: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, str]]:
+    """The field of every row of JSON lines, or of a file that is one list; other fields may hold anything.
 
-    Files that are one list are passed over.
+    stamps: bytes and time of each file, so that what `datasets` has cached of older ones is not read again.
+    Raises InputError for the first row that is no JSON, or whose field is no text, with its file and line.
     """
     for path in paths:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if not (text := line.strip()):
-                    continue
+        for place, row in _json_rows(path):
+            if not isinstance(row, dict):
+                said = json.dumps(row)[:40]
+                raise InputError(f"{path}, {place} is {said}, expected an object with {field!r}")
+            if field not in row and place in ("line 1", "row 1"):
+                raise InputError(
+                    f"{path} has no field {field!r}, only {', '.join(row)}: set data.field to one of them"
+                )
+            if not isinstance(value := row.get(field), str):
+                raise InputError(f"{path}, {place}: {_no_text(field, value)}")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"{path}, {place} holds half of a pair of surrogates: correct its text"
+                ) from error
+            yield {field: value}
+
+
+def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """Where a row stands in its file, and the row; of a list of texts, each as the field `text`."""
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not (text := line.strip()):
+                continue
+            try:
                 if number == 1 and text.startswith("["):
-                    break
-                try:
-                    row = json.loads(text)
-                except ValueError as error:
-                    raise InputError(f"{path}, line {number} is no JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise InputError(
-                        f"{path}, line {number} is {text[:40]}, expected an object with {field!r}"
-                    )
-                if not isinstance(value := row.get(field), str):
-                    raise InputError(f"{path}, line {number}: {_no_text(field, value)}")
-                if any("\ud800" <= c <= "\udfff" for c in value):
-                    raise InputError(
-                        f"{path}, line {number} holds half of a pair of surrogates: correct its text"
-                    )
+                    for row, item in enumerate(json.loads(line + file.read()), 1):
+                        yield f"row {row}", {"text": item} if isinstance(item, str) else item
+                    return
+                found = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}, line {number} is no JSON: {error}") from error
+            yield f"line {number}", found
 
 
 def standard_library() -> list[Path]:
@@ -180,14 +195,25 @@ def _dataset(kind: str, paths: Sequence[Path], field: str) -> Any:
     # The library logs what it also raises.
     before = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    files = [str(p) for p in paths]
     try:
-        return datasets.load_dataset(kind, data_files=[str(p) for p in paths], split="train")
-    except Exception as error:
-        # What the library raises depends on the form of the file; its first line says what is wrong.
         if kind == "json":
-            _check_lines(paths, field)
-        cause = str(error.__cause__ or error).splitlines()[0]
-        raise InputError(f"{', '.join(map(str, paths))} cannot be read as {kind}: {cause}") from error
+            # The library's own reader guesses types of all fields from the first rows, and refuses a file, or
+            # rewrites a text, where dates look like times.
+            stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (p.stat() for p in paths)]
+            return datasets.Dataset.from_generator(
+                json_texts,
+                features=datasets.Features({field: datasets.Value("string")}),
+                gen_kwargs={"paths": files, "field": field, "stamps": stamps},
+            )
+        return datasets.load_dataset(kind, data_files=files, split="train")
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, InputError):
+            raise cause from None
+        # What the library raises depends on the form of the file; its first line says what is wrong.
+        said = str(cause).splitlines()[0]
+        raise InputError(f"{', '.join(files)} cannot be read as {kind}: {said}") from error
     finally:
         datasets.logging.set_verbosity(before)
 
