@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
+from kvjax.api.memory import check_memory
 from kvjax.api.prefill import (
     ROOM,
     bare_cache,
@@ -233,8 +234,9 @@ class BlockTransformer(Model):
         Arguments and errors are those of `kvjax.prefill`. Raises InputError, too, for methods that do not fit
         the block decoder or need tokens to repeat, and budgets of blocks smaller than a method's window.
         """
-        room = check_room(self, room)
-        batch, chosen = padded(self, tokens, lengths), method_of(self, method, None)
+        room, chosen = check_room(self, room), method_of(self, method, None)
+        check_memory(self, tokens, chosen, room)
+        batch = padded(self, tokens, lengths)
         check_reach(self, int(batch.lengths.max()))
         check_block_transformer(chosen, self.config)
         check_budget(chosen, batch.lengths // self.config.length, "blocks")

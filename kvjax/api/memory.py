@@ -11,6 +11,7 @@ import psutil
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
 
@@ -38,14 +39,18 @@ def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: in
     if needed > (free := free_bytes()) * devices:
         raise InputError(
             f"{rows} rows of {length} tokens need at least {needed / 2**30:.1f} GiB, and "
-            f"{free * devices / 2**30:.1f} GiB are free: read fewer rows at a time, shorter ones, or "
-            "pieces of them (chunk=) under a method that keeps less"
+            f"{free * devices / 2**30:.1f} GiB are free: read fewer rows at a time, {_smaller(model)}"
         )
 
 
 def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:
-    """Least bytes of one row of a prompt: a layer's input and output, and a cache that is not compressed."""
+    """Least bytes of one row of a prompt: a layer's input and output, and a cache that is not compressed.
+
+    Of a Block Transformer, that of the block decoder, which reads and keeps one vector per block.
+    """
     config, itemsize = model.config, model.params["embed"].dtype.itemsize
+    if isinstance(config, BlockConfig):
+        config, length, room = config.blocks, length // config.length, room // config.length
     # A layer's input, and what it adds to it.
     read = 2 * min(length, chunk or length) * config.d_model * itemsize
     acts = (method.keep, method.store, method.reread, method.layers, method.make, method.stack, method.host)
@@ -60,6 +65,13 @@ def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int
         kept = length + room if window is None else min(length, window)
         cache += slots.heads * (slots.key + (0 if slots.shared else slots.value)) * kept * itemsize
     return read + cache
+
+
+def _smaller(model: Model) -> str:
+    """What takes less memory than a prompt, beside fewer rows."""
+    if isinstance(model.config, BlockConfig):
+        return "or shorter ones"
+    return "shorter ones, or pieces of them (chunk=) under a method that keeps less"
 
 
 def _shape_of(tokens: Any) -> tuple[int, int] | None:

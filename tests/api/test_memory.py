@@ -2,6 +2,7 @@
 
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
@@ -9,9 +10,11 @@ import pytest
 
 import kvjax
 import kvjax.api.memory
+from kvjax.api.block_transformer import BlockConfig, BlockTransformer, init
 from kvjax.api.memory import least_bytes
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.state.cache import nbytes
 from tests.models import architectures
@@ -35,6 +38,36 @@ def test_a_batch_that_cannot_fit_is_refused_before_memory_is_taken(verb, method,
         verb(model, HUGE, method=method)
     assert time.monotonic() - began < 1
     assert psutil.Process().memory_info().rss - before < 10**8
+
+
+@pytest.fixture(scope="module")
+def in_blocks():
+    sizes = dict(layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=16)
+    blocks, tokens = Config(vocab=32, d_model=16, **sizes), Config(vocab=20, d_model=16, **sizes)
+    config = BlockConfig(blocks, tokens, length=4)
+    return BlockTransformer(config, init(config, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("verb", [kvjax.prefill, kvjax.generate, BlockTransformer.prefill])
+def test_blocks_that_cannot_fit_are_refused_before_memory_is_taken(verb, in_blocks):
+    before, began = psutil.Process().memory_info().rss, time.monotonic()
+    with pytest.raises(InputError, match=r"rows of 512 tokens need .* read fewer rows at a time, or shorter"):
+        verb(in_blocks, HUGE)
+    assert time.monotonic() - began < 1
+    assert psutil.Process().memory_info().rss - before < 10**8
+
+
+def test_no_more_is_counted_of_blocks_than_they_take(in_blocks, monkeypatch):
+    prompt = [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    needed = least_bytes(in_blocks, Method(), 9, 6, None)
+    # Two blocks and one more of room: inputs and outputs of 16, keys and values of 8 in both layers.
+    assert needed == 2 * 2 * 16 * 4 + 2 * (2 + 1) * 2 * 8 * 4
+    monkeypatch.setattr(kvjax.api.memory, "free_bytes", lambda: needed)
+    _, cache = in_blocks.prefill(prompt, room=6)
+    assert needed - 2 * 2 * 16 * 4 <= nbytes(cache)
+    monkeypatch.setattr(kvjax.api.memory, "free_bytes", lambda: needed - 1)
+    with pytest.raises(InputError, match="1 rows of 9 tokens need at least"):
+        in_blocks.prefill(prompt, room=6)
 
 
 def test_rows_in_a_list_are_counted(model, monkeypatch):
