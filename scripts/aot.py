@@ -1,21 +1,31 @@
-"""The record of what compilers say of the kernels (tests/aot/baseline.json and gpu.json), as tables.
+"""The records of what compilers say of the kernels (tests/aot/*.json), and the summary in docs/kernels.md.
 
-python scripts/aot.py            # prints all of it
-python scripts/aot.py --write    # puts the summary into docs/kernels.md
+    kvjax aot --all --json aot.json && python scripts/aot.py aot.json --write
+
+python scripts/aot.py                  # prints the summary of the records
+python scripts/aot.py REPORT ...       # puts what `kvjax aot --json` found into the records
+python scripts/aot.py --write          # puts the summary into docs/kernels.md
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from docs_tables import write_table
 
-FOLDER = Path(__file__).parents[1] / "tests" / "aot"
-TPU = json.loads((FOLDER / "baseline.json").read_text())
-GPU = json.loads((FOLDER / "gpu.json").read_text())
+from kvjax.aot.cases import CASES, host
+from kvjax.aot.cases import gpu as of_gpu
+from kvjax.aot.hardware import GPUS, TOPOLOGIES
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.aot import record
+
 # One case of every kernel, for the page.
 OF_TPU = [
     "paged_decode-bfloat16-h128", "paged_decode-int8-h128", "paged_decode-kivi2-h128",
@@ -30,6 +40,7 @@ OF_GPU = [
     "stacked_decode-uint8-h128", "ragged_decode-bfloat16-h128", "picked_decode-bfloat16-h128-page16",
     "grouped_decode-uint2-h128", "decoder-full",
 ]  # fmt: skip
+KNOWN = {"baseline": CASES, "gpu": of_gpu.CASES, "host": host.CASES | host.GPU_CASES}
 WAITS_FOR = {"hbm": "memory", "bundles": "issue", "mxu": "products", "model": "simulation"}
 
 
@@ -37,25 +48,58 @@ def header(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
-def devices_and_rows(record: dict[str, Any]) -> tuple[list[str], dict[tuple[str, str], dict[str, Any]]]:
-    rows = {(row["case"], row["topology"]): row for row in record["cases"]}
-    return list(dict.fromkeys(topology for _, topology in rows)), rows
+def put(report: Mapping[str, Any]) -> None:
+    """Puts a report's rows into the records, beside rows of the same compilers and other cases.
+
+    Small programs only have to compile and are left out. Exits where one did not compile, or where a record
+    would mix compilers.
+    """
+    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in report["cases"]:
+        if "error" in row:
+            sys.exit(f"{row['case']} on {row['topology']}: {row['error']}")
+        if not row["case"].endswith("-compiles"):
+            staged = len(row.get("staged", ()))
+            found.setdefault(_record_of(row), {})[row["case"], row["topology"]] = {**row, "staged": staged}
+    for name, new in found.items():
+        versions, old = record.read(name)
+        made = {package: report.get(package) for package in versions}
+        kept = {key: row for key, row in old.items() if key not in new and key[0] in KNOWN[name]}
+        if kept and made != versions:
+            sys.exit(f"{name}.json is of {versions}, the report of {made}: compile all {len(old)} cases")
+        order = [(case, device) for case in KNOWN[name] for device in (*TOPOLOGIES, *GPUS)]
+        rows = kept | new
+        whole = {key: rows[key] for key in order if key in rows}
+        (record.FOLDER / f"{name}.json").write_text(record.text(name, made, whole))
+
+
+def _record_of(row: Mapping[str, Any]) -> str:
+    if row["case"].startswith("host-"):
+        return "host"
+    return "gpu" if row["topology"] in GPUS else "baseline"
+
+
+def devices_of(rows: record.Rows) -> list[str]:
+    return list(dict.fromkeys(device for _, device in rows))
 
 
 def summary() -> str:
     """For the page: the least time of one case of every kernel, and what it waits for."""
-    devices, rows = devices_and_rows(TPU)
-    lines = [f"TPUs; libtpu {TPU['libtpu']}, jax {TPU['jax']}. Microseconds, and what they are spent on:", ""]
+    versions, rows = record.read("baseline")
+    devices = devices_of(rows)
+    lines = [f"TPUs; libtpu {versions['libtpu']}, jax {versions['jax']}."]
+    lines[0] += " Microseconds, and what they are spent on:"
+    lines.append("")
     lines += header("case", *(device.split(":")[0] for device in devices))
     for case in OF_TPU:
         found = [rows[case, device] for device in devices]
         cells = [f"{row['bound_us']:.0f} {WAITS_FOR[row['bound']]}" for row in found]
         lines.append(f"| `{case}` | {' | '.join(cells)} |")
-    devices, rows = devices_and_rows(GPU)
-    plugin = GPU["jax-cuda13-plugin"]
+    versions, rows = record.read("gpu")
+    devices, plugin = devices_of(rows), versions["jax-cuda13-plugin"]
     lines += [
         "",
-        f"GPUs; jax-cuda13-plugin {plugin}, jax {GPU['jax']}. Microseconds that the bytes alone take,",
+        f"GPUs; jax-cuda13-plugin {plugin}, jax {versions['jax']}. Microseconds that the bytes alone take,",
     ]
     lines += ["and the most registers of a thread, and bytes that it spills, on any of them:", ""]
     lines += header("case", *devices, "registers", "spilled")
@@ -67,48 +111,16 @@ def summary() -> str:
     return "\n".join(lines)
 
 
-def tpu_table() -> str:
-    small = [row for row in TPU["cases"] if row["case"].endswith("-compiles")]
-    lines = [f"Compiler model, not measured; libtpu {TPU['libtpu']}, jax {TPU['jax']}.", ""]
-    lines += header("case", "topology", "VMEM, MiB", "spills", "bundles, us", "HBM, us", "MXU, us", "bound")
-    for row in TPU["cases"]:
-        name = f"| {row['case']} | {row['topology']} |"
-        if "error" in row:
-            lines.append(f"{name} does not compile: {row['error']} | | | | | |")
-        elif row not in small:
-            lines.append(
-                f"{name} {row['vmem'] / 2**20:.1f} | {row['spills']} | {row['bundles_us']:.0f} | "
-                f"{row['hbm_us']:.0f} | {row['mxu_us']:.0f} | {row['bound']}, {row['bound_us']:.0f} us |"
-            )
-    whole = [row for row in small if "error" not in row]
-    lines += ["", f"Of {len(small)} small programs `*-compiles` and topologies, {len(whole)} compile."]
-    return "\n".join(lines)
-
-
-def gpu_table() -> str:
-    plugin = GPU["jax-cuda13-plugin"]
-    lines = [f"Compiled, not measured; jax-cuda13-plugin {plugin}, jax {GPU['jax']}.", ""]
-    lines += header(
-        "case", "GPU", "temporaries, MiB", "registers", "spilled", "shared, KiB", "resident", "waves",
-        "HBM, us", "MXU, us",
-    )  # fmt: skip
-    for row in GPU["cases"]:
-        figures = [row[name] for name in ("registers", "spills", "shared", "resident", "waves")]
-        figures[2] = None if figures[2] is None else f"{figures[2] / 1024:.0f}"
-        own = " | ".join("XLA's" if x is None else str(x) for x in figures)
-        lines.append(
-            f"| {row['case']} | {row['topology']} | {row['temporaries'] / 2**20:.1f} | {own} | "
-            f"{row['hbm_us']:.0f} | {row['mxu_us']:.0f} |"
-        )
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("reports", nargs="*", type=Path, metavar="REPORT", help="what goes into the records")
     parser.add_argument("--write", action="store_true", help="put the summary into docs/kernels.md")
-    if parser.parse_args().write:
+    given = parser.parse_args()
+    for path in given.reports:
+        put(json.loads(path.read_text()))
+    if given.write:
         write_table("kernels.md", "summary", summary())
-    else:
-        print(tpu_table(), gpu_table(), sep="\n\n")
+    elif not given.reports:
+        print(summary())

@@ -10,70 +10,65 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from docs_tables import write_table
 
-RECORD = Path(__file__).parents[1] / "tests" / "aot" / "layouts.json"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.aot import record
+
+RECORD = record.FOLDER / "layouts.json"
 COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
-FIGURES = ("cache", "leaf", "aliases", "temporaries", "moved")
-
-
-def recorded() -> dict[str, Any]:
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": []}
 
 
 def compile_all(targets: list[str], glob: str) -> None:
     """Compiles what matches, one by one, and keeps every row as soon as it is known."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    from kvjax.aot.cases.layouts import CASES, SENTENCES
+    from kvjax.aot.cases.layouts import CASES
     from kvjax.aot.probe import on_cpu, probe
-    from kvjax.base.atomic_files import write_atomic
-    from kvjax.compat.layout_class import layout_class
+    from kvjax.files import write_atomic
 
     for target in targets:
         for name in fnmatch.filter(CASES, glob):
             found = on_cpu(name) if target == "cpu" else probe(target, name)
-            sentence = SENTENCES[name.removeprefix("layout-")]
-            kind = f"{layout_class(sentence.method())}{', a layer with a window' * sentence.windowed}"
-            figures = {"error": found["error"]} if "error" in found else {n: found[n] for n in FIGURES}
-            row = {"case": name, "class": kind, "target": target} | figures
-            print(row, flush=True)
-            record = recorded()
-            rows = {(one["case"], one["target"]): one for one in record["rows"]} | {(name, target): row}
-            made = {n: version(n) for n in {COMPILERS[target], "jax"}}
+            if "error" in found:
+                sys.exit(f"{name} on {target}: {found['error']}")
+            print(name, target, {figure: found[figure] for figure in record.FIGURES["layouts"]}, flush=True)
+            versions, rows = record.read("layouts")
+            versions |= {package: version(package) for package in (COMPILERS[target], "jax")}
+            rows = {key: row for key, row in rows.items() if key[0] in CASES} | {(name, target): found}
             order = sorted(rows, key=lambda key: (list(CASES).index(key[0]), list(COMPILERS).index(key[1])))
-            record = record | made | {"rows": [rows[key] for key in order]}
-            write_atomic(RECORD, (json.dumps(record, indent=1) + "\n").encode())
+            text = record.text("layouts", versions, {key: rows[key] for key in order})
+            write_atomic(RECORD, text.encode())
 
 
 def table() -> str:
     """Per class, in MiB: the cache of two layers, and what each compiler moves and needs beside it."""
-    record = recorded()
-    rows = {(row["case"], row["target"]): row for row in record["rows"]}
-    kinds = {row["case"]: row["class"] for row in record["rows"]}
+    from kvjax.aot.cases.layouts import SENTENCES
+    from kvjax.layout import layout_class
+
+    versions, rows = record.read("layouts")
     lines = [
-        "Compilers: " + ", ".join(f"{n} {record[n]}" for n in COMPILERS.values() if n in record) + ".",
+        "Compilers: " + ", ".join(f"{n} {versions[n]}" for n in COMPILERS.values()) + ".",
         "",
         "| class | example | keys of a layer | " + " | ".join(f"{t.split(':')[0]}" for t in COMPILERS) + " |",
         "|---" * (3 + len(COMPILERS)) + "|",
     ]
-    for case, kind in kinds.items():
-        found = [rows.get((case, target), {"error": "not compiled"}) for target in COMPILERS]
-        leaf = next((row["leaf"] for row in reversed(found) if "leaf" in row), 0)
-        cells = [f"{leaf / 2**20:.0f}", *map(_cell, found)]
-        lines.append(f"| {kind} | `{case.removeprefix('layout-')}` | {' | '.join(cells)} |")
+    for name, sentence in SENTENCES.items():
+        kind = f"{layout_class(sentence.method())}{', a layer with a window' * sentence.windowed}"
+        found = [rows[f"layout-{name}", target] for target in COMPILERS]
+        cells = [f"{found[-1]['leaf'] / 2**20:.0f}", *map(_cell, found)]
+        lines.append(f"| {kind} | `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return row["error"][:40]
     copied = f", copies {row['moved'] / 2**20:.0f}" if row["moved"] >= row["leaf"] else ""
     return f"{row['temporaries'] / 2**20:.0f}{copied}"
 

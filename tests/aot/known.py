@@ -1,11 +1,11 @@
 """What compilers say of a step of every class of layout, and where they move as much as a layer's keys."""
 
-import json
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-RECORD = json.loads((Path(__file__).parent / "layouts.json").read_text())
-ROWS = {(row["case"].removeprefix("layout-"), row["target"]): row for row in RECORD["rows"]}
+from tests.aot import record
+
+VERSIONS, ROWS = record.read("layouts")
+ROWS = {(case.removeprefix("layout-"), target): row for (case, target), row in ROWS.items()}
 COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
 TURNED = "keys that lie unrotated are turned whenever they are read, which makes a layer of them"
 IN_TURNS = "a phase that hides slots reads a layer's keys in turns, and turns them each time"
@@ -41,7 +41,7 @@ def assert_in_place(target, name, found):
 def assert_as_recorded(target, name, found):
     """By the compiler of the record: no more memory, and where something is moved, as much as ever."""
     row = ROWS[name, target]
-    if compiler(target) != RECORD[COMPILERS[target]]:
+    if compiler(target) != VERSIONS[COMPILERS[target]]:
         return
     assert found["temporaries"] <= 1.05 * row["temporaries"] + 2**20
     if name in KNOWN[target]:

@@ -1,8 +1,8 @@
 """Kernels through the real TPU compiler, ahead of time: they compile, copy no cache and keep their schedules.
 
-The baseline is what `kvjax aot --all --json tests/aot/baseline.json` found. Every row of it is held to the
-bounds of what is compiled here; schedules are compared with the same compiler only. jax's own kernels are
-recorded to stand beside ours, and held to nothing.
+The baseline is what `kvjax aot --all` found (scripts/aot.py). Every row of it is held to the bounds of what
+is compiled here; schedules are compared with the same compiler only. jax's own kernels are recorded to stand
+beside ours, and held to nothing.
 """
 
 import json
@@ -17,12 +17,12 @@ from kvjax.aot import reading
 from kvjax.aot.cases import CASES, bundled, shapes
 from kvjax.aot.hardware import TOPOLOGIES, device_of
 from kvjax.aot.probe import available, probe
-from kvjax.base.errors import InputError
+from kvjax.errors import InputError
+from tests.aot import record
 from tests.aot.turns import by_kernel
 
 ROOT = Path(__file__).parents[2]
-BASELINE = json.loads((Path(__file__).parent / "baseline.json").read_text())
-ROWS = {(row["case"], row["topology"]): row for row in BASELINE["cases"]}
+VERSIONS, ROWS = record.read("baseline")
 # Small shapes, which only have to compile, are in test_shapes.py.
 LARGE = [name for name in CASES if name not in shapes.CASES | bundled.CASES]
 # Their result is their donated cache.
@@ -53,7 +53,7 @@ def test_a_kernel_compiles_copies_no_cache_and_keeps_its_schedule(name, topology
     found = probe(topology, name)
     assert "error" not in found, found
     assert_fits(name, found)
-    if compiler() == BASELINE["libtpu"]:
+    if compiler() == VERSIONS["libtpu"]:
         for figure in ("spills", "temporaries", "bundles_us"):
             assert found[figure] <= ROWS[name, topology][figure] * 1.05, figure
 
@@ -78,10 +78,9 @@ def test_the_compiler_leaves_no_logs_behind_and_what_it_aborts_with_is_still_tol
 
 
 def test_the_baseline_is_whole_and_of_cases_that_exist():
-    recorded = {name for name, _ in ROWS}
-    assert set(CASES) - set(shapes.CASES) <= recorded <= set(CASES)
-    assert set(ROWS) == {(name, topology) for name in recorded for topology in TOPOLOGIES}
-    assert not [row for row in ROWS.values() if "error" in row]
+    assert set(ROWS) == {
+        (name, topology) for name in set(CASES) - set(shapes.CASES) for topology in TOPOLOGIES
+    }
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -190,6 +189,28 @@ def test_vmem_of_a_kernel_is_what_it_allocates_and_not_what_xla_holds_below(tmp_
     report = json.dumps({"hlo_breakdowns": operations})
     (tmp_path / "1-vmem_report.html").write_text(f"<script>const DATA = {report};</script>")
     assert reading.schedule(str(tmp_path), "kernel")["vmem"] == 4608
+
+
+def test_reports_join_the_record_of_their_compiler(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import aot
+
+    before = (record.FOLDER / "baseline.json").read_bytes()
+    (tmp_path / "baseline.json").write_bytes(before)
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    name, topology = next(iter(ROWS))
+    row = ROWS[name, topology] | {"case": name, "topology": topology, "staged": [], "arguments": 1}
+    small = {"case": next(iter(shapes.CASES)), "topology": topology}
+    aot.put({**VERSIONS, "cases": [row, small]})
+    assert (tmp_path / "baseline.json").read_bytes() == before
+    aot.put({**VERSIONS, "cases": [row | {"spills": 99}]})
+    changed = record.read("baseline").rows
+    assert changed.pop((name, topology))["spills"] == 99
+    assert changed == {key: row for key, row in ROWS.items() if key != (name, topology)}
+    with pytest.raises(SystemExit, match="the report of .*'libtpu': '9'"):
+        aot.put({**VERSIONS, "libtpu": "9", "cases": [row]})
+    with pytest.raises(SystemExit, match="too large"):
+        aot.put({**VERSIONS, "cases": [{"case": name, "topology": topology, "error": "too large"}]})
 
 
 def test_the_page_of_kernels_shows_the_record(monkeypatch):

@@ -1,12 +1,10 @@
 """Kernels and decoders through the real CUDA compiler, ahead of time: they fit a GPU and copy no cache.
 
-What `kvjax aot --all --topology a100,l4,h100,b200 --json tests/aot/gpu.json` found is held to the bounds of
-what is compiled here.
+What `kvjax aot --all --topology a100,l4,h100,b200` found (scripts/aot.py) is held to the bounds of what is
+compiled here.
 """
 
-import json
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +12,11 @@ from kvjax.aot import gpu_reading
 from kvjax.aot.cases.gpu import CASES
 from kvjax.aot.hardware import GPUS
 from kvjax.aot.probe import available, probe
-from kvjax.base.errors import InputError
+from kvjax.errors import InputError
+from tests.aot import record
 from tests.aot.turns import by_kernel
 
-RECORD = json.loads((Path(__file__).parent / "gpu.json").read_text())
-ROWS = {(row["case"], row["topology"]): row for row in RECORD["cases"]}
+VERSIONS, ROWS = record.read("gpu")
 # Bytes that may be spilled. Exact float32 multiplies without matrix units, and at 256 lacks registers.
 SPILLING = {"paged_decode-float32-h256": 640, "paged_decode-int4-h128": 32, "paged_decode-int2-h128": 32}
 # Without a kernel on a GPU: attention over latents, and states, which XLA writes in place at a step's end and
@@ -46,7 +44,7 @@ def test_it_compiles_for_a_gpu_and_fits(name, gpu):
     assert "error" not in found, found
     assert_fits(name, found)
     try:
-        same = version("jax-cuda13-plugin") == RECORD["jax-cuda13-plugin"]
+        same = version("jax-cuda13-plugin") == VERSIONS["jax-cuda13-plugin"]
     except PackageNotFoundError:
         same = False
     if same:
@@ -58,7 +56,6 @@ def test_it_compiles_for_a_gpu_and_fits(name, gpu):
 def test_the_record_is_whole_and_all_of_it_fits():
     assert set(ROWS) == {(name, gpu) for name in CASES for gpu in GPUS}
     for (name, _), row in ROWS.items():
-        assert "error" not in row, row
         assert_fits(name, row)
         assert (row["resident"] is None) == (name in XLA)
 

@@ -1,22 +1,20 @@
 """A cache in host memory, through the compilers: two layers of it on the device, and copies beside work.
 
-`kvjax aot --case 'host-*' --topology v5e:2x2,v5p:2x2x1,v6e:2x2,tpu7x:2x2x1,h100 --json tests/aot/host.json`
-writes the record.
+The record is what `kvjax aot --case 'host-*' --topology v5e:2x2,v5p:2x2x1,v6e:2x2,tpu7x:2x2x1,h100` found
+(scripts/aot.py).
 """
 
-import json
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pytest
 
 from kvjax.aot.cases import host
 from kvjax.aot.hardware import TOPOLOGIES
 from kvjax.aot.probe import available, probe
+from tests.aot import record
 from tests.sweep import sweep
 
-RECORD = json.loads((Path(__file__).parent / "host.json").read_text())
-ROWS = {(row["case"], row["topology"]): row for row in RECORD["cases"]}
+VERSIONS, ROWS = record.read("host")
 TPU = [(name, topology) for name in host.CASES for topology in TOPOLOGIES]
 GPU = [(name, "h100") for name in host.GPU_CASES]
 
@@ -41,7 +39,7 @@ def test_a_step_holds_two_layers_and_brings_the_next_one_while_a_layer_computes(
     found = probe(topology, name)
     assert "error" not in found, found
     assert_comes_by_layers(found, topology)
-    if compiler(topology) == RECORD[library(topology)]:
+    if compiler(topology) == VERSIONS[library(topology)]:
         row = ROWS[name, topology]
         assert found["temporaries"] <= 1.05 * row["temporaries"] + 2**20
         assert found["beside"] >= row["beside"]
