@@ -63,7 +63,7 @@ def put(report: Mapping[str, Any]) -> None:
             found.setdefault(_record_of(row), {})[row["case"], row["topology"]] = {**row, "staged": staged}
     for name, new in found.items():
         versions, old = record.read(name)
-        made = {package: report.get(package) for package in versions}
+        made = {package: str(report.get(package)) for package in versions}
         kept = {key: row for key, row in old.items() if key not in new and key[0] in KNOWN[name]}
         if kept and made != versions:
             sys.exit(f"{name}.json is of {versions}, the report of {made}: compile all {len(old)} cases")

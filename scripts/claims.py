@@ -31,7 +31,6 @@ from surprises_table import BELOW_SINK_RECENT, SURPRISES
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.figures import signed
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
-from kvjax.methods import METHODS
 
 PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
 LONGER_TEXTS = (
@@ -256,9 +255,8 @@ def page(board: Leaderboard) -> str:
         "| method | claim | tested as | holds | found | command |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for claim, one in found:
-        link = f"[{claim.method}](methods/{METHODS[claim.method].paper.family}.md#{claim.method})"
         how = f"`{command(claim)}`" if command(claim) else "–"
-        row = (link, claim.says, said(claim.test), f"**{one.verdict}**", _told(claim, one), how)
+        row = (claim.method, claim.says, said(claim.test), f"**{one.verdict}**", _told(claim, one), how)
         lines.append("| " + " | ".join(row) + " |")
     lines += ["", changes(method for claim, _ in found for method in _measured(claim))]
     lines += ["", "## Texts longer than those of training", "", LONGER_TEXTS, "", longer_table()]

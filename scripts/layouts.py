@@ -32,7 +32,7 @@ def compile_all(targets: list[str], glob: str) -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from kvjax.aot.cases.layouts import CASES
     from kvjax.aot.probe import on_cpu, probe
-    from kvjax.files import write_atomic
+    from kvjax.base.atomic_files import write_atomic
 
     for target in targets:
         for name in fnmatch.filter(CASES, glob):
@@ -51,7 +51,7 @@ def compile_all(targets: list[str], glob: str) -> None:
 def table() -> str:
     """Per class, in MiB: the cache of two layers, and what each compiler moves and needs beside it."""
     from kvjax.aot.cases.layouts import SENTENCES
-    from kvjax.layout import layout_class
+    from kvjax.compat.layout_class import layout_class
 
     versions, rows = record.read("layouts")
     lines = [

@@ -7,7 +7,8 @@
     python scripts/leaderboard.py collect --out boards boards2    # what they found becomes the data
     python scripts/leaderboard.py collect --out boards --add      # beside what it has of others
     python scripts/leaderboard.py                                 # prints the page
-    python scripts/leaderboard.py --write                         # writes docs/leaderboard.md, its pictures
+    python scripts/leaderboard.py --write                         # writes docs/leaderboard.md
+    python scripts/leaderboard.py --pictures DIR                  # draws scores against bytes, by family
 
 The data is kvjax/eval/report/leaderboard.json; `kvjax methods ID` and scripts/claims.py read it, too. On two
 cores `run` takes about 40 minutes per model with --samples 100, and the fits of another model half as much.
@@ -66,7 +67,8 @@ def main() -> None:
         "--out", nargs="+", type=Path, metavar="DIR", help="where results lie; several to collect"
     )
     parser.add_argument("--add", action="store_true", help="with collect: keep other methods and models")
-    parser.add_argument("--write", action="store_true", help="write the page and its pictures")
+    parser.add_argument("--write", action="store_true", help="write the page")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="where to draw scores against bytes")
     args = parser.parse_args()
     if args.what is not None and args.out is None:
         parser.error(
@@ -84,12 +86,14 @@ def main() -> None:
         from leaderboard_page import page, pictures
 
         board = read_leaderboard()
-        if not args.write:
+        if args.pictures is not None:
+            args.pictures.mkdir(parents=True, exist_ok=True)
+            for name, data in pictures(board).items():
+                (args.pictures / name).write_bytes(data)
+        elif args.write:
+            (DOCS / "leaderboard.md").write_text(page(board))
+        else:
             print(page(board))
-            return
-        (DOCS / "leaderboard.md").write_text(page(board))
-        for name, picture in pictures(board).items():
-            (DOCS / name).write_bytes(picture)
 
 
 def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None:

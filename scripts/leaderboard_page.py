@@ -1,4 +1,4 @@
-"""docs/leaderboard.md and its pictures, from the leaderboard's data; `scripts/leaderboard.py` writes them."""
+"""docs/leaderboard.md, and pictures, from the leaderboard's data; `scripts/leaderboard.py` writes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def page(board: Leaderboard) -> str:
         mine = [line for line in lines if line.protocol == protocol]
         parts += [
             f"## {protocol}: {PROTOCOLS.get(protocol, '')}",
-            f"![Scores against bytes, by family](leaderboard-{protocol}.svg)",
             table(mine, board.speed),
             changes(line.method for line in mine),
             below_baselines(mine),
@@ -106,7 +105,9 @@ def _reading() -> str:
     return (
         "A cell has the mean score over all tasks in percent, its 95% interval where samples suffice, and "
         "the bytes that were measured, in percent of the full cache. **Bold**: the best of its family in "
-        f"that column, of those that hold at most {ROOM:g} times the budget's bytes."
+        f"that column, of those that hold at most {ROOM:g} times the budget's bytes. `kvjax methods ID` "
+        "prints a method's card, with its scores by task. `python scripts/leaderboard.py --pictures DIR` "
+        "draws scores against bytes, by family."
     )
 
 
@@ -128,8 +129,8 @@ def _learned_together() -> str:
         "## Models that learned with their method\n\n"
         "Memory tokens that are fitted beside a model that stays as it is (`gisting`, `loma`, `ccm`, "
         "`ccm-merge` above) answer no question about 512 tokens: where such fits read contexts at all, they "
-        "have some words of answers right ([their cards](methods/merge-token.md#gisting)). Most authors "
-        "train the model with them. Here models went on from `recall-tiny` so, and were asked `get` behind "
+        "have some words of answers right (`kvjax methods gisting`). Most authors train the model with "
+        "them. Here models went on from `recall-tiny` so, and were asked `get` behind "
         "contexts of 64 tokens ([training.md](training.md#under-a-method) has the commands)."
     )
 
@@ -154,18 +155,14 @@ def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
     heads += ["prefill", "decode"] if speed else []
     rows = [_row(heads), "|" + "---|" * len(heads)]
     for family, names in families(lines).items():
-        rows.append(_row([f"*[{family}](methods/{family}.md)*", *[""] * (len(heads) - 1)]))
+        rows.append(_row([f"*{family}*", *[""] * (len(heads) - 1)]))
         winners = best(lines, names)
         for name in names:
             mine = {line.budget: line for line in lines if line.method == name}
             cells = [_cell(mine.get(b), winners.get(b) == name) for b in columns]
             fast = speed.get(name)
             times = [f"{fast.prefill:.2f}x", f"{fast.decode:.2f}x"] if fast else ["", ""]
-            rows.append(
-                _row(
-                    [f"[{name}](methods/{family}.md#{name}){marked(name)}", *cells, *(times if speed else [])]
-                )
-            )
+            rows.append(_row([f"{name}{marked(name)}", *cells, *(times if speed else [])]))
     return "\n".join(rows)
 
 

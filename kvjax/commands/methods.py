@@ -14,6 +14,7 @@ EXAMPLE = """examples:
   kvjax methods snapkv
   kvjax methods --family budget-layer --training no
   kvjax methods --phase decode --search "hash tables"
+  kvjax methods --search SnapKVPress
   kvjax methods --verb make
   kvjax methods --brief --family quant
   kvjax methods my_file.py:my_method
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="F", help="those of a family, such as quant or budget-head")
     parser.add_argument("--phase", metavar="P", help="those that act in prefill, decode, both or none")
     parser.add_argument("--training", metavar="yes|no", help="those that must be fitted first, or need not")
-    parser.add_argument("--search", metavar="TEXT", help="those whose docstring has all these words")
+    parser.add_argument("--search", metavar="TEXT", help="those whose card has all these words")
     parser.add_argument("--verb", metavar="V", help="those that decide so; make lists the architectures, too")
     parser.add_argument("--brief", action="store_true", help="one line for each")
     parser.add_argument("--json", action="store_true", help="print JSON instead: an array, or one card")
@@ -109,7 +110,8 @@ def filtered(
 ) -> list[dict[str, Any]]:
     """Those of the rows of `listing` that all the given filters let through.
 
-    training: "yes" or "no". search: words, all of which a method's id, title, aliases or docstring must have.
+    training: "yes" or "no". search: words, all of which a method's id, title, aliases, class of kvpress or
+    docstring must have.
     InputError for a value that no method has, with the nearest one, and where nothing is left.
 
     >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes", search="duo")]
@@ -125,7 +127,8 @@ def filtered(
 
     def text(row: dict[str, Any]) -> str:
         function = METHODS[row["id"]]
-        parts = (row["id"], row["title"], row["family"], *row["aliases"], function.__doc__ or "")
+        names = (row["id"], row["title"], row["family"], row["kvpress"], *row["aliases"])
+        parts = (*names, function.__doc__ or "")
         return " ".join(" ".join(parts).lower().split())
 
     found = [
@@ -186,7 +189,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvjax.commands.terminal import BOX, console, print_text
+    from kvjax.commands.methods_cards import about_family
+    from kvjax.commands.terminal import BOX, console, pairs, print_text
 
     out = console()
     wide = out.width >= _WIDE_COLUMNS
@@ -202,6 +206,10 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_row(row["id"], details, *([hyper] if wide else []))
         table.add_section()
     out.print(table)
+    out.print()
+    out.print(Text("Families", style="bold"))
+    shown = dict.fromkeys(row["family"] for row in rows)
+    out.print(pairs([(name, about_family(name)) for name in shown]), width=min(out.width, 140))
     out.print()
     print_text(out, f"{len(rows)} method{'s' * (len(rows) != 1)}. {_LEGEND}", style="dim")
 
@@ -220,4 +228,6 @@ def _details(row: dict[str, Any]) -> Text:
         text.append(" · deviates")
     if row["aliases"]:
         text.append(f" · also {', '.join(row['aliases'])}")
+    if row["kvpress"]:
+        text.append(f" · {row['kvpress']} of kvpress")
     return text

@@ -1,21 +1,20 @@
 """What is known of one method, gathered from its function, its sentence and what chains with it: a card.
 
-`methods_text.py` prints cards and makes the pages of docs/methods/ of them.
+`methods_text.py` prints cards.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
 from kvjax.compat.model_fit import check_fit
 from kvjax.eval.report.leaderboard import Line, lines_of
 from kvjax.grammar import Method, chain
-from kvjax.grammar.fitted import SHIPPED
-from kvjax.grammar.to_text import written
-from kvjax.methods import METHODS, MethodInfo, method, methods, takes_budget
+from kvjax.methods import METHODS, MethodInfo, Press, method, methods, takes_budget
 from kvjax.methods.parameters import types_of, values_of
 from kvjax.models.config import Config
 
@@ -50,7 +49,7 @@ class Card(NamedTuple):
     about and deviations: its docstring in two. chains: ids of those that it chains with, by what they decide.
     refused: ids of those that it does not, by the reason; that a sentence has one keep is not among them.
     fit: the command that fits it; fits: the models for which that comes with kvjax.
-    lines: its lines of the leaderboard.
+    press: its class of kvpress. lines: its lines of the leaderboard.
     """
 
     info: MethodInfo
@@ -63,6 +62,7 @@ class Card(NamedTuple):
     hyper: tuple[Hyper, ...]
     fit: str
     fits: tuple[str, ...]
+    press: Press | None
     chains: dict[str, list[str]]
     refused: dict[str, list[str]]
     lines: tuple[Line, ...]
@@ -90,6 +90,7 @@ def card(id: str) -> Card:
         hyper=hyper_of(function),
         fit=f"kvjax fit {id} --out {id}.safetensors" if info.training else "",
         fits=tuple(sorted(file.parent.name for file in SHIPPED.glob(f"*/{id}.safetensors"))),
+        press=function.paper.kvpress,
         chains=chains,
         refused=refused,
         lines=lines_of(id),
@@ -111,7 +112,27 @@ def plain(card: Card) -> dict[str, Any]:
     """A card as plain values, for JSON."""
     info = card.info._asdict() | {"verbs": list(card.info.verbs)}
     hyper, lines = ([one._asdict() for one in many] for many in (card.hyper, card.lines))
-    return card._asdict() | {"info": info, "hyper": hyper, "lines": lines}
+    press = card.press and card.press._asdict()
+    return card._asdict() | {"info": info, "hyper": hyper, "press": press, "lines": lines}
+
+
+def families() -> dict[str, list[str]]:
+    """The ids of methods by their families."""
+    found: dict[str, list[str]] = {}
+    for id, function in METHODS.items():
+        found.setdefault(function.paper.family, []).append(id)
+    return found
+
+
+def about_family(family: str) -> str:
+    """What the methods of a family have in common: the first paragraphs of its files.
+
+    >>> about_family("merge-layer")
+    'Merging layers: neighbours in the stack are stored as one.'
+    """
+    modules = dict.fromkeys(METHODS[id].__module__ for id in families()[family])
+    texts = [(sys.modules[name].__doc__ or "").strip().split("\n\n")[0] for name in modules]
+    return " ".join(text.replace("\n", " ") for text in texts)
 
 
 def docstring_of(id: str) -> tuple[str, str, str]:

@@ -28,7 +28,8 @@ def own_card(text: str) -> Card:
     return Card(
         info=_info(name, paper, built), aliases=(), title=title, about=about, deviations=deviations,
         call=f"kvjax.method({name_with(name, tuple(sorted({**dict(hyper), **needs}.items())))!r})",
-        sentence=built.words, hyper=hyper_of(function), fit="", fits=(), chains={}, refused={}, lines=(),
+        sentence=built.words, hyper=hyper_of(function), fit="", fits=(),
+        press=getattr(paper, "kvpress", None), chains={}, refused={}, lines=(),
     )  # fmt: skip
 
 

@@ -1,15 +1,12 @@
-"""Cards as text: printed by `kvjax methods ID`, and the pages of docs/methods/, one per family."""
+"""Cards as text, printed by `kvjax methods ID`."""
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kvjax.commands.methods_cards import Card, card
+from kvjax.commands.methods_cards import Card
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.leaderboard import Line
-from kvjax.methods import METHODS
 
 _ACTS = {
     "prefill": "acts at the end of prompts",
@@ -19,18 +16,14 @@ _ACTS = {
 }
 
 
-# --- parts that both forms have -------------------------------------------------------------------
-
-
 def facts(found: Card) -> list[str]:
-    """What it decides, when, what it needs, and how it compares with its paper and kvpress."""
+    """What it decides, when, whether it equals its paper, and its other names."""
     info = found.info
     words = [f"decides: {', '.join(info.verbs)}"] if info.verbs else []
     words.append(_ACTS[info.phase])
     if info.exact:
         equal = "the paper's equations" if info.exact == "equal" else "deviates from the paper, see below"
         words.append(equal)
-    words += [f"in kvpress: {info.kvpress}"] if info.kvpress else []
     words += [f"also called {', '.join(found.aliases)}"] if found.aliases else []
     return words
 
@@ -39,6 +32,14 @@ def paper_of(found: Card) -> str:
     """The paper's title, with its arXiv id and year where it has one."""
     info = found.info
     return f"{info.title}, arXiv:{info.arxiv} ({info.year})" if info.arxiv else info.title
+
+
+def in_kvpress(found: Card) -> str:
+    """Its class of kvpress, how it is written here, and whether both keep the same tokens; "" without one."""
+    if found.press is None:
+        return ""
+    own = f"{found.info.id}:{found.press.hyper}" if found.press.hyper else found.info.id
+    return f"{found.press.name} is {own} here; the same scores and the same set: {found.press.same}"
 
 
 def company(found: Card) -> list[tuple[str, str]]:
@@ -64,9 +65,6 @@ def score_rows(lines: Sequence[Line]) -> list[list[str]]:
 SCORE_HEADS = ("budget", "question", "score", "bytes kept", "by task")
 
 
-# --- on a console ---------------------------------------------------------------------------------
-
-
 def print_card(found: Card) -> None:
     """Prints a card."""
     from rich.table import Table
@@ -78,7 +76,7 @@ def print_card(found: Card) -> None:
     out.print(Text(found.info.id, style="bold"), Text(f"· {found.info.family}", style="dim"))
     print_text(out, Text(paper_of(found)))
     print_text(out, Text(" · ".join(facts(found)), style="dim"))
-    for text in (found.title, *_unwrapped(found.about)):
+    for text in (found.title, *unwrapped(found.about)):
         out.print()
         print_text(out, Text(text))
     if found.deviations:
@@ -97,7 +95,10 @@ def print_card(found: Card) -> None:
         out.print(table)
     if found.fit:
         out.print()
-        print_text(out, Text.assemble(("Fitted to a model by ", "bold"), found.fit, _shipped(found)))
+        print_text(out, Text.assemble(("Fitted to a model by ", "bold"), found.fit, shipped(found)))
+    if said := in_kvpress(found):
+        out.print()
+        print_text(out, Text.assemble(("In kvpress: ", "bold"), said))
     if rows := company(found):
         out.print()
         width = min(out.width, 140)
@@ -115,103 +116,11 @@ def print_card(found: Card) -> None:
         out.print(table)
 
 
-def _shipped(found: Card) -> str:
+def shipped(found: Card) -> str:
     """For which models a fit comes with kvjax, behind the command that makes one for others."""
     return f"; for {' and '.join(found.fits)} it comes with kvjax" if found.fits else ""
 
 
-def _unwrapped(text: str) -> list[str]:
+def unwrapped(text: str) -> list[str]:
     """Paragraphs, each in one line."""
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph.strip()]
-
-
-# --- pages ----------------------------------------------------------------------------------------
-
-
-def families() -> dict[str, list[str]]:
-    """The ids of methods by their families."""
-    found: dict[str, list[str]] = {}
-    for id, function in METHODS.items():
-        found.setdefault(function.paper.family, []).append(id)
-    return found
-
-
-def page_of(family: str) -> str:
-    """The page of docs/methods/ that has the cards of a family's methods."""
-    return _page(family, [card(id) for id in families()[family]])
-
-
-def pages() -> dict[str, str]:
-    """The text of docs/methods/, by file name: one page per family, and README.md, which lists them."""
-    return {f"{family}.md": page_of(family) for family in families()} | {"README.md": index()}
-
-
-_MADE = "<!-- made by `python scripts/methods_page.py --write`: change the methods' functions instead -->"
-
-
-def index() -> str:
-    """The page that lists the families and their methods."""
-    lines = ["# Methods by family", "", _MADE, ""]
-    lines += [
-        "A page per family has a card of every method: its sentence, its paper, what differs from it, its "
-        "hyper-parameters and what it chains with. `kvjax methods ID` prints one card; `kvjax methods "
-        "--family F`, `--phase P`, `--training no` and `--search TEXT` list fewer. "
-        "[Names from elsewhere](../methods.md) are on a page of their own.",
-        "",
-        "| family | what its methods have in common | methods |",
-        "|---|---|---|",
-    ]
-    for family, ids in families().items():
-        named = ", ".join(f"[{id}]({family}.md#{id})" for id in ids)
-        lines.append(f"| [{family}]({family}.md) | {' '.join(_abouts(ids))} | {named} |")
-    return "\n".join(lines) + "\n"
-
-
-def _abouts(ids: Iterable[str]) -> list[str]:
-    """What the files of these methods say of themselves, each once."""
-    modules = dict.fromkeys(METHODS[id].__module__ for id in ids)
-    return [(sys.modules[name].__doc__ or "").strip().split("\n\n")[0].replace("\n", " ") for name in modules]
-
-
-def _page(family: str, cards: list[Card]) -> str:
-    ids = [found.info.id for found in cards]
-    parts = [f"# {family}", _MADE, " ".join(_abouts(ids)), "[All families](README.md)"]
-    for found in cards:
-        parts += _section(found)
-    return "\n\n".join(parts) + "\n"
-
-
-def _section(found: Card) -> list[str]:
-    info = found.info
-    paper = paper_of(found)
-    if info.arxiv:
-        link = f"[arXiv:{info.arxiv}](https://arxiv.org/abs/{info.arxiv})"
-        paper = paper.replace(f"arXiv:{info.arxiv}", link)
-    parts = [f"## {info.id}", f"{paper}  \n*{' · '.join(facts(found))}*", _escaped(found.title)]
-    parts += [_escaped(paragraph) for paragraph in _unwrapped(found.about)]
-    if found.deviations:
-        parts.append(f"**Deviations**: {_escaped(found.deviations)}")
-    parts.append(f"```text\n# {found.call}\n{found.sentence}\n```")
-    if found.hyper:
-        rows = [
-            (f"`{x.name}`", f"`{x.default}`" if x.default else "must be given", x.values) for x in found.hyper
-        ]
-        parts.append(_table(("hyper-parameter", "default", "values"), rows))
-    if found.fit:
-        parts.append(f"Fitted to a model by `{found.fit}`{_shipped(found)}.")
-    parts += ["  \n".join(f"**{head}**: {_escaped(text)}" for head, text in company(found))]
-    if found.lines:
-        parts.append(_table(SCORE_HEADS, score_rows(found.lines)))
-    return [part for part in parts if part]
-
-
-def _escaped(text: str) -> str:
-    """Text whose < would begin a tag of HTML; what is between backticks stays as it is."""
-    return "".join(
-        part if part.startswith("`") else part.replace("<", "\\<") for part in re.split(r"(`[^`]*`)", text)
-    )
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    line = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"  # noqa: E731
-    return "\n".join([line(heads), "|" + "---|" * len(heads), *map(line, rows)])

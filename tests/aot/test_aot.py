@@ -17,7 +17,7 @@ from kvjax.aot import reading
 from kvjax.aot.cases import CASES, bundled, shapes
 from kvjax.aot.hardware import TOPOLOGIES, device_of
 from kvjax.aot.probe import available, probe
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from tests.aot import record
 from tests.aot.turns import by_kernel
 

@@ -12,7 +12,7 @@ from kvjax.aot import gpu_reading
 from kvjax.aot.cases.gpu import CASES
 from kvjax.aot.hardware import GPUS
 from kvjax.aot.probe import available, probe
-from kvjax.errors import InputError
+from kvjax.base.errors import InputError
 from tests.aot import record
 from tests.aot.turns import by_kernel
 

@@ -11,8 +11,7 @@ import kvjax
 from kvjax.commands import methods_cards
 from kvjax.commands.main import main
 from kvjax.commands.methods import filtered, listing
-from kvjax.commands.methods_cards import PLAIN, VERBS, card, docstring_of, shown
-from kvjax.compat.model_fit import check_fit
+from kvjax.commands.methods_cards import PLAIN, VERBS, about_family, card, docstring_of, families, shown
 from kvjax.eval.report.leaderboard import Line
 from kvjax.grammar import Method
 from kvjax.grammar.to_text import written
@@ -141,6 +140,26 @@ def test_a_card_is_printed_with_its_line_of_the_leaderboard(capsys, monkeypatch)
     assert main(["methods", "snapkv", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["info"]["id"] == "snapkv" and found["lines"][0]["tasks"] == {"get": 0.75}
+
+
+def test_a_list_says_what_families_have_in_common(capsys):
+    assert main(["methods"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for family in families():
+        assert f"{family} {' '.join(about_family(family).split())}" in out
+
+
+def test_a_press_of_kvpress_finds_its_method(capsys):
+    assert "snapkv" in listed(capsys, "--search", "SnapKVPress")
+    assert set(listed(capsys, "--search", "Press")) >= {id for id in METHODS if METHODS[id].paper.kvpress}
+    assert main(["methods", "--search", "FinchPress"]) == 0
+    assert "FinchPress of kvpress" in " ".join(capsys.readouterr().out.split())
+    assert main(["methods", "finch"]) == 0
+    said = "FinchPress is finch:variant=kvpress here; the same scores and the same set: yes, at the end of"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["methods", "snapkv", "--json"]) == 0
+    press = json.loads(capsys.readouterr().out)["press"]
+    assert press == {"name": "SnapKVPress", "hyper": "variant=kvpress", "same": "yes"}
 
 
 # --- short lists, architectures, methods of a file ----------------------------------------------------------

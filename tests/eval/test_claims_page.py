@@ -137,8 +137,6 @@ def test_every_claim_names_cells_that_a_comparison_of_all_methods_has(claims):
                 assert (budget is None) == (not takes_budget(claim.method)), claim
             assert test.other == "full" or takes_budget(test.other) == (None not in test.budgets), claim
     assert sum(not isinstance(c.test, claims.Untestable) for c in claims.CLAIMS) >= 40
-    papers = {id for id, method in METHODS.items() if method.paper.arxiv}
-    assert papers <= {claim.method for claim in claims.CLAIMS}
 
 
 def test_the_commands_are_commands(claims):
@@ -166,7 +164,7 @@ def test_the_page_that_is_shipped_is_that_of_the_data(claims, board):  # noqa: F
         for run in board[0].runs
     ]  # fmt: skip
     text = claims.page(board[0]._replace(runs=tuple(runs)))
-    assert re.search(r"\[quest\].*\*\*(yes|no|unclear)\*\*", text) and "(`a`, `b`)" in text
+    assert re.search(r"\| quest \|.*\*\*(yes|no|unclear)\*\*", text) and "(`a`, `b`)" in text
 
 
 def test_claims_on_changed_methods_are_marked_and_notes_are_shown(claims):
@@ -174,7 +172,7 @@ def test_claims_on_changed_methods_are_marked_and_notes_are_shown(claims):
 
     assert set(moved.MOVED) <= set(METHODS)
     text = claims.page(read_leaderboard())
-    lines = {line.split("|")[2].strip(): line for line in text.splitlines() if line.startswith("| [")}
+    lines = {line.split("|")[2].strip(): line for line in text.splitlines() if line.count("|") == 7}
     assert "| † " in lines["better than ChunkKV at aggressive budgets"]  # What it is compared with changed.
     assert "†" not in lines["better than H2O at equal budgets"]
     assert "fitted on these tasks" in lines["budgets by what heads retrieve are better than Ada-KV's"]

@@ -8,18 +8,16 @@ from types import ModuleType
 import pytest
 
 import kvjax.methods
+from kvjax.commands import methods_cards
 from kvjax.commands.main import main
-from kvjax.commands.methods_text import families, index, page_of
+from kvjax.commands.methods_cards import families
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, Press, methods, paper, snapkv
 from kvjax.methods.papers import collect
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file, load_function
-from tests.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "methods"
-COMMAND = "run: python scripts/methods_page.py --write"
 each = pytest.mark.parametrize("id", METHODS)
 
 
@@ -45,24 +43,21 @@ def test_what_does_as_kvpress_does_can_be_written_on_the_command_line(id):
     assert re.fullmatch(r"\w+Press(\(\w+Press\))?", press.name) and press.same
 
 
-def test_the_page_has_the_table_of_kvpress_names(monkeypatch):
+def test_a_site_gets_a_page_of_every_family(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import methods_page
 
-    page = (ROOT / "docs" / "methods.md").read_text()
-    shown = page.partition("<!-- kvpress -->\n")[2].partition("\n<!-- end of kvpress -->")[0]
-    assert shown == methods_page.table(), COMMAND
-
-
-def test_the_folder_has_a_page_of_every_family():
-    files = {f"{family}.md" for family in families()} | {"README.md"}
-    assert {file.name for file in FOLDER.iterdir()} == files, COMMAND
-    assert (FOLDER / "README.md").read_text() == index(), COMMAND
-
-
-@pytest.mark.parametrize("family", sweep(families(), "low-rank", "merge-layer"))
-def test_the_page_of_a_family_has_the_cards_of_its_methods(family):
-    assert (FOLDER / f"{family}.md").read_text() == page_of(family), COMMAND
+    monkeypatch.setattr(methods_cards, "_company", lambda id: ({"keeps": ["h2o"]}, {"they differ": ["cam"]}))
+    methods_page.write(tmp_path / "pages")
+    texts = {file.stem: file.read_text() for file in (tmp_path / "pages").iterdir()}
+    assert set(texts) == {*families(), "README"}
+    for family, ids in families().items():
+        sections = texts[family].split("\n## ")[1:]
+        assert [section.split("\n")[0] for section in sections] == ids
+        for id, section in zip(ids, sections, strict=True):
+            assert f"]({family}.md#{id})" in texts["README"]
+            assert f"# kvjax.method({id!r}" in section and METHODS[id].paper.title in section
+            assert "**Chains with keeps**: h2o  \n**Not with cam**: they differ" in section
 
 
 # All classes of kvpress 0.5.5 that are no base of others.
@@ -75,9 +70,10 @@ PRESSES = """
 """.split()
 
 
-def test_the_page_says_of_every_press_where_it_is_or_why_not():
-    page = (ROOT / "docs" / "methods.md").read_text()
-    assert [name for name in PRESSES if not re.search(rf"`{name}Press\b", page)] == []
+def test_every_press_is_a_method_or_on_the_page():
+    ours = {METHODS[id].paper.kvpress for id in METHODS} - {None}
+    said = " ".join(press.name for press in ours) + (ROOT / "docs" / "methods.md").read_text()
+    assert [name for name in PRESSES if not re.search(rf"\b{name}Press\b", said)] == []
 
 
 def test_the_listing_has_what_the_decorator_was_given():
