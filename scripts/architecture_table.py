@@ -5,7 +5,8 @@
     python scripts/architecture_table.py train --steps 1000 --jobs 7 --accelerator  # seven share a GPU
     python scripts/architecture_table.py recall                 # and each on associative recall
     python scripts/architecture_table.py speed                  # on an idle machine: speeds that are missing
-    python scripts/architecture_table.py write                  # table and picture in docs/architectures.md
+    python scripts/architecture_table.py write                  # the table in docs/architectures.md
+    python scripts/architecture_table.py write --picture F.png  # and bits per byte against bytes of state
 
 The text is the standard library's source. All rows get the same number of steps, so the same bytes. --seconds
 chooses it: every row trains a little first, and the budget is what the slowest of them does in that time.
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 from architecture_measures import answered, measured, speeds
 from architecture_picture import draw
-from docs_tables import DOCS, write_table
+from docs_tables import DOCS, data_text, write_table
 
 from kvjax.base.atomic_files import write_atomic
 from kvjax.base.errors import InputError
@@ -39,7 +40,7 @@ from kvjax.io.gin_bindings import load_training, training_files
 from kvjax.train.data.texts import is_held_out, read_texts
 from kvjax.train.settings import OF_WORDS, Data
 
-DATA, PICTURE = DOCS / "architecture-table.json", DOCS / "architecture-table.png"
+DATA = DOCS / "architecture-table.json"
 CONTEXTS = (1024, 8192, 65536)
 # Steps that are enough to know how fast a row trains, the first of which compile.
 TRIAL = 8
@@ -113,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}, expected at least 1")
     if args.what == "write":
-        write(args.data)
+        write(args.data, args.picture)
         return
     if args.what == "one":
         print(json.dumps(KINDS[args.kind].measure(args.rows[0], args)))
@@ -142,7 +143,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 continue
             row = found["rows"].get(id, {"name": ROWS[id].name, "gin": ROWS[id].gin})
             found["rows"][id] = row | result | {kind.name: budget}
-            write_atomic(args.data, (json.dumps(found, indent=1) + "\n").encode())
+            write_atomic(args.data, (data_text(found, 2) + "\n").encode())
             print(f"{id}: {kind.said.format(**result)}", flush=True)
 
 
@@ -162,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("runs/architectures"), metavar="DIR")
     parser.add_argument("--data", type=Path, default=DATA, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of write: where to draw bits and bytes")
     return parser
 
 
@@ -323,7 +325,7 @@ def table(found: dict[str, Any]) -> str:
         "that a model answers, each trained on such rows apart from the text. What is empty was not",
         "measured: `scripts/architecture_table.py recall` fills it, and `... speed` on an idle machine.",
     ]
-    return "\n".join([*lines, "", *notes, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
+    return "\n".join([*lines, "", *notes])
 
 
 def _cells(row: dict[str, Any], best: float, most: int) -> list[str]:
@@ -346,11 +348,11 @@ def _cells(row: dict[str, Any], best: float, most: int) -> list[str]:
     ]
 
 
-def write(data: Path) -> None:
+def write(data: Path, picture: Path | None) -> None:
     found = read(data)
     write_table("architectures.md", "measured", table(found))
-    if found["rows"]:
-        draw(found, PICTURE)
+    if found["rows"] and picture is not None:
+        draw(found, picture)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docs_tables import DOCS, write_table
+from docs_tables import DOCS, data_text, write_table
 
 DATA = DOCS / "long-prompts.json"
 SHORT, LONG, ROOM, BUDGET = 8192, 32768, 128, 0.25
@@ -69,7 +69,7 @@ def measure_all(what: str, methods: list[str] | None, found: dict[str, dict[str,
         with console.status(f"{i + 1} of {len(todo)}: {name}"):
             new = planned(name) if what == "plan" else _in_process(name)
         found.setdefault(name, {}).update(new)
-        write_atomic(DATA, json.dumps(found, indent=1, sort_keys=True).encode() + b"\n")
+        write_atomic(DATA, (data_text(dict(sorted(found.items()))) + "\n").encode())
         console.print(f"{name}: {new}")
 
 

@@ -17,7 +17,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from docs_tables import DOCS
+from docs_tables import DOCS, data_text
 from memory_tokens import train_in
 
 DATA = DOCS / "longer-texts.json"
@@ -68,7 +68,7 @@ def add(out: Path, seed: int, steps: int) -> None:
     words += [f"train.seed={seed}", f"data.seed={seed}"]
     train_in(folder, words)
     said = {"train": " ".join(["kvjax", *words])} | read(folder)
-    write_atomic(DATA, json.dumps(found() | {str(seed): said}, indent=1).encode() + b"\n")
+    write_atomic(DATA, (data_text(found() | {str(seed): said}, 2) + "\n").encode())
 
 
 def found() -> dict[str, Any]:

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docs_tables import DOCS, write_table
+from docs_tables import DOCS, data_text, write_table
 
 DATA = DOCS / "memory-tokens.json"
 START, BUDGET = "recall-tiny", "0.25"
@@ -86,7 +86,7 @@ def add(name: str, out: Path, seed: int = 0) -> None:
     else:
         seeds = {"seeds": found[name]["seeds"]} if "seeds" in found.get(name, {}) else {}
         found[name] = {"method": method} | learned | beside | seeds
-    write_atomic(DATA, json.dumps(found, indent=1).encode() + b"\n")
+    write_atomic(DATA, (data_text(found, 2) + "\n").encode())
 
 
 def _found() -> dict[str, Any]:

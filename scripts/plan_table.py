@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from docs_tables import print_or_write
+from docs_tables import data_text, print_or_write
 
 DATA = Path(__file__).parents[1] / "docs" / "scaling-table.json"
 ROWS = 8
@@ -65,7 +65,7 @@ def compile_all() -> None:
             order = {one: i for i, one in enumerate(cells())}
             data["cells"].sort(key=lambda x: order[x["topology"], x["asked"], x["model"], x["method"]])
             data["versions"] = {name: version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}
-            DATA.write_text(json.dumps(data, indent=1) + "\n")
+            DATA.write_text(data_text(data, 2) + "\n")
             print(*cell, found["fits"], flush=True)
 
 
@@ -82,7 +82,7 @@ def compile_prompts() -> None:
             chunk = planner.judged(ROWS, CONTEXTS[cell[1]], CHUNK)
             found.append(dict(zip(keys, cell, strict=True)) | mesh | {"chunk": chunk})
             found.sort(key=lambda x: PROMPTS.index((x["topology"], x["asked"], x["model"], x["method"])))
-            DATA.write_text(json.dumps(data, indent=1) + "\n")
+            DATA.write_text(data_text(data, 2) + "\n")
             print(*cell, chunk.get("error", chunk["fits"]), flush=True)
 
 

@@ -1,7 +1,8 @@
 """Is converting and training a little worth as much as training anew? One model, three conversions.
 
     python scripts/uptraining_curve.py train --steps 4000     # goes on where it was cut
-    python scripts/uptraining_curve.py write                  # table and picture in docs/training.md
+    python scripts/uptraining_curve.py write                  # the table in docs/training.md
+    python scripts/uptraining_curve.py write --picture F.png  # and the curves
 
 A model of multi-head attention (`bytes`) is trained, converted to each of `CONVERSIONS`, and trained on for
 up to 5 % of its steps at a constant rate; beside it, the same architecture is trained from scratch for all of
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from docs_tables import DOCS, write_table
+from docs_tables import DOCS, data_text, write_table
 
 import kvjax
 from kvjax.base.atomic_files import write_atomic
@@ -31,7 +32,7 @@ from kvjax.train.data.byte_tokenizer import VOCAB
 from kvjax.train.loop import train
 from kvjax.train.settings import Training, training
 
-DATA, PICTURE = DOCS / "uptraining-curve.json", DOCS / "uptraining-curve.png"
+DATA = DOCS / "uptraining-curve.json"
 CONVERSIONS = {"MQA": "gqa:kv_heads=1", "MLA": "mla:rank=48", "CLA": "cla:every=2"}
 SHARES = (0, 1, 2, 5)
 # The rate of training on, a third of the usual one, as in configs/train/uptrain.gin.
@@ -47,15 +48,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="for all runs")
     parser.add_argument("--out", type=Path, default=Path("runs/uptraining"), metavar="DIR")
     parser.add_argument("--data", type=Path, default=DATA, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of write: where to draw the curves")
     args = parser.parse_args(words)
     if args.what == "train":
         found = measure(args.steps, args.set, args.out)
-        write_atomic(args.data, (json.dumps(found, indent=1) + "\n").encode())
+        write_atomic(args.data, (data_text(found, 2) + "\n").encode())
     else:
         found = json.loads(args.data.read_text()) if args.data.is_file() else None
         write_table("training.md", "uptraining", table(found))
-        if found:
-            draw(found, PICTURE)
+        if found and args.picture is not None:
+            draw(found, args.picture)
 
 
 def measure(steps: int, changes: Sequence[str], out: Path) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def table(found: dict[str, Any] | None) -> str:
         f"Bits per byte of held-out text. The original: {found['original']:.3f} after {found['steps']:,} "
         f"steps, {found['tokens']:,} bytes."
     )
-    return "\n".join([*lines, "", note, "", f"![Bits per byte after uptraining]({PICTURE.name})"])
+    return "\n".join([*lines, "", note])
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
