@@ -127,8 +127,8 @@ def filtered(
 
     def text(row: dict[str, Any]) -> str:
         function = METHODS[row["id"]]
-        names = (row["id"], row["title"], row["family"], row["kvpress"], *row["aliases"])
-        parts = (*names, function.__doc__ or "")
+        press = f"{row['kvpress']} of kvpress" if row["kvpress"] else ""
+        parts = (row["id"], row["title"], row["family"], *row["aliases"], press, function.__doc__ or "")
         return " ".join(" ".join(parts).lower().split())
 
     found = [
@@ -161,7 +161,9 @@ def _one_of(name: str, value: str | None, known: list[str]) -> str | None:
 
 
 def listing() -> list[dict[str, Any]]:
-    """Every method as plain values: the fields of MethodInfo, url, aliases, takes_budget, hyper-parameters.
+    """Every method as plain values: the fields of MethodInfo, url, aliases, takes_budget, hyper, press.
+
+    hyper: hyper-parameters with their defaults. press: the fields of `kvjax.methods.Press`, or None.
 
     >>> [row["hyper"] for row in listing() if row["id"] == "kivi"]
     [{'bits': 2, 'group': 32, 'residual': 128}]
@@ -179,6 +181,7 @@ def listing() -> list[dict[str, Any]]:
             "url": f"https://arxiv.org/abs/{info.arxiv}" if info.arxiv else None,
             "aliases": list(function.paper.aliases),
             "takes_budget": "budget" in parameters,
+            "press": None if (press := function.paper.kvpress) is None else press._asdict(),
             "hyper": {name: p.default for name, p in parameters.items() if p.default is not p.empty},
         }
         rows.append(row)
@@ -228,6 +231,7 @@ def _details(row: dict[str, Any]) -> Text:
         text.append(" · deviates")
     if row["aliases"]:
         text.append(f" · also {', '.join(row['aliases'])}")
-    if row["kvpress"]:
-        text.append(f" · {row['kvpress']} of kvpress")
+    if row["press"]:
+        text.append(f" · {row['press']['name']} of kvpress")
+        text.append(f" is {row['id']}:{row['press']['hyper']}" if row["press"]["hyper"] else "")
     return text
