@@ -21,6 +21,7 @@ from tests.methods.golden import model
 PARAMETERS = [(id, name) for id in METHODS for name in inspect.signature(METHODS[id]).parameters]
 # Of these, every hyper-parameter takes some and refuses others, whatever its type.
 STRANGE = [-1, 0, 1, 5, 8, 8.5, -0.5, 2.0, 1e30, math.nan, math.inf, True, None, "x", b"", [1], (-1,), {}]
+NEVER = (b"", {})
 WRONG = {
     "filter_layer": (-1, 1.5, 0.0, 1.0, True, "8"),
     "tsp_layer": (-1, 1.5, 0.0, 1.0, True, "8"),
@@ -84,10 +85,10 @@ WRONG = {
 
 
 def wrong_of(id, name):
-    """Values that a hyper-parameter refuses, by its name or else by that of another one of its type."""
+    """Values that a hyper-parameter refuses, by its name, by that of another one of its type, or by any."""
     mine = types_of(METHODS[id])[name]
     alike = (other for at, other in PARAMETERS if types_of(METHODS[at])[other] == mine and other in WRONG)
-    return WRONG[name if name in WRONG else next(alike)]
+    return WRONG.get(name) or WRONG.get(next(alike, ""), NEVER)
 
 
 def make(id, **hyper):
