@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from kvjax.compat.model_fit import check_fit
 from kvjax.eval.report.leaderboard import Line, lines_of
 from kvjax.grammar import Method, chain
+from kvjax.grammar.fitted import SHIPPED
+from kvjax.grammar.to_text import written
 from kvjax.methods import METHODS, MethodInfo, Press, method, methods, takes_budget
 from kvjax.methods.parameters import types_of, values_of
 from kvjax.models.config import Config

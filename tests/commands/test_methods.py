@@ -12,6 +12,7 @@ from kvjax.commands import methods_cards
 from kvjax.commands.main import main
 from kvjax.commands.methods import filtered, listing
 from kvjax.commands.methods_cards import PLAIN, VERBS, about_family, card, docstring_of, families, shown
+from kvjax.compat.model_fit import check_fit
 from kvjax.eval.report.leaderboard import Line
 from kvjax.grammar import Method
 from kvjax.grammar.to_text import written
