@@ -151,7 +151,7 @@ class _Turns:
             gm = self.gms[i]
             assert gm.keep is not None
             page = page_of(gm, self.listed, self.bound)
-            pages = -(-longest_list(gm, self.listed, self.bound) // page)
+            pages = -(-max(longest_list(gm, self.listed, self.bound), 1) // page)
             pages += 0 if gm.keep.lower is None else -(-self.listed // page)
             self.held = pages * page + tail_slots(gm, self.listed, room, self.widths[i])
         return added

@@ -92,7 +92,7 @@ def _build_tier(
             tuple(views[i] for i in batch),
             page=page,
             pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, page, tier.longest), 1),
-            slots=tier.longest,
+            slots=max(tier.longest, 1),
             codecs=tier.codecs[batch[0]],
             number=len(pools),
             shared=gms[batch[0]].shared,
@@ -112,7 +112,7 @@ def list_slots(keep: Keep, slots: int, tokens: int) -> int:
 
 def longest_list(gm: GroupMethod, slots: int, tokens: int) -> int:
     """Most slots in pages of a list chosen of `slots`: the tokens that `Recent` protects lie in the tail."""
-    return max(min(slots, tokens - recent_tokens(gm)), 1) if gm.evicting else slots
+    return max(min(slots, tokens - recent_tokens(gm)), 0) if gm.evicting else slots
 
 
 def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:

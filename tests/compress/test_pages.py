@@ -132,6 +132,41 @@ def test_lists_that_evict_have_no_pages_for_their_protected_window(id):
     assert sum(pool.owner.shape[0] for pool in cache.pools) * page == lists * (tokens - window)
 
 
+THRESHOLDS = [
+    info.id
+    for info in in_pages()
+    if info.id != "leankv"
+    and isinstance(
+        kvjax.method(info.id, **(dict(budget=1.0) if takes_budget(info.id) else {})).keep.allocate, Threshold
+    )
+]
+
+
+@pytest.mark.parametrize("id", sweep(THRESHOLDS, "dms", "kvzap"))
+def test_thresholds_weigh_no_more_than_the_full_cache_and_what_they_remember(id):
+    """Where all stays: beside keys, values and positions, what scores remember, and the pages' tables."""
+    method, config = ready(shipped(), kvjax.method(id)), shipped().config
+    lists = config.layers * config.kv_heads
+    for tokens in (33, 128, 512):
+        sizes = Sizes(config, "float32", tokens, [Method(), method])
+        held, full = sizes.cache(method), sizes.nbytes(Method())
+        slot, remembered = full / lists / sizes.tokens, beside(held)
+        page = next((pool.page_tokens for pool in held.pools), 1)
+        # A page that is begun per list, and one slot for the next token.
+        assert nbytes(held) - remembered - full <= lists * page * slot
+        if tokens == 33 and id in ("dms", "kvzap", "wg-kv"):
+            # Their windows hold all tokens: pools have the one page that none can be without.
+            assert {pool.owner.shape[0] for pool in held.pools} == {1}
+
+
+def beside(cache):
+    """Bytes of a cache that are no keys, values or positions."""
+    kept = [cache.next]
+    for part in [*cache.pools, *(group.tail for group in cache.groups if group.tail is not None)]:
+        kept += [part.k, part.v, part.pos]
+    return nbytes(cache) - sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+
 @pytest.mark.parametrize("id", sweep(["kvzip", "adakv"], "adakv"))
 def test_pages_change_nothing_that_is_kept(id):
     config = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48)
