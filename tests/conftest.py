@@ -34,7 +34,6 @@ import pytest
 
 from tests import checked
 from tests.kept_programs import pytest_configure  # noqa: F401
-from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -44,6 +43,13 @@ jaxtyping.install_import_hook("kvjax", None)
 # Tracing makes many objects that live on: looking for cycles among them as often as Python does by default
 # takes a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs a file in one process, whose tests share compiled programs, unless a test names another group."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
 
 
 @pytest.fixture

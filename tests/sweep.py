@@ -6,7 +6,7 @@ import pytest
 
 
 def sweep(cases: Iterable, *always):
-    """Parameters for `cases`: those in `always` run every time, the others take turns (`pytest --rotate`).
+    """Parameters for `cases`: those in `always` run every time, the others are marked `rotating`.
 
     A case that is a tuple is the values of several arguments.
     """

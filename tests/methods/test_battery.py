@@ -1,7 +1,7 @@
 """Whole conversations: one method of every class of layout through what must hold for all of them.
 
 A prompt, steps and a second turn; alone, among others, in chunks, sharded, with gradients. The plain suite
-has the classes whose steps differ most, and the other rows take turns (`pytest --rotate all`). What every
+has the classes whose steps differ most, and the other rows take turns (`pytest -m rotating`). What every
 method must do with a prompt is `test_sentences.py`.
 """
 
