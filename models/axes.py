@@ -11,99 +11,37 @@ from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import FeedForward, mlp_of
+from kvjax.models.feed_forward import mlp_of
+from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.mixers.head_maps import HeadMaps
-from kvjax.models.mixers.hgrn import Hgrn
-from kvjax.models.mixers.mamba import Mamba
-from kvjax.models.mixers.recurrent import Recurrent
-from kvjax.models.mixers.rwkv import ChannelMix
 from kvjax.models.params import Group, layer_shapes
 from kvjax.models.placement import map_leaves
 
 _E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
 
+# Of the layers' parameters, every mixer and feed-forward names its own (`LayerPart.axes`).
 _TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,)}
-# Of layers, by name; heads lie side by side in an axis of queries, keys or values. What lies here in another
-# order, such as the channels that a short convolution takes together, stays whole.
-_LAYER: dict[str, Axes] = {
-    **dict.fromkeys(
-        ("q", "cache_q", "attn_gate", "q_low", "r", "z", "dt", "decay", "beta", "level", "out_gate"), (_E, _H)
-    ),
-    **dict.fromkeys(("k", "v", "k_low", "k_down", "v_down"), (_E, _K)),
-    "forget": (_E, _K),
-    **dict.fromkeys(("o", "cache_o"), (_H, _E)),
-    **dict.fromkeys(("cache_k", "cache_v"), (None, _K)),
-    **dict.fromkeys(("sink_bias", "memory_share", "a_log", "dt_bias", "skip"), (_H,)),
-    **dict.fromkeys(("bonus", "level_scale"), (_H, None)),
-    **dict.fromkeys(("extra_k", "extra_v"), (_K, None)),
-    "kv_up": (_H, None, None),
-    "k_up": (_K, None, None),
-    **dict.fromkeys(("q_up", "decay_up", "out_gate_up", "rate_up", "first_up", "second_up"), (None, _H)),
-    **dict.fromkeys(("kv_down", "q_down", "decay_down", "out_gate_down", "rate_down"), (_E, None)),
-    **dict.fromkeys(
-        ("first_down", "second_down", "mix_down", "compress", "router", "shared_switch"), (_E, None)
-    ),
-    **dict.fromkeys(
-        ("q_factors", "k_factors", "v_factors", "xbc", "adapt_k_down", "adapt_v_down"), (_E, None)
-    ),
-    **dict.fromkeys(("adapt_k_up", "adapt_v_up", "restore", "align_up", "align_down", "conv"), (None, None)),
-    "conv_bias": (None,),
-    "key_rate": (None,),
-    "mix_up": (None, None, None),
-    **dict.fromkeys(("gate", "up", "shared_gate", "shared_up"), (_E, _M)),
-    **dict.fromkeys(("down", "shared_down"), (_M, _E)),
-    **dict.fromkeys(("experts_gate", "experts_up"), (_X, _E, _M)),
-    "experts_down": (_X, _M, _E),
-    "router_bias": (None,),
-    **dict.fromkeys(("probe", "forget_gate"), (_E, _H)),
-    # Channels that are no heads, and matrices of all channels.
-    **dict.fromkeys(("unit_gate", "unit_value", "unit_key", "inner", "inner_gate"), (_E, None)),
-    **dict.fromkeys(("candidate", "keep", "token", "history", "w_down"), (_E, None)),
-    **dict.fromkeys(("unit_out", "out"), (None, _E)),
-    **dict.fromkeys(("selection", "dt_up", "copy_scale"), (None, None)),
-    **dict.fromkeys(("state_scale", "delay", "control"), (None, None)),
-    "w_up": (None, _H),
-    "copy_shift": (None,),
-    "ridge": (_H,),
-    **dict.fromkeys(("slots", "codebook"), (_H, None, None)),
-}
-# What words call so and mean otherwise.
-_OWN: tuple[tuple[type, dict[str, Axes]], ...] = (
-    (ChannelMix, {"k": (_E, _M), "v": (_M, _E), "r": (_E, None)}),
-    (HeadMaps, {"q": (_E, None), "k": (_E, None), "v": (_E, None), "o": (None, _E)}),
-    (Recurrent, {"q": (_E, _K), "v": (_E, _H)}),
-    (Mamba, {"a_log": (None, None), "dt_bias": (None,), "skip": (None,)}),
-    (Hgrn, {"out_gate": (_E, None)}),
-)
 
 
-def axes_of(word: Mixer | FeedForward, name: str, rank: int) -> Axes:
-    """The logical axes of a parameter of a layer, of `rank` axes; all None for one that nobody named.
+def axes_of(part: LayerPart, name: str, shape: tuple[int, ...]) -> Axes:
+    """The logical axes of a layer's parameter; all None for one that its class does not name.
+
+    Raises InputError where the class names more axes than the parameter has, or fewer.
 
     >>> from kvjax.models.mixers.attention import ATTENTION
-    >>> axes_of(ATTENTION, "o", 2), axes_of(ATTENTION, "k_bias", 1)
+    >>> axes_of(ATTENTION, "o", (64, 32)), axes_of(ATTENTION, "k_bias", (32,))
     (('heads', 'embed'), ('kv_heads',))
     """
-    found = known_axes(word, name)
-    return found if found is not None and len(found) == rank else (None,) * rank
-
-
-def known_axes(word: Mixer | FeedForward, name: str) -> Axes | None:
-    """`axes_of` where the name is one that this file knows."""
-    own = next((names for kind, names in _OWN if isinstance(word, kind)), {})
-    table = _LAYER | own
-    if name in table:
-        return table[name]
-    if name.endswith(("_norm", "_norm_bias")) or name.startswith("mix_"):
-        return (None,)
-    base = table.get(name.removesuffix("_bias"))
-    if base is None or not name.endswith("_bias"):
-        return None
-    # Where a product's rows are split, every device would add the bias once.
-    return (None if base[-1] == _E else base[-1],)
+    found = part.axes_of(name)
+    if found is None:
+        return (None,) * len(shape)
+    if len(found) != len(shape):
+        raise InputError(
+            f"{type(part).__name__}.axes gives {name} of shape {shape} the axes {found}: "
+            f"expected {len(shape)}, each a name or None"
+        )
+    return found
 
 
 def heads_of(config: Config, layer: int) -> dict[str, int]:
@@ -159,9 +97,31 @@ def left_whole(config: Config, on: OnMesh) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def without_axes(config: Config, on: OnMesh) -> tuple[str, ...]:
+    """Parameters that stay whole because their class names no axes for them: one sentence per class.
+
+    Empty where the rules split no weights.
+    """
+    if not any(on.devices(axis) > 1 for axis in (_E, _H, _K, _M, _X)):
+        return ()
+    found: dict[str, list[str]] = {}
+    for layer in range(config.layers):
+        for name in layer_shapes(config, layer):
+            part = _part(config, layer, name)
+            names = found.setdefault(type(part).__name__, [])
+            if part.axes_of(name) is None and name not in names:
+                names.append(name)
+    return tuple(
+        f"{kind}.axes does not name {', '.join(names)}, so every device holds them whole: give them there "
+        'logical axes, such as ("embed", "heads")'
+        for kind, names in found.items()
+        if names
+    )
+
+
 def note_whole(config: Config | BlockConfig, on: OnMesh) -> None:
-    """Warns (UserWarning) of the axes that `left_whole` names."""
-    whole = left_whole(config, on) if isinstance(config, Config) else ()
+    """Warns (UserWarning) of what `left_whole` and `without_axes` name."""
+    whole = (*left_whole(config, on), *without_axes(config, on)) if isinstance(config, Config) else ()
     if whole:
         warnings.warn(". ".join(whole), UserWarning, stacklevel=3)
 
@@ -174,10 +134,10 @@ def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[
     for i in range(config.layers):
         heads = heads_of(config, i)
         for name, shape in layer_shapes(config, i).items():
-            yield f"layers.{i}.{name}", axes_of(_word(config, i, name), name, len(shape)), shape, heads
+            yield f"layers.{i}.{name}", axes_of(_part(config, i, name), name, shape), shape, heads
 
 
-def _word(config: Config, layer: int, name: str) -> Mixer | FeedForward:
+def _part(config: Config, layer: int, name: str) -> LayerPart:
     """The mixer or the feed-forward that a parameter belongs to."""
     mlp = mlp_of(config, layer)
     return mlp if name in mlp.shapes(config) else mixer_of(config, layer)
@@ -194,7 +154,7 @@ def weight_shardings(
             return on.sharding(_TOP[path], shape)
         _, group, name = path.split(".")
         first = groups[int(group)].first
-        axes = axes_of(_word(config, first, name), name, len(shape) - 1)
+        axes = axes_of(_part(config, first, name), name, shape[1:])
         whole = whole_axes(config, first, on)
         axes = tuple(None if axis in whole else axis for axis in axes)
         return on.sharding(("layers", *axes), shape)

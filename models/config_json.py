@@ -1,101 +1,42 @@
-"""A `Config` as JSON and back: plain fields, and for every layer the words for its mixer and feed-forward."""
+"""A `Config` as JSON and back: plain fields, and for every layer the words for its mixer and feed-forward.
+
+A class is found by its name among those that are defined (`LayerPart.registered`); no name in a file makes
+anything be imported. Importing this module imports every file of `kvjax.models.mixers`, so that a new mixer
+needs no entry in a list. Own mixers are found where the module that defines them was imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvjax.base.ranges import FieldError
+from kvjax.models import mixers
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
-from kvjax.models.mixers.attention import Attention
-from kvjax.models.mixers.bidirectional import Bidirectional
-from kvjax.models.mixers.cross_attention import CrossAttention
-from kvjax.models.mixers.deltaformer import DeltaFormer
-from kvjax.models.mixers.dmc import DynamicMerging
-from kvjax.models.mixers.dropped import Dropped
-from kvjax.models.mixers.features import Based, LinearAttention, Performer
-from kvjax.models.mixers.forgetting import Forgetting, Path
-from kvjax.models.mixers.gau import GatedUnit
-from kvjax.models.mixers.goldfinch import FinchC2, Gold
-from kvjax.models.mixers.grouped_latent import GroupedLatent
-from kvjax.models.mixers.head_maps import HeadMaps
-from kvjax.models.mixers.hgrn import Hgrn
-from kvjax.models.mixers.hidden_cache import CacheAttention, HiddenCache
-from kvjax.models.mixers.infini import Infini
-from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.lattice import Lattice
-from kvjax.models.mixers.local_linear import LocalLinear
-from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
-from kvjax.models.mixers.mamba import Conba, Mamba
-from kvjax.models.mixers.mcsd import SlopeDecay
-from kvjax.models.mixers.mesa import Mesa
-from kvjax.models.mixers.proximal import SharedKeys
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
-from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
-from kvjax.models.mixers.shared_weights import SharedWeights
-from kvjax.models.mixers.tensor_product import TensorProduct
-from kvjax.models.mixers.transformer_vq import VectorQuantised
+from kvjax.models.feed_forward import FeedForward
+from kvjax.models.mixer import Mixer
 from kvjax.ops.base.rope import Rope
 
 C = TypeVar("C")
 
-MIXERS = {
-    word.__name__: word
-    for word in (
-        Attention,
-        Bidirectional,
-        CrossAttention,
-        Dropped,
-        GroupedLatent,
-        HeadMaps,
-        Latent,
-        TensorProduct,
-        SharedWeights,
-        Retention,
-        GatedLinear,
-        GatedSlot,
-        GatedDelta,
-        KimiDelta,
-        Mamba2,
-        LogLinearDelta,
-        LogLinearMamba2,
-        Infini,
-        Rwkv6,
-        Rwkv7,
-        ChannelMix,
-        FinchC2,
-        Gold,
-        LinearAttention,
-        Based,
-        Performer,
-        Mesa,
-        Lattice,
-        GatedUnit,
-        VectorQuantised,
-        Hgrn,
-        HiddenCache,
-        CacheAttention,
-        Mamba,
-        Conba,
-        SlopeDecay,
-        Forgetting,
-        Path,
-        DeltaFormer,
-        DynamicMerging,
-        LocalLinear,
-        SharedKeys,
-    )
-}
-MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}
+for _file in pkgutil.iter_modules(mixers.__path__):
+    importlib.import_module(f"{mixers.__name__}.{_file.name}")
+
+MIXERS: dict[str, type[Mixer]] = Mixer.registered
+"""Every mixer by the name of its class: those of `kvjax.models.mixers`, and of what the user imported."""
+MLPS: dict[str, type[FeedForward]] = FeedForward.registered
+"""Every feed-forward by the name of its class."""
 
 
 def config_to_json(config: Config | BlockConfig) -> dict[str, Any]:
     """The fields of a config as JSON takes them; a layer's words as {"word": its name, field: value, ...}.
 
+    >>> from kvjax.models.mixers.attention import Attention
     >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
     >>> config_to_json(config)["mixers"]
     [{'word': 'Attention', 'gate': True}]
@@ -120,6 +61,7 @@ def config_from_json(data: Mapping[str, Any]) -> Config | BlockConfig:
 
     Raises ValueError for unknown words, with the nearest one, and for fields or sizes that do not fit.
 
+    >>> from kvjax.models.mixers.attention import Attention
     >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
     >>> config_from_json(config_to_json(config)) == config
     True
@@ -164,7 +106,10 @@ def _read(data: Mapping[str, Any], words: Mapping[str, Any], what: str) -> Any:
     if name not in words:
         near = difflib.get_close_matches(str(name), words, 1)
         hint = f" (the nearest is {near[0]})" if near else ""
-        raise ValueError(f"{name!r} is no {what}{hint}: expected one of {', '.join(words)}")
+        raise ValueError(
+            f"{name!r} is no {what}{hint}: expected one of {', '.join(sorted(words))}, or import the module "
+            "that defines it first"
+        )
     # JSON knows lists only; words hold tuples.
     given = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
     try:

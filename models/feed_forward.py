@@ -13,11 +13,12 @@ from kvjax.base.ranges import Whole
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device
 from kvjax.models.config import Config
+from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
 from kvjax.ops.base.dtypes import wide
 
 
-class FeedForward:
+class FeedForward(LayerPart):
     """What every feed-forward offers; one is a frozen dataclass of this."""
 
     def check(self, config: Config) -> None:
@@ -37,6 +38,8 @@ class GatedMLP(FeedForward):
 
     width: int | None = None
 
+    axes = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+
     def shapes(self, config: Config) -> Shapes:
         d, f = config.d_model, self.width or config.d_ff
         shapes: Shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
@@ -52,6 +55,8 @@ class GatedMLP(FeedForward):
 @dataclasses.dataclass(frozen=True)
 class MLP(FeedForward):
     """down(act(x up)), without a gate."""
+
+    axes = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
     def shapes(self, config: Config) -> Shapes:
         d, f = config.d_model, config.d_ff
@@ -109,6 +114,18 @@ class MoE(FeedForward):
             )
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores must be softmax or sigmoid, got {self.scores!r}")
+
+    axes = {
+        "router": ("embed", None),
+        "shared_switch": ("embed", None),
+        "router_bias": (None,),
+        "experts_gate": ("experts", "embed", "mlp"),
+        "experts_up": ("experts", "embed", "mlp"),
+        "experts_down": ("experts", "mlp", "embed"),
+        "shared_gate": ("embed", "mlp"),
+        "shared_up": ("embed", "mlp"),
+        "shared_down": ("mlp", "embed"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, e, f = config.d_model, self.experts, self.width

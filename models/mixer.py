@@ -29,6 +29,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.feed_forward import FeedForward
+from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
@@ -201,7 +202,7 @@ class Memory(NamedTuple):
     ahead: Callable[[Array, GroupState], GroupState] | None = None
 
 
-class Mixer:
+class Mixer(LayerPart):
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
     grows: the parts of its state that hold something of every token, [B, S, ...]: they get room as slots do,

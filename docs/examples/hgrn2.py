@@ -20,11 +20,11 @@ class Hgrn2(Recurrent):
 
     lower_bound: float = 0.1
     in_place = frozenset({"S"})
+    axes = Recurrent.axes | {"forget": ("embed", "kv_heads")}
 
     def shapes(self, config: Config) -> Shapes:
-        d, keys, values = config.d_model, self.heads * self.key_dim, self.heads * self.value_dim
-        shapes: Shapes = {"q": (d, keys), "forget": (d, keys), "v": (d, values), "o": (values, d)}
-        return shapes | {"out_norm": (self.value_dim,)}
+        shapes = super().shapes(config)
+        return shapes | {"forget": shapes.pop("k")}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState

@@ -16,7 +16,7 @@ from kvjax.io.gin_bindings import load_preset
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
 from kvjax.mesh.rules import as_rules
 from kvjax.methods.parse import parse_method
-from kvjax.models.axes import check_rules, left_whole, weight_shardings
+from kvjax.models.axes import check_rules, left_whole, weight_shardings, without_axes
 from kvjax.models.config import Config
 from kvjax.models.params import plan
 from kvjax.models.placement import leaves
@@ -59,7 +59,7 @@ def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | Non
     )
     out.print()
     out.print(str(described(cache, on)), soft_wrap=True, highlight=False, markup=False)
-    for line in left_whole(config, on):
+    for line in (*left_whole(config, on), *without_axes(config, on)):
         out.print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
     lines = list(in_words(config, on, rows, tokens, 0, dtype))
     if lines:

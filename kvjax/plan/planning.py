@@ -14,7 +14,7 @@ from kvjax.compat.model_fit import check_fit, config_of
 from kvjax.grammar import Method
 from kvjax.mesh.rules import MeshAxes
 from kvjax.methods.parse import parse_method
-from kvjax.models.axes import left_whole
+from kvjax.models.axes import left_whole, without_axes
 from kvjax.models.config import Config
 from kvjax.plan.children import in_child, missing
 from kvjax.plan.job import Job
@@ -146,7 +146,7 @@ class Planner:
             "cache": cache, "host": self.sizes.host(on, asked.batch, asked.context),
             "decode": None, "prefill": None, "roofline_note": NOTE,
         }  # fmt: skip
-        notes = [*asked.notes(), *left_whole(asked.config, on)]
+        notes = [*asked.notes(), *left_whole(asked.config, on), *without_axes(asked.config, on)]
         if compile and why:
             notes.append(f"not compiled, so temporaries, collectives and seconds are not known: {why}")
         if compile and not why:

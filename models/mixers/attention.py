@@ -87,6 +87,17 @@ class Attention(Mixer):
         has_values = self.source is None and self.value_source is None
         return (super().offers(config) | ({"values"} if has_values else set())) - outside
 
+    axes = {
+        "q": ("embed", "heads"),
+        "attn_gate": ("embed", "heads"),
+        "k": ("embed", "kv_heads"),
+        "v": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+        "sink_bias": ("heads",),
+        "extra_k": ("kv_heads", None),
+        "extra_v": ("kv_heads", None),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, h = config.d_model, config.head_dim
         heads, kv_heads = self.count(config)

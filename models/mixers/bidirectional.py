@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer
-from kvjax.models.mixers.attention import ATTENTION
+from kvjax.models.mixers.attention import ATTENTION, Attention
 from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
@@ -28,6 +28,8 @@ class Bidirectional(Mixer):
     def check(self, config: Config) -> None:
         if any(config.window(i) is not None for i, mixer in enumerate(config.mixers) if mixer == self):
             raise ValueError("a layer whose tokens see all others has a window, expected none")
+
+    axes = Attention.axes
 
     def shapes(self, config: Config) -> Shapes:
         return ATTENTION.shapes(config)

@@ -58,6 +58,13 @@ class CrossAttention(Mixer):
     def offers(self, config: Config) -> frozenset[str]:
         return super().offers(config) - {"logits"}
 
+    axes = {
+        "q": ("embed", "heads"),
+        "k": ("embed", "kv_heads"),
+        "v": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, n = config.d_model, config.heads * config.head_dim
         kv = (self.width, (self.kv_heads or config.kv_heads) * config.head_dim)

@@ -29,6 +29,8 @@ class DeltaFormer(KeptTokens):
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head solves a system of its own: leave groups out, got {self.groups}")
 
+    axes = KeptTokens.axes | {"beta": ("embed", "heads")}
+
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | {"beta": (config.d_model, self.heads), "beta_bias": (self.heads,)}
 

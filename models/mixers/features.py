@@ -27,7 +27,7 @@ from kvjax.ops.recurrent.slot_memory import LogSum
 
 
 @dataclasses.dataclass(frozen=True)
-class _ByFeatures(Recurrent):
+class _ByFeatures(Recurrent, abstract=True):
     """q, k and v, what `attended` makes of them, and an output matrix; sums of features are its state."""
 
     in_segments = True

@@ -30,6 +30,8 @@ class Forgetting(KeptTokens):
     grows = frozenset({"k", "v", "since"})
     in_segments = True
 
+    axes = KeptTokens.axes | {"forget_gate": ("embed", "heads")}
+
     def shapes(self, config: Config) -> Shapes:
         gates: Shapes = {"forget_gate": (config.d_model, self.heads), "forget_gate_bias": (self.heads,)}
         norms: Shapes = {"q_norm": (self.key_dim,), "k_norm": (self.key_dim,)} if self.norm else {}
@@ -75,6 +77,14 @@ class Path(KeptTokens):
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head has reflections of its own: leave groups out, got {self.groups}")
+
+    axes = KeptTokens.axes | {
+        "w_down": ("embed", None),
+        "w_up": (None, "heads"),
+        "conv": (None, None),
+        "beta": ("embed", "heads"),
+        "forget_gate": ("embed", "heads"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, width, rank = config.d_model, self.heads * self.key_dim, self.rank or self.key_dim

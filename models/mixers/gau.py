@@ -39,6 +39,13 @@ class GatedUnit(Mixer):
                 f"key_dim={self.key_dim}"
             )
 
+    axes = {
+        **dict.fromkeys(("unit_gate", "unit_value", "unit_key"), ("embed", None)),
+        "copy_scale": (None, None),
+        "copy_shift": (None,),
+        "unit_out": (None, "embed"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, z = config.d_model, self.key_dim
         return {

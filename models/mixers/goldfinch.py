@@ -26,7 +26,16 @@ from kvjax.models.mixer import (
     SlotShape,
     Take,
 )
-from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
+from kvjax.models.mixers.rwkv import (
+    TimeMix,
+    ddlerp,
+    low_rank,
+    low_rank_axes,
+    low_rank_shapes,
+    share_axes,
+    share_shapes,
+    shares,
+)
 from kvjax.ops.recurrent import rwkv as ops
 
 # Of the LayerNorms, as in the authors' code.
@@ -47,6 +56,8 @@ class FinchC2(TimeMix):
     mix_rank: int = 32
     decay_rank: int = 64
     second_rank: int = 64
+
+    axes = TimeMix.axes | share_axes("rkvwu") | low_rank_axes("decay", "second")
 
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model
@@ -124,6 +135,13 @@ class Gold(Mixer):
         if self.source is not None:
             return embedding | {"slots": Take("slots", self.source)}
         return embedding | {"tokens": Take("tokens", None), "kv input": Take("input", self.kv_input)}
+
+    axes = {
+        "q": ("embed", "heads"),
+        "o": ("heads", "embed"),
+        **dict.fromkeys(("compress", "adapt_k_down", "adapt_v_down"), ("embed", None)),
+        **dict.fromkeys(("restore", "adapt_k_up", "adapt_v_up"), (None, None)),
+    } | share_axes("kv")
 
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model

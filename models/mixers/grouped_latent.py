@@ -57,6 +57,15 @@ class GroupedLatent(Mixer):
     def _groups(self, config: Config) -> int:
         return config.kv_heads // self.group
 
+    axes = {
+        "q": ("embed", "heads"),
+        "k_down": ("embed", "kv_heads"),
+        "k_up": ("kv_heads", None, None),
+        "k_bias": ("kv_heads",),
+        "v_down": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, h, groups = config.d_model, config.head_dim, self._groups(config)
         shapes: Shapes = {

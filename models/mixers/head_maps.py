@@ -51,6 +51,8 @@ class HeadMaps(Mixer):
     def _count(self, name: str) -> int:
         return max(getattr(self, f"{name}_of")) + 1
 
+    axes = {**dict.fromkeys(("q", "k", "v"), ("embed", None)), "o": (None, "embed")}
+
     def shapes(self, config: Config) -> Shapes:
         d, h = config.d_model, config.head_dim
         shapes: Shapes = {x: (d, self._count(x) * h) for x in "qkv"} | {"o": (len(self.q_of) * h, d)}

@@ -32,6 +32,8 @@ class Hgrn(Mixer):
         if not 0 <= self.lower_bound < 1:
             raise ValueError(f"lower_bound must be in [0, 1), got {self.lower_bound}")
 
+    axes = {**dict.fromkeys(("candidate", "keep", "out_gate"), ("embed", None)), "out": (None, "embed")}
+
     def shapes(self, config: Config) -> Shapes:
         d, e = config.d_model, self.width
         inner: Shapes = {name: (d, e) for name in ("candidate", "keep", "out_gate")}

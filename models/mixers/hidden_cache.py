@@ -41,6 +41,8 @@ class HiddenCache(Mixer):
     def offers(self, config: Config) -> frozenset[str]:
         return frozenset({"retrieved"})
 
+    axes = {"compress": ("embed", None)}
+
     def shapes(self, config: Config) -> Shapes:
         norm = {"compress_norm": (self.width,), "compress_norm_bias": (self.width,)}
         return {"compress": (config.d_model, self.width)} | norm
@@ -95,6 +97,13 @@ class CacheAttention(Attention):
                 f"layer {layer} attends to states of width {self.width} of layer {self.cache}, expected a "
                 f"HiddenCache of that width below it, got {below!r}"
             )
+
+    axes = Attention.axes | {
+        "cache_q": ("embed", "heads"),
+        "cache_o": ("heads", "embed"),
+        "cache_k": (None, "kv_heads"),
+        "cache_v": (None, "kv_heads"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, (heads, kv_heads) = config.d_model, self.count(config)

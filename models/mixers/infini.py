@@ -38,6 +38,8 @@ class Infini(Recurrent):
                 f"pairs: got groups={self.groups}, segment={self.segment}, key_dim={self.key_dim}"
             )
 
+    axes = Recurrent.axes | {"memory_share": ("heads",)}
+
     def shapes(self, config: Config) -> Shapes:
         shapes = {name: shape for name, shape in super().shapes(config).items() if name != "out_norm"}
         return shapes | {"memory_share": (self.heads,)}

@@ -22,7 +22,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptTokens(Mixer):
+class KeptTokens(Mixer, abstract=True):
     """What the mixers of such states share: query heads, and `groups` key and value heads (None: as many)."""
 
     heads: int
@@ -41,6 +41,13 @@ class KeptTokens(Mixer):
 
     def query_heads(self, config: Config) -> int:
         return self.heads
+
+    axes = {
+        "q": ("embed", "heads"),
+        "k": ("embed", "kv_heads"),
+        "v": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, k = config.d_model, self.key_heads

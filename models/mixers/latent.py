@@ -63,6 +63,15 @@ class Latent(Mixer):
     def takes(self) -> dict[str, Take]:
         return {} if self.source is None else {"slots": Take("slots", self.source)}
 
+    axes = {
+        "q": ("embed", "heads"),
+        "q_down": ("embed", None),
+        "kv_down": ("embed", None),
+        "q_up": (None, "heads"),
+        "kv_up": ("heads", None, None),
+        "o": ("heads", "embed"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, n, width = config.d_model, config.heads, self.nope_dim + self.rope_dim
         shapes: Shapes = {

@@ -31,6 +31,8 @@ class Lattice(Recurrent):
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head has slots of its own: leave groups out, got {self.groups}")
 
+    axes = Recurrent.axes | {"beta": ("embed", "heads"), "slots": ("heads", None, None)}
+
     def shapes(self, config: Config) -> Shapes:
         slots = (self.heads, self.key_dim, self.value_dim)
         return super().shapes(config) | {"beta": (config.d_model, self.heads), "slots": slots}

@@ -38,6 +38,8 @@ class LocalLinear(KeptTokens):
                 f"ridge must be > 0, because few keys do not determine a slope; got {self.ridge}"
             )
 
+    axes = KeptTokens.axes | {"probe": ("embed", "heads")}
+
     def shapes(self, config: Config) -> Shapes:
         probe: Shapes = {"probe": (config.d_model, self.heads * self.key_dim)} if self.learned else {}
         return super().shapes(config) | probe

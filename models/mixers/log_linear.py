@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.mesh.on_mesh import Axes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixer import Memory, RecurrentState
@@ -24,6 +25,9 @@ from kvjax.ops.recurrent.log_linear import LevelState, log_linear_attention, log
 
 def level_shapes(config: Config, heads: int, levels: int) -> Shapes:
     return {"level": (config.d_model, heads * levels), "level_scale": (heads, levels)}
+
+
+LEVEL_AXES: dict[str, Axes] = {"level": ("embed", "heads"), "level_scale": ("heads", None)}
 
 
 def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"]:
@@ -54,6 +58,8 @@ class LogLinearDelta(GatedDelta):
     levels: int = 16
     in_place = frozenset({"levels"})
 
+    axes = GatedDelta.axes | LEVEL_AXES
+
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | level_shapes(config, self.heads, self.levels)
 
@@ -83,6 +89,8 @@ class LogLinearMamba2(Mamba2):
 
     levels: int = 16
     in_place = frozenset({"levels"})
+
+    axes = Mamba2.axes | LEVEL_AXES
 
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | level_shapes(config, self.heads, self.levels)

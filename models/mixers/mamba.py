@@ -35,6 +35,14 @@ class Mamba(Mixer):
     def dt_rank(self, config: Config) -> int:
         return self.rank or -(-config.d_model // 16)
 
+    axes = {
+        "inner": ("embed", None),
+        "inner_gate": ("embed", None),
+        **dict.fromkeys(("selection", "dt_up", "a_log", "conv"), (None, None)),
+        **dict.fromkeys(("dt_bias", "skip", "conv_bias"), (None,)),
+        "out": (None, "embed"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, rank = config.d_model, self.dt_rank(config)
         shapes: Shapes = {
@@ -107,6 +115,8 @@ class Conba(Mamba):
     """
 
     normed: bool = True
+
+    axes = Mamba.axes | dict.fromkeys(("state_scale", "delay", "control"), (None, None))
 
     def shapes(self, config: Config) -> Shapes:
         square, vector = (config.d_model, config.d_model), (config.d_model,)

@@ -33,6 +33,8 @@ class SlopeDecay(Mixer):
     width: int
     in_segments = True
 
+    axes = {"token": ("embed", None), "history": ("embed", None), "out": (None, "embed")}
+
     def shapes(self, config: Config) -> Shapes:
         into: Shapes = {name: (config.d_model, 2 * self.width) for name in ("token", "history")}
         return into | {"out": (2 * self.width, config.d_model)}

@@ -35,6 +35,13 @@ class Mesa(Recurrent):
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head solves a system of its own: leave groups out, got {self.groups}")
 
+    axes = Recurrent.axes | {
+        "decay": ("embed", "heads"),
+        "beta": ("embed", "heads"),
+        "ridge": ("heads",),
+        "conv": (None, None),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, keys = config.d_model, self.heads * self.key_dim
         gates: Shapes = {"decay": (d, self.heads), "beta": (d, self.heads), "ridge": (keys,)}

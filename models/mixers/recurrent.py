@@ -44,7 +44,7 @@ def convolved(
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrent(Mixer):
+class Recurrent(Mixer, abstract=True):
     """What the mixers here share: heads, and a state `S` [heads, key_dim, value_dim] in float32.
 
     groups: query and key heads, each serving heads / groups value heads (None: as many).
@@ -65,6 +65,13 @@ class Recurrent(Mixer):
 
     def state(self, config: Config) -> Shapes:
         return {"S": (self.heads, self.key_dim, self.value_dim)}
+
+    axes = {
+        "q": ("embed", "kv_heads"),
+        "k": ("embed", "kv_heads"),
+        "v": ("embed", "heads"),
+        "o": ("heads", "embed"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, keys, values = config.d_model, self.key_heads * self.key_dim, self.heads * self.value_dim
@@ -99,6 +106,8 @@ class Retention(Recurrent):
     in_place = frozenset({"S"})
     in_segments = True
 
+    axes = Recurrent.axes | {"out_gate": ("embed", "heads"), "decay": ("embed", "heads")}
+
     def shapes(self, config: Config) -> Shapes:
         shapes = super().shapes(config) | {"out_gate": (config.d_model, self.heads * self.value_dim)}
         return shapes | ({"decay": (config.d_model, self.heads)} if self.gated else {})
@@ -132,6 +141,12 @@ class GatedLinear(Recurrent):
     rank: int = 16
     in_place = frozenset({"S"})
     in_segments = True
+
+    axes = Recurrent.axes | {
+        "decay_down": ("embed", None),
+        "decay_up": (None, "heads"),
+        "out_gate": ("embed", "heads"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, keys = config.d_model, self.heads * self.key_dim
@@ -168,6 +183,8 @@ class GatedSlot(Recurrent):
     count: int = 64
     in_segments = True
 
+    axes = Recurrent.axes | {"forget": ("embed", "kv_heads")}
+
     def shapes(self, config: Config) -> Shapes:
         shapes = super().shapes(config) | {"forget": (config.d_model, self.key_heads * self.count)}
         return shapes | {"out_norm": (self.heads * self.value_dim,)}
@@ -201,12 +218,14 @@ class GatedSlot(Recurrent):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Delta(Recurrent):
+class _Delta(Recurrent, abstract=True):
     """Delta rules behind a short convolution over q, k and v, with keys and queries of unit length."""
 
     conv: int = 4
     in_place = frozenset({"S"})
     in_segments = True
+
+    axes = Recurrent.axes | {"beta": ("embed", "heads"), "conv": (None, None)}
 
     def shapes(self, config: Config) -> Shapes:
         width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
@@ -255,6 +274,13 @@ class GatedDelta(_Delta):
     g = -e^a_log softplus(x W + dt_bias); the norm of a head multiplies by silu(x W_z).
     """
 
+    axes = _Delta.axes | {
+        "decay": ("embed", "heads"),
+        "out_gate": ("embed", "heads"),
+        "a_log": ("heads",),
+        "dt_bias": ("heads",),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model
         decay: Shapes = {"decay": (d, self.heads), "a_log": (self.heads,), "dt_bias": (self.heads,)}
@@ -282,6 +308,15 @@ class KimiDelta(_Delta):
     rank: int | None = None
     lower_bound: float | None = None
     gate_bias: bool = True
+
+    axes = _Delta.axes | {
+        "decay_down": ("embed", None),
+        "out_gate_down": ("embed", None),
+        "decay_up": (None, "heads"),
+        "out_gate_up": (None, "heads"),
+        "a_log": ("heads",),
+        "dt_bias": ("heads",),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, r = config.d_model, self.rank or self.value_dim
@@ -318,6 +353,16 @@ class Mamba2(Recurrent):
 
     conv: int = 4
     in_segments = True
+
+    axes = {
+        "z": ("embed", "heads"),
+        "dt": ("embed", "heads"),
+        "xbc": ("embed", None),
+        "o": ("heads", "embed"),
+        "conv": (None, None),
+        "conv_bias": (None,),
+        **dict.fromkeys(("a_log", "dt_bias", "skip"), ("heads",)),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, inner, bc = config.d_model, self.heads * self.value_dim, self.key_heads * self.key_dim

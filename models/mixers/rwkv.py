@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.mesh.on_mesh import Axes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, l2_norm, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState, Take
@@ -30,7 +31,7 @@ Mix = Callable[
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifted(Mixer):
+class Shifted(Mixer, abstract=True):
     """What the mixers here share: each token is mixed with the one before it.
 
     The state holds the input of a row's last token, `shift`, and the layer's output there, `answer`. RWKV
@@ -82,6 +83,11 @@ def share_shapes(names: str, width: int, rank: int) -> Shapes:
     return mixes | {"mix_down": (width, len(names) * rank), "mix_up": (len(names), rank, width)}
 
 
+def share_axes(names: str) -> dict[str, Axes]:
+    mixes: dict[str, Axes] = {f"mix_{n}": (None,) for n in "x" + names}
+    return mixes | {"mix_down": ("embed", None), "mix_up": (None, None, None)}
+
+
 def low_rank(
     p: Params, name: str, x: Float[Array, "B T D"], inner: Callable[[Array], Array] = jnp.tanh
 ) -> Array:
@@ -94,8 +100,14 @@ def low_rank_shapes(name: str, width: int, rank: int, out: int, bias: bool = Tru
     return shapes | ({f"{name}_up_bias": (out,)} if bias else {})
 
 
+def low_rank_axes(*names: str) -> dict[str, Axes]:
+    """Axes of the parameters in `low_rank_shapes`, where what comes out is heads."""
+    downs: dict[str, Axes] = {f"{name}_down": ("embed", None) for name in names}
+    return downs | {f"{name}_up": (None, "heads") for name in names}
+
+
 @dataclasses.dataclass(frozen=True)
-class TimeMix(Shifted):
+class TimeMix(Shifted, abstract=True):
     """Heads with a matrix state `S` [head_dim, head_dim], float32, behind token shifts."""
 
     heads: int
@@ -107,6 +119,13 @@ class TimeMix(Shifted):
 
     def state(self, config: Config) -> Shapes:
         return {"S": (self.heads, self.head_dim, self.head_dim)} | super().state(config)
+
+    axes = {
+        "r": ("embed", "heads"),
+        "k": ("embed", "kv_heads"),
+        "v": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model
@@ -130,6 +149,13 @@ class Rwkv6(TimeMix):
 
     mix_rank: int = 32
     decay_rank: int = 64
+
+    axes = (
+        TimeMix.axes
+        | share_axes("wkvrg")
+        | low_rank_axes("decay")
+        | {"out_gate": ("embed", "heads"), "bonus": ("heads", None)}
+    )
 
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model
@@ -188,6 +214,13 @@ class Rwkv7(TimeMix):
                 f"v_rank={self.v_rank} adds the values of layer 0, expected a Rwkv7 there with "
                 f"{self.width} channels and v_rank=None, got {first}"
             )
+
+    axes = (
+        TimeMix.axes
+        | {f"mix_{n}": (None,) for n in "rwkvag"}
+        | low_rank_axes("decay", "rate", "out_gate", "first")
+        | {"key_rate": (None,), "bonus": ("heads", None)}
+    )
 
     def shapes(self, config: Config) -> Shapes:
         d, c = config.d_model, self.width
@@ -251,6 +284,14 @@ class ChannelMix(Shifted):
 
     width: int | None = None
     gate: bool = False
+
+    axes = {
+        "mix_k": (None,),
+        "mix_r": (None,),
+        "k": ("embed", "mlp"),
+        "v": ("mlp", "embed"),
+        "r": ("embed", None),
+    }
 
     def shapes(self, config: Config) -> Shapes:
         d, f = config.d_model, self.width or config.d_ff

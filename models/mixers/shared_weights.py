@@ -58,6 +58,15 @@ class SharedWeights(Mixer):
     def takes(self) -> dict[str, Take]:
         return {"logits": Take("logits", self.weights_source)}
 
+    axes = {
+        "v": ("embed", "kv_heads"),
+        "k_low": ("embed", "kv_heads"),
+        "o": ("heads", "embed"),
+        "align_up": (None, None),
+        "align_down": (None, None),
+        "q_low": ("embed", "heads"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, n, k, h = config.d_model, config.heads, config.kv_heads, config.head_dim
         shapes: Shapes = {"v": (d, k * h), "o": (n * h, d)}

@@ -40,6 +40,11 @@ class TensorProduct(Mixer):
                 "more factors than channels store more than keys and values do"
             )
 
+    axes = {
+        **dict.fromkeys(("q_factors", "k_factors", "v_factors"), ("embed", None)),
+        "o": ("heads", "embed"),
+    }
+
     def shapes(self, config: Config) -> Shapes:
         d, n, h = config.d_model, config.heads, config.head_dim
         ranks = {"q": self.q_rank, "k": self.key_rank, "v": self.value_rank}

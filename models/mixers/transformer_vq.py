@@ -40,6 +40,8 @@ class VectorQuantised(Recurrent):
                 f"groups={self.groups}, codes={self.codes}, block={self.block}"
             )
 
+    axes = Recurrent.axes | {"codebook": ("heads", None, None), "out_gate": ("embed", "heads")}
+
     def shapes(self, config: Config) -> Shapes:
         shapes = {name: shape for name, shape in super().shapes(config).items() if name != "out_norm"}
         shapes |= {"codebook": (self.heads, self.key_dim, self.codes)}

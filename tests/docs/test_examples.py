@@ -17,6 +17,7 @@ from kvjax.methods import keydiff
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file
 from kvjax.models.config import Config
+from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from tests.methods.battery import MAIN, model, positions
@@ -62,6 +63,9 @@ def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
     np.testing.assert_allclose(logits, whole[:, 7], atol=1e-5)
     np.testing.assert_allclose(kvjax.step(layered, cache, tokens[:, 8])[0], whole[:, 8], atol=1e-5)
     assert kvjax.nbytes(cache.groups) == 2 * 2 * (2 * 6 * 5) * 4
+    assert config_from_json(config_to_json(config)) == config
+    forget = kvjax.spread(layered, "model=2", "tensor").params["layers"][0]["forget"]
+    assert forget.sharding.spec == jax.P(None, None, "model")
 
 
 @pytest.mark.rotating

@@ -10,7 +10,7 @@ from kvjax import steps
 from kvjax.api.prefill import bare_cache
 from kvjax.mesh.on_mesh import as_mesh
 from kvjax.mesh.rules import Rules
-from kvjax.models.axes import axes_of, known_axes
+from kvjax.models.axes import axes_of
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes
@@ -64,7 +64,6 @@ def test_every_parameter_has_logical_axes_of_its_rank(name):
     for layer in range(config.layers):
         mlp, mixer = mlp_of(config, layer), mixer_of(config, layer)
         for called, shape in layer_shapes(config, layer).items():
-            word = mlp if called in mlp.shapes(config) else mixer
-            known = known_axes(word, called)
-            assert known is not None and len(known) == len(shape), (type(word).__name__, called, shape)
-            assert axes_of(word, called, len(shape)) == known
+            part = mlp if called in mlp.shapes(config) else mixer
+            assert part.axes_of(called) is not None, (type(part).__name__, called)
+            axes_of(part, called, shape)
