@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
@@ -18,10 +18,10 @@ from kvjax.keep.merges.merge_runs import Opening, RunMerge
 from kvjax.keep.merges.pooled import LastOfEach, MeanOfEach
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.prompts.hierarchy import Hierarchy
-from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention, WindowAttention
+from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention, Position, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Window
+from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Window, pick
 
 # How many tokens become one.
 Together = Annotated[int, Range(2)]
@@ -74,22 +74,31 @@ def d2o(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 4, smoothing: Sh
     family="merge-token",
     kvpress=Press("CAMPress", same="no: other random numbers, and there decoding alone evicts"),
 )
-def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 16, seed: Seed = 0) -> Method:
+def cam(
+    budget: Amount,
+    *,
+    recent: Share = 0.5,
+    following: Window | None = None,
+    seed: Seed = 0,
+    variant: Literal["streaming", "window"] = "streaming",
+) -> Method:
     """CaM (Zhang et al., ICML 2024): the value of an evicted token is shared out among those that follow it.
 
-    Heavy hitters and recent tokens stay as in H2O, and slots evicted from a prompt are dropped. While
-    decoding, `ValueMerge` merges the evicted token at random, the likelier the more attention it received
-    compared with the `following` tokens; its key is dropped. As in the authors' streaming code
-    (kv_cache_cam.py), attention is accumulated and the next 16 tokens take up the value; that code evicts as
-    StreamingLLM does, so that the token in front of the recent ones leaves. The authors' other form
-    (modify_llama_cam.py), which compares the newest query's attention alone with its mean over all recent
-    tokens and shares the value out among 32, is not here.
+    Slots evicted from a prompt are dropped. While decoding, `ValueMerge` merges the evicted token at random,
+    the likelier the more attention it received compared with tokens that follow it; its key is dropped.
+    "streaming", the default because that code drops tokens, where the other masks them: attention is
+    accumulated, the next 16 tokens are compared and take up the value (kv_cache_cam.py of the authors, at
+    fc80e64), and heavy hitters stay beside the recent tokens as in H2O. "window": as in their
+    utils_hh/modify_llama_cam.py, the newest query's attention alone is compared with its mean over all tokens
+    that follow, the next 32 get a 32nd each, and the first tokens stay beside the recent ones. What differs:
+    the streaming code evicts as StreamingLLM does, so that the token in front of the recent ones leaves; in
+    "window" a token merges when it leaves, where that file merges it one step before. `following` replaces 16
+    and 32.
     """
-    keep = Keep(
-        AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP,
-        merge=ValueMerge(following, seed),
-    )  # fmt: skip
-    return Method(keep)
+    take, newest = pick(variant, streaming=(16, False), window=(32, True))
+    score = -1.0 * Position() if newest else AccumulatedAttention()
+    merge = ValueMerge(take if following is None else following, seed, newest)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge))
 
 
 @paper(

@@ -3,13 +3,13 @@
 A layer's memory counts under True what was merged, and under False what was dropped.
 """
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 import numpy as np
 from scipy.special import erf
 
+from kvjax.grammar.protocols import AttentionSpec, Seen, View
 from kvjax.keep.scores.score import Uniformly
+from kvjax.ops.base.rope import Rope
 from tests.float64.reference import rope
 
 
@@ -58,9 +58,11 @@ def d2o(theta, beta=0.7):
 
 def drawn(seed, layer, head, pos):
     """The library's uniform draw of a slot."""
-    at = jnp.full((1, head + 1, 1), pos)
-    view = SimpleNamespace(pos=at)
-    return float(Uniformly(seed)(view, SimpleNamespace(layer=layer))[0, head, 0])
+    at = jnp.full((1, head + 1, 1), pos, jnp.int32)
+    empty = jnp.zeros((*at.shape, 1))
+    one = jnp.ones(1, jnp.int32)
+    seen = Seen({}, None, one, one, layer, AttentionSpec(1.0, None, Rope()))
+    return float(Uniformly(seed)(View(empty, empty, at, None, {}), seen)[0, head, 0])
 
 
 def cam(following, seed=0):
@@ -83,6 +85,28 @@ def cam(following, seed=0):
                     values[i] += slot["v"] / len(after)
             for slot, value in zip(stay, values, strict=True):
                 slot["v"] = value
+
+    leave.at_prompts = False
+    return leave
+
+
+def cam_by_the_newest(following, seed=0):
+    """CaM as in the authors' modify_llama_cam.py: the newest query decides, among all slots that follow.
+
+    The next `following` get the value over that number, however few they are.
+    """
+
+    def leave(memory, lists, gone):
+        for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
+            stay, old = stays_and_leaves(slots, some)
+            stay.sort(key=lambda s: s["pos"])
+            for slot in old:
+                after = [s for s in stay if s["pos"] > slot["pos"]]
+                p = min(slot["now"] / np.mean([s["now"] for s in after]), 1)
+                merges = drawn(seed, slot["layer"], head, slot["pos"]) < p
+                memory[merges] = memory.get(merges, 0) + 1
+                for taker in after[:following] if merges else ():
+                    taker["v"] = taker["v"] + slot["v"] / following
 
     leave.at_prompts = False
     return leave

@@ -43,7 +43,7 @@ def merged_and_dropped(rows):
     return [sum(m.get(which, 0) for row in rows for m in row.memory) for which in (True, False)]
 
 
-@pytest.mark.parametrize("label", ["d2o", "cam"])
+@pytest.mark.parametrize("label", ["d2o", "cam", "cam window"])
 @pytest.mark.rotating
 @pytest.mark.xdist_group("sentences 4/2")
 def test_slots_after_a_prompt_and_after_steps_are_those_of_the_equations(label):

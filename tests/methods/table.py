@@ -359,6 +359,11 @@ ROWS = [
         victim=h2o_victim(count), leave=merges.cam(3),
     ),
     row(
+        "cam window", dense(half_and_one), id="cam", hyper=dict(variant="window", following=3),
+        kept=each_layer(lambda p, i: 0 * received(p, i) - np.arange(p.length), recent_half),
+        victim=h2o_victim(count, key=lambda slot: -slot["pos"]), leave=merges.cam_by_the_newest(3),
+    ),
+    row(
         "less", lambda s: dense(half_and_one, extra=4)(s) + 4 * s.layers * s.b * s.k * 3 * (s.h + 1),
         hyper=dict(fitted=KERNELS), kept=each_layer(received, recent_half), victim=h2o_victim(count),
         leave=merges.Less(KERNELS.arrays, THETA),

@@ -120,6 +120,43 @@ def test_cam_merges_values_with_the_chance_of_the_authors_code():
     assert merges[:, 0].all() and not merges[:, 1].any()
 
 
+def cam_of_the_newest_query(v, attention, leaves):
+    """The chance of a merge and the values after it, of the authors' utils_hh/modify_llama_cam.py (fc80e64).
+
+    attention [H, T] is that of the newest query; slot `leaves` is compared with the mean of all newer ones,
+    and each of the next 32 gets a 32nd of its value.
+    """
+    chance = np.clip(attention[:, leaves] / attention[:, leaves + 1 :].mean(-1), 0, 1)
+    after = v.copy()
+    after[:, leaves + 1 : leaves + 33] += v[:, leaves, None] / 32
+    return chance, after
+
+
+@pytest.mark.parametrize("newer", [9, 40])
+def test_cam_by_the_newest_query_is_the_authors_other_form(newer):
+    rng, leaves, draws = np.random.default_rng(0), 3, 3000
+    slots = leaves + 1 + newer
+    v, attention = rng.normal(size=(3, slots, 6)), rng.uniform(0.2, 1, (3, slots))
+    attention[:, leaves] = 2.0, 0.0, 0.3
+    chance, after = cam_of_the_newest_query(v, attention, leaves)
+    assert chance[0] == 1 and chance[1] == 0 and 0.2 < chance[2] < 0.98
+    # In any order, as slots lie in a cache; those before the one that leaves have left.
+    order = rng.permutation(slots)
+    pos = jnp.broadcast_to(jnp.asarray(order, jnp.int32), (1, 3, slots))
+    values = jnp.asarray(v[None, :, order], jnp.float32)
+    word, kept = ValueMerge(following=32, newest=True), pos > leaves
+    observed = {key_of(Mass("sum")): jnp.asarray(attention[None, :, order], jnp.float32)}
+    index = jnp.full((1, 3, 1), int(np.flatnonzero(order == leaves)[0]), jnp.int32)
+    view = View(values, values, pos, None, {})
+    merged = lambda layer: word(view, kept, index, seen_by()._replace(layer=layer, observed=observed)).v  # noqa: E731
+    found = np.asarray(jax.vmap(merged)(jnp.arange(draws, dtype=jnp.int32)))[:, 0][:, :, np.argsort(order)]
+    merges = np.abs(found - v).max((-2, -1)) > 1e-4
+    want = np.where(merges[..., None, None], after, v)
+    np.testing.assert_allclose(found[:, :, leaves + 1 :], want[:, :, leaves + 1 :], atol=2e-6)
+    np.testing.assert_allclose(merges.mean(0), chance, atol=5 * 0.5 / np.sqrt(draws))
+    assert merges[:, 0].all() and not merges[:, 1].any()
+
+
 def test_roco_read_token_by_token_is_easykv_s_stream():
     """Written from easykv.py (a1d71ca), stride 1: a token attends, then one leaves a list beyond its budget.
 

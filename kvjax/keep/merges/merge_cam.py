@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Seen, Trace, View
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Received
@@ -22,19 +22,25 @@ class ValueMerge:
     j runs over the next `following` kept slots in position order, m of them. A is the attention received so
     far, and p_i = A_i / (the mean A of these slots), at most 1. The key of i is dropped, and its value, too,
     where the draw of (seed, layer, head, position), of which nothing else decides, is not below p_i.
+    newest=True: A is the attention of the newest query alone, p_i compares it with its mean over all kept
+    slots that follow, and each of the next `following` gets v_i / `following`, however few they are.
     What leaves a prompt is dropped: as in the authors' code, steps alone merge.
     """
 
     at_prompts = False
     writes = ("v",)
-    traces = frozenset({Received(Mass("sum"))})
 
     following: int = 32
     seed: int = 0
+    newest: bool = False
 
     @property
     def needs(self) -> frozenset[Observation]:
-        return frozenset()
+        return frozenset({Mass("sum")}) if self.newest else frozenset()
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset() if self.newest else frozenset({Received(Mass("sum"))})
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
@@ -50,23 +56,28 @@ class ValueMerge:
         gap = jax.vmap(jax.vmap(jnp.searchsorted))(sorted_pos, pick(view.pos, index)).astype(jnp.int32)
         m = jnp.clip(count - gap, 0, self.following)
 
-        (remembered,) = self.traces
-        received = view.of(remembered)
+        received = seen.of(Mass("sum")) if self.newest else view.of(Received(Mass("sum")))
         mass = jnp.where(_places(slots) < count, pick(received, order), 0.0)
-        ahead = _windows(mass[..., None], self.following, forward=True)[..., 0]
-        mean = pick(ahead, jnp.minimum(gap, slots - 1)) / jnp.maximum(m, 1).astype(jnp.float32)
+        later = count - gap if self.newest else m
+        ahead = jax.lax.cumsum(mass, axis=2, reverse=True) if self.newest else self._ahead(mass)
+        mean = pick(ahead, jnp.minimum(gap, slots - 1)) / jnp.maximum(later, 1).astype(jnp.float32)
         mine = pick(received, index)
         # Not p_i itself: no slot may have received anything.
         draw = Uniformly(self.seed)(view._replace(pos=pick(view.pos, index)), seen)
         merges = (leaving < slots) & (m > 0) & (mine > 0) & (draw * mean < mine)
 
-        share = pick(view.v.astype(jnp.float32), index) / jnp.maximum(m, 1).astype(jnp.float32)[..., None]
+        takers = jnp.full_like(m, self.following) if self.newest else jnp.maximum(m, 1)
+        share = pick(view.v.astype(jnp.float32), index) / takers.astype(jnp.float32)[..., None]
         at = jnp.where(merges, gap, slots)
         add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
         given = add(jnp.zeros(view.v.shape, jnp.float32), at, share)
         given = pick(_windows(given, self.following, forward=False), place)
         v = jnp.where(kept[..., None], view.v.astype(jnp.float32) + given, view.v.astype(jnp.float32))
         return view._replace(v=v.astype(view.v.dtype))
+
+    def _ahead(self, mass: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+        """What a slot and the next ones, `following` in all, have received."""
+        return _windows(mass[..., None], self.following, forward=True)[..., 0]
 
 
 def _places(slots: int) -> Int[Array, "1 1 S"]:
