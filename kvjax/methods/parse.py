@@ -210,9 +210,11 @@ def _parsed(text: str) -> Builder:
 def _part(piece: str, text: str) -> Named | Made | Words:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
-    if piece.endswith("+"):
-        raise InputError(f"{text!r} ends with a +, expected a method after it")
     found = taken_apart(piece)
+    if not found.name:
+        raise InputError(
+            f"{piece!r} names no method, expected an id before the brackets: write snapkv(window=16)"
+        )
     if found.called and found.name == "Method":
         return Words(piece)
     if found.called and found.name in AROUND:

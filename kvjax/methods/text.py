@@ -12,6 +12,8 @@ from kvjax.base.errors import InputError
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name after it, the one in 1e+3 a digit.
 _NAME_BEHIND = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
+# After it stands a method, or the digit of an exponent.
+_GOES_ON = re.compile(r"\+(\d|\s*[^\W\d]|\s*[./~'\"])")
 _CALL = re.compile(r"[\w-]+\s*\(")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
 _OPENS, _CLOSES = "([{", ")]}"
@@ -26,12 +28,18 @@ class Piece(NamedTuple):
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a chain.
+    """The parts of a chain. Raises InputError where a + lacks a method on one of its sides.
 
     >>> pieces("snapkv(budget=0.25) + ape:scale=1e+3+int8")
     ['snapkv(budget=0.25)', 'ape:scale=1e+3', 'int8']
     """
-    cuts = [at for at in _outside(text, "+") if _NAME_BEHIND.match(text, at)]
+    signs = list(_outside(text, "+"))
+    if signs and not text[: signs[0]].strip():
+        raise InputError(f"{text!r} begins with a +, expected a method before it: write snapkv + kivi")
+    if lonely := [at for at in signs if not _GOES_ON.match(text, at)]:
+        where = "has a + without a method" if text[lonely[0] + 1 :].strip() else "ends with a +"
+        raise InputError(f"{text!r} {where}, expected a method after it: write snapkv + kivi")
+    cuts = [at for at in signs if _NAME_BEHIND.match(text, at)]
     return [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
 
 

@@ -82,6 +82,15 @@ def test_the_page_shows_the_run_every_cell_and_its_speed(tmp_path: Path) -> None
     assert values == ["agnostic", "aware", ""]
 
 
+@pytest.mark.parametrize("name", ["quest", "<quest>"])
+def test_methods_larger_than_the_full_cache_are_named(name: str) -> None:
+    cells = summarise(
+        [row(), row(method=name, budget=0.5, kept_bytes=106), row(method="kivi", kept_bytes=19)]
+    )
+    assert f"Larger than the full cache: {name} at 0.5." in Page(page.report_html({}, cells, [])).text
+    assert "Larger than" not in page.report_html({}, [c for c in cells if c.method != name], [])
+
+
 def test_the_page_needs_no_network() -> None:
     picture = Picture("snapkv · 0.5", 0.5, 0.25, b"png")
     text = page.report_html(METRICS, summarise(comparison()), [example()], pictures=[picture])

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 import kvjax
@@ -127,6 +128,18 @@ def test_a_text_loses_what_its_windows_lose_and_few_windows_have_no_interval(cap
     print_stream(few)
     assert "n=2" in capsys.readouterr().out
     assert "n too small" in text_html({}, few)
+
+
+def test_text_reports_name_methods_larger_than_the_full_cache(capsys):
+    rows = summarise_text(TEXT)
+    heavy = [
+        {**row, "kept_bytes": 1.1 * row["full_bytes"]} if row["method"] == "h2o" else row for row in rows
+    ]
+    for given, named in ((rows, False), (heavy, True)):
+        print_stream(given, Console(width=300))
+        for text in (Page(text_html({}, given)).text, capsys.readouterr().out):
+            assert ("Larger than the full cache: h2o at 0.5." in text) == named
+            assert named or "Larger than" not in text
 
 
 # --- tables in pipes ---------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from kvjax.eval.report.figures import (
     Timings,
     chance,
     interval_names,
+    larger_cells,
     sample_count,
     signed,
     speed,
     tests_in_words,
 )
-from kvjax.state.cache import heavier
 
 Column = tuple[str, Callable[[Cell], Text]]
 
@@ -118,10 +118,8 @@ def _legend(cells: Sequence[Cell], layout: _Layout) -> str:
     if tests := tests_in_words(cells):
         mark = "95% interval and p" if layout.details else "* where p < 0.05"
         words.append(f"vs full: what a method scores more on the same samples, in points; {mark} ({tests}).")
-    heavy = [cell for cell in cells if heavier(cell.kept_bytes, cell.full_bytes)]
-    at = lambda cell: "" if cell.budget is None else f" at {budget_label(cell.budget)}"  # noqa: E731
-    if names := dict.fromkeys(cell.method + at(cell) for cell in heavy):
-        words.append(f"Larger than the full cache: {', '.join(names)}.")
+    if heavy := larger_cells(cells):
+        words.append(heavy)
     if layout.missing:
         words.append(f"No room here for: {', '.join(layout.missing)}.")
     return " ".join(words)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from kvjax.eval.report.cells import Cell, NominalBudget
+from kvjax.eval.report.cells import Cell, NominalBudget, budget_label
+from kvjax.state.cache import heavier
 
 # Per (method, budget): the median of some timings under `name`; where several were taken, their number
 # under `name_timings`, the smallest and the largest under `name_low` and `name_high`.
@@ -40,6 +42,30 @@ def signed(value: float, digits: int = 0) -> str:
     zero = f"{0:.{digits}f}"
     shown = f"{value:z.{digits}f}"
     return zero if shown == zero else f"{value:+.{digits}f}"
+
+
+def larger_than_full(measured: Iterable[tuple[str, NominalBudget, float, float]]) -> str:
+    """The sentence that names what keeps more bytes than the full cache; "" where nothing does.
+
+    measured: method, budget, kept bytes and bytes of the full cache, each.
+
+    >>> larger_than_full([("quest", 0.5, 120, 100), ("kivi", None, 30, 100), ("alisa", None, 101, 100)])
+    'Larger than the full cache: quest at 0.5, alisa.'
+    """
+    heavy = [(method, budget) for method, budget, kept, full in measured if heavier(kept, full)]
+    names = dict.fromkeys(m if b is None else f"{m} at {budget_label(b)}" for m, b in heavy)
+    return f"Larger than the full cache: {', '.join(names)}." if names else ""
+
+
+def larger_cells(cells: Iterable[Cell]) -> str:
+    """`larger_than_full` of a comparison's cells."""
+    return larger_than_full((c.method, c.budget, c.kept_bytes, c.full_bytes) for c in cells)
+
+
+def larger_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """`larger_than_full` of a text's rows."""
+    names = ("method", "budget", "kept_bytes", "full_bytes")
+    return larger_than_full(tuple(row[name] for name in names) for row in rows)
 
 
 def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from kvjax.eval.report.figures import (
     Timings,
     chance,
     interval_names,
+    larger_cells,
     sample_count,
     signed,
     speed,
@@ -245,9 +246,15 @@ def _table(cells: Sequence[Cell], timings: Timings | None) -> str:
 <p class="muted">{sample_count(cells)} samples per task. Small figures: 95% interval
 ({interval_names(cells)}). {_versus_words(cells)}Recovery: score / full-cache score.
 Click a heading to sort.</p>
+{note(larger_cells(cells))}
 <div class="controls"><fieldset aria-label="protocol">{_filter(cells)}</fieldset></div>
 <div class="scroll"><table id="cells"><thead><tr>{_head(tasks, timings, unit[0], far)}</tr></thead>
 <tbody>{rows}</tbody></table></div></section>"""
+
+
+def note(sentence: str) -> str:
+    """A paragraph above the table; nothing without a sentence."""
+    return f'<p class="note">{escape(sentence)}</p>' if sentence else ""
 
 
 def _versus_words(cells: Sequence[Cell]) -> str:

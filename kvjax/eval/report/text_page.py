@@ -10,8 +10,8 @@ from typing import Any
 from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.duels import Duels
-from kvjax.eval.report.figures import chance, signed
-from kvjax.eval.report.page import entry, header, listed, matrix, plots, shell
+from kvjax.eval.report.figures import chance, larger_rows, signed
+from kvjax.eval.report.page import entry, header, listed, matrix, note, plots, shell
 from kvjax.eval.report.paired import FEW
 from kvjax.eval.report.text_table import LOST, ends_of, text_panels
 
@@ -76,6 +76,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"""<section><h2>All measurements</h2>
 <p class="muted">lost: -log p of the text, more than with the full cache. Small figures: 95% interval over
 windows; p: paired bootstrap over windows. Click a heading to sort.</p>
+{note(larger_rows(rows))}
 <input type="radio" name="protocol" value="" checked hidden>
 <div class="scroll"><table id="cells"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>
 </section>"""

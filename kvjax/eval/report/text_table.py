@@ -18,7 +18,7 @@ from rich.text import Text
 from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.report.console import make_console, print_text
 from kvjax.eval.report.duels import Duels, duels_of
-from kvjax.eval.report.figures import signed
+from kvjax.eval.report.figures import larger_rows, signed
 from kvjax.eval.report.frontier import Axis, Panel, Point
 from kvjax.eval.report.paired import FEW, difference
 
@@ -144,6 +144,6 @@ def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = No
     print_text(
         console,
         "nats/token: -log p of the text; lost: what that is more than with the full cache, with the 95% "
-        f"interval over windows.{few} KL(full || method) of the next token.",
+        f"interval over windows.{few} KL(full || method) of the next token. {larger_rows(rows)}".rstrip(),
         style="dim",
     )
