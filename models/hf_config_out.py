@@ -9,8 +9,8 @@ import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
-from kvjax.models.hf_config import FAMILIES, QWENS, SUPPORTED, config_from_hf, row_of
-from kvjax.models.hf_mixed import MIXED
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_families import FAMILIES, SUPPORTED
 from kvjax.ops.base.rope import Rope
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -21,11 +21,11 @@ def config_to_hf(config: Config) -> dict[str, Any]:
 
     Raises InputError where no class of transformers computes what `config` says.
     """
-    if config.family not in FAMILIES and config.family not in MIXED:
+    if config.family not in FAMILIES:
         raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(SUPPORTED)}")
-    activation = "hidden_activation" if config.family.startswith("gemma") else "hidden_act"
+    family = FAMILIES[config.family]
     data: dict[str, Any] = {
-        "architectures": [row_of(config.family).architecture],
+        "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab,
         "hidden_size": config.d_model,
@@ -34,28 +34,20 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        activation: _ACTIVATIONS[config.activation],
+        family.activation: _ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "attention_bias": config.o_bias,
         "max_position_embeddings": _positions(config),
         **_rope_fields(config),
-        **_window_fields(config),
+        **family.windows.write(config),
     }
-    if config.family == "llama":
-        data["mlp_bias"] = config.mlp_bias
-    if config.family.startswith("gemma"):
-        scalar = round(config.scale**-2, 6)
-        data["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
-        data["attn_logit_softcapping"] = config.attention_softcap
-        data["final_logit_softcapping"] = config.logit_softcap
-    if config.family in MIXED:
-        try:
-            data |= MIXED[config.family].write(config)
-        except (AttributeError, IndexError) as error:
-            raise InputError(
-                f"family {config.family} of transformers has no such layers: use save_checkpoint instead"
-            ) from error
+    try:
+        data |= family.write(config)
+    except (AttributeError, IndexError) as error:
+        raise InputError(
+            f"family {config.family} of transformers has no such layers: use save_checkpoint instead"
+        ) from error
     back = config_from_hf(data)
     # A longer reach than the model asked for is no loss.
     fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]
@@ -81,7 +73,7 @@ def _rope_fields(config: Config) -> dict[str, Any]:
         # Readers round down, so a quotient that came out a hair too small would lose a channel.
         exact = int(share * config.head_dim) == rope.rotary_dim
         fields["partial_rotary_factor"] = share if exact else float(np.nextafter(share, 1))
-    if config.family != "gemma3_text":
+    if FAMILIES[config.family].local_rope != "own":
         return fields | ({} if rope.kind == "default" else {"rope_scaling": _scaling(rope)})
     local = local or rope
     if local.kind == "default":
@@ -104,19 +96,3 @@ def _scaling(rope: Rope) -> dict[str, Any]:
         optional = {n: getattr(rope, n) for n in ("attention_factor", "mscale", "mscale_all_dim")}
         out |= {n: v for n, v in optional.items() if v}
     return out
-
-
-def _window_fields(config: Config) -> dict[str, Any]:
-    sizes = sorted({w for w in config.windows if w is not None})
-    if config.family in ("llama", "olmo2") or config.family in set(MIXED) - {"mixtral", "qwen3_moe"}:
-        return {}
-    fields: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
-    if config.family in ("mistral", "mixtral", "phi3"):
-        return fields
-    kinds = [
-        "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.layers)
-    ]
-    fields["layer_types"] = kinds
-    if config.family in QWENS:
-        fields["use_sliding_window"] = bool(sizes)
-    return fields

@@ -15,15 +15,14 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import DTYPES, Stored
-from kvjax.models.hf_mixed import MIXED
-from kvjax.models.hf_mixed.pieces import Piece
+from kvjax.models.hf_families import FAMILIES
+from kvjax.models.hf_family import Piece
 from kvjax.models.params import layer_shapes, shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
 # So many layers that a checkpoint lacks are listed tensor by tensor.
 _MISSING_LAYERS = 1024
 _NO_PARAMETERS = ("rotary_emb.inv_freq",)
-_OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
 
 
 class Part(NamedTuple):
@@ -70,10 +69,11 @@ def tensors(config: Config) -> dict[str, Tensor]:
     }
     if not config.tied:
         out["lm_head.weight"] = _stack(("unembed",), None, {"unembed": top["unembed"]})
-    if config.family in MIXED:
+    pieces_of = FAMILIES[config.family].pieces
+    if pieces_of is not None:
         for i in range(config.layers):
             sizes = layer_shapes(config, i)
-            for name, pieces in MIXED[config.family].pieces(config, i):
+            for name, pieces in pieces_of(config, i):
                 out[f"layers.{i}.{name}"] = _gathered(pieces, i, sizes)
         return out
     sizes = layer_shapes(config)
@@ -85,9 +85,8 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 def top_names(config: Config) -> tuple[str, str]:
     """What the embedding and the last norm are called."""
-    if config.family == "mamba2":
-        return "embeddings.weight", "norm_f.weight"
-    return "embed_tokens.weight", "norm.weight"
+    _, embed, norm = FAMILIES[config.family].top
+    return f"{embed}.weight", f"{norm}.weight"
 
 
 def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
@@ -104,13 +103,11 @@ def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ..
 
 def _layer_table(config: Config) -> dict[str, tuple[str, ...]]:
     """Tensor of a layer -> the leaves stacked in it."""
-    fused = config.family == "phi3"
-    table: dict[str, tuple[str, ...]] = {}
-    if fused:
-        table |= {"self_attn.qkv_proj.weight": ("q", "k", "v"), "mlp.gate_up_proj.weight": ("gate", "up")}
+    table = dict(FAMILIES[config.family].fused)
+    fused = {leaf for leaves in table.values() for leaf in leaves}
     for room, names in (("self_attn", ("q", "k", "v", "o")), ("mlp", ("gate", "up", "down"))):
         for name in names:
-            if not fused or name in ("o", "down"):
+            if name not in fused:
                 table[f"{room}.{name}_proj.weight"] = (name,)
             table[f"{room}.{name}_proj.bias"] = (f"{name}_bias",)
     between = "post_attention_layernorm" if config.norms == "pre" else "pre_feedforward_layernorm"
@@ -138,8 +135,7 @@ def _stack(leaves: tuple[str, ...], layer: int | None, sizes: Mapping[str, tuple
 
 def hf_name(name: str, config: Config) -> str:
     """The full name that a causal language model of transformers gives a tensor."""
-    room = "backbone" if config.family == "mamba2" else "model"
-    return name if name.startswith("lm_head") else f"{room}.{name}"
+    return name if name.startswith("lm_head") else f"{FAMILIES[config.family].top[0]}.{name}"
 
 
 def short_name(name: str) -> str:
@@ -218,12 +214,12 @@ def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _passed_over(name: str, config: Config) -> bool:
-    name = short_name(name)
+    name, family = short_name(name), FAMILIES[config.family]
     return (
         name.endswith(_NO_PARAMETERS)
         or (config.tied and name == "lm_head.weight")
-        or (config.family == "gemma3_text" and name.startswith(_OTHER_MODALITIES))
-        or (config.family in ("deepseek_v3", "kimi_linear") and _beyond(name, config))
+        or name.startswith(family.ignored)
+        or (family.more_layers and _beyond(name, config))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from kvjax.models.hf_family import Family
 from kvjax.models.hf_mixed.deepseek import deepseek, read_deepseek, write_deepseek
 from kvjax.models.hf_mixed.kimi_linear import kimi_linear, read_kimi_linear, write_kimi_linear
 from kvjax.models.hf_mixed.mamba2 import mamba2, read_mamba2, write_mamba2
@@ -15,8 +16,8 @@ from kvjax.models.hf_mixed.moe import (
     write_mixtral,
     write_qwen_experts,
 )
-from kvjax.models.hf_mixed.pieces import Mixed
 from kvjax.models.hf_mixed.qwen3_next import qwen3_next, read_qwen3_next, write_qwen3_next
+from kvjax.models.hf_windows import IN_ALL_LAYERS, in_layers
 
 _COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 10000.0}
 _DEEPSEEK = _COMMON | {
@@ -40,30 +41,36 @@ _NEXT = _COMMON | {
     "partial_rotary_factor": 0.25,
 }  # fmt: skip
 
-MIXED = {
-    "mixtral": Mixed(
+MIXED: dict[str, Family] = {
+    "mixtral": Family(
         "MixtralForCausalLM",
         _COMMON | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8}
         | {"sliding_window": None},
-        read_mixtral, write_mixtral, mixtral,
+        read_mixtral, write_mixtral, mixtral, windows=IN_ALL_LAYERS,
     ),
-    "qwen3_moe": Mixed(
+    "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _COMMON | {"decoder_sparse_step": 1, "norm_topk_prob": False, "num_key_value_heads": 4}
         | {"max_window_layers": 28},
         read_qwen3_moe, write_qwen_experts, qwen3_moe,
+        windows=in_layers(lambda data, i: i >= data["max_window_layers"], switch="use_sliding_window"),
     ),
-    "deepseek_v2": Mixed("DeepseekV2ForCausalLM", _DEEPSEEK, read_deepseek, write_deepseek, deepseek),
-    "deepseek_v3": Mixed(
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, read_deepseek, write_deepseek, deepseek),
+    "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _DEEPSEEK | {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "norm_topk_prob": True}
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
-        read_deepseek, write_deepseek, deepseek,
+        read_deepseek, write_deepseek, deepseek, more_layers=True,
     ),
-    "mamba2": Mixed("Mamba2ForCausalLM", _MAMBA_2, read_mamba2, write_mamba2, mamba2),
-    "kimi_linear": Mixed(
-        "KimiLinearForCausalLM", _KIMI, read_kimi_linear, write_kimi_linear, kimi_linear
+    "mamba2": Family(
+        "Mamba2ForCausalLM", _MAMBA_2, read_mamba2, write_mamba2, mamba2,
+        top=("backbone", "embeddings", "norm_f"),
     ),
-    "qwen3_next": Mixed("Qwen3NextForCausalLM", _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM", _KIMI, read_kimi_linear, write_kimi_linear, kimi_linear, more_layers=True
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next, partial_rotary=True
+    ),
 }  # fmt: skip

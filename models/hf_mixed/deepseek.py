@@ -16,15 +16,8 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE
-from kvjax.models.hf_mixed.pieces import (
-    Json,
-    Piece,
-    mlp,
-    norms,
-    per_head,
-    unpaired,
-    whole,
-)
+from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_mixed.pieces import mlp, norms, per_head, unpaired, whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.latent import Latent
 from kvjax.ops.base.rope import Rope

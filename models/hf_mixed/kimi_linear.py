@@ -20,8 +20,9 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
+from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.deepseek import latent_attention
-from kvjax.models.hf_mixed.pieces import Json, Piece, mlp, norms, whole
+from kvjax.models.hf_mixed.pieces import mlp, norms, whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import KimiDelta

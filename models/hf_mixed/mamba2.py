@@ -9,12 +9,8 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
-from kvjax.models.hf_mixed.pieces import (
-    Json,
-    Piece,
-    behind,
-    whole,
-)
+from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_mixed.pieces import behind, whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.recurrent import Mamba2
 from kvjax.ops.base.rope import Rope

@@ -7,14 +7,8 @@ from typing import Any
 
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
-from kvjax.models.hf_mixed.pieces import (
-    Json,
-    Piece,
-    attention,
-    experts,
-    mlp,
-    norms,
-)
+from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_mixed.pieces import attention, experts, mlp, norms
 from kvjax.ops.base.rope import Rope
 
 

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, mlp_of
+from kvjax.models.hf_family import Piece
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.ops.base.rope import Rope
-
-Json = Mapping[str, Any]
-
-
-class Piece(NamedTuple):
-    """A parameter inside a tensor: which rows are its columns.
-
-    expert: of which expert or head, where the parameter has an axis of them. at: the first of its columns
-    that are there, where it lies in several tensors. shape: the tensor's, where it is not that of the rows
-    and what a row holds.
-    """
-
-    leaf: str
-    rows: np.ndarray
-    expert: int | None = None
-    at: int = 0
-    shape: tuple[int, ...] | None = None
-
-
-class Mixed(NamedTuple):
-    """A family: its class in transformers, defaults of its config.json, and what sets it apart.
-
-    read: config.json -> fields of `Config` beside the common sizes. write: the way back. pieces: (config,
-    layer) -> the names of that layer's tensors, each with the parameters in it.
-    """
-
-    architecture: str
-    defaults: dict[str, Any]
-    read: Callable[[Json, Rope], dict[str, Any]]
-    write: Callable[[Config], dict[str, Any]]
-    pieces: Callable[[Config, int], Iterator[tuple[str, list[Piece]]]]
 
 
 def whole(leaf: str, count: int, expert: int | None = None) -> list[Piece]:

@@ -10,16 +10,9 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
+from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.moe import qwen_experts, write_qwen_experts
-from kvjax.models.hf_mixed.pieces import (
-    Json,
-    Piece,
-    attention,
-    behind,
-    mlp,
-    norms,
-    whole,
-)
+from kvjax.models.hf_mixed.pieces import attention, behind, mlp, norms, whole
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.ops.base.rope import Rope

@@ -206,4 +206,10 @@ CASES: dict[str, dict[str, Any]] = {
         "deepseek_v2", **_MLA, **_ROUTED, topk_method="greedy", first_k_dense_replace=1,
         rope_scaling=_new("yarn", factor=4.0, original_max_position_embeddings=16),
     ),
+    "olmo3": _even("olmo3", 24, sliding_window=6, rope_theta=5e5) | {"num_hidden_layers": 5},
+    # Without windows: where there are some, transformers 5.2 scales the rotation of their layers as well.
+    "olmo3_yarn": _even(
+        "olmo3", 24, layer_types=["full_attention"] * 3, attention_bias=True, tie_word_embeddings=True,
+        rope_scaling=_new("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
 }  # fmt: skip

@@ -34,6 +34,7 @@ from kvjax.models.params import Group, init, plan
 from kvjax.models.tokenizer import chat
 from kvjax.ops.base.rope import Rope
 from tests.models import hf_fixtures
+from tests.models.hf_cases import CASES
 from tests.models.hf_fixtures import BAR, NAMES, relative_error
 from tests.sweep import sweep
 
@@ -66,6 +67,7 @@ def loaded(tmp_path_factory):
 FAMILIES = (
     "qwen3_next_pattern", "llama_llama3", "mamba2_groups", "deepseek_v3", "deepseek_v2_yarn",
     "mixtral_window", "gemma3_nested", "qwen3_moe_dense_first", "olmo2", "phi3",
+    "olmo3",
 )  # fmt: skip
 
 
@@ -300,6 +302,23 @@ def test_scaling_that_stretches_the_context_raises_the_longest_prompt():
 def test_configs_survive_the_way_to_json_and_back(name):
     config = config_from_hf(hf_fixtures.read(name).config)
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+def test_olmo3_windowed_layers_rotate_unscaled():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = config_from_hf(CASES["olmo3"] | {"rope_scaling": scaling})
+    assert config.windows == (6, 6, 6, None, 6)
+    assert config.rope.kind == "yarn" and config.rope_local == Rope(theta=5e5)
+    assert config_from_hf(config_to_hf(config)) == config
+    each = {"full_attention": scaling | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
+    assert config_from_hf(CASES["olmo3"] | {"rope_parameters": each}) == config
+
+
+def test_flat_parameters_beside_those_of_layer_types_do_not_hide_them():
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    flat = {"full_attention": linear, "rope_type": "default", "rope_theta": None}
+    data = CASES["gemma3_text"] | {"layer_types": ["full_attention"] * 4, "rope_scaling": None}
+    assert config_from_hf(data | {"rope_parameters": flat}).rope == Rope(theta=1e6, kind="linear", factor=8.0)
 
 
 @pytest.mark.parametrize("channels", [15 * 2, 31 * 2])

@@ -167,6 +167,38 @@ def test_llama_with_scaled_and_partial_rotation_is_computed_by_neither(tmp_path)
         load_hf(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_transformers_loads_what_was_saved_without_windows(name, tmp_path):
+    layers = CASES[name]["num_hidden_layers"]
+    model = hf_reference.build(CASES[name] | {"layer_types": ["full_attention"] * layers}, tmp_path, 81)
+    model.save_pretrained(tmp_path)
+    save_hf(load_hf(tmp_path), tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    tokens = prompt(81, 1)
+    np.testing.assert_array_equal(hf_reference.logits(again, tokens), hf_reference.logits(model, tokens))
+
+
+def test_olmo3_scales_the_rotation_of_full_layers_alone(tmp_path):
+    """As the authors do. transformers 5.2 scales all, so windowed layers are given unscaled angles here."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    model = hf_reference.build(CASES["olmo3"] | {"rope_scaling": scaling}, tmp_path, 91)
+    model.save_pretrained(tmp_path)
+    tokens = prompt(91, 1)
+    all_scaled = hf_reference.logits(model, tokens)
+    (tmp_path / "unscaled").mkdir()
+    unscaled = hf_reference.build(CASES["olmo3"], tmp_path / "unscaled", 91).model.rotary_emb
+
+    def given(_, args, kwargs):
+        return args, kwargs | {"position_embeddings": unscaled(args[0], kwargs["position_ids"])}
+
+    for layer in model.model.layers:
+        if layer.self_attn.sliding_window is not None:
+            layer.register_forward_pre_hook(given, with_kwargs=True)
+    found = load_hf(tmp_path)(tokens)
+    assert relative_error(found, hf_reference.logits(model, tokens)) <= BAR
+    assert relative_error(found, all_scaled) > 10 * BAR
+
+
 def test_a_multimodal_gemma_3_loads_its_language_model(tmp_path):
     text = CASES["gemma3_text"] | {"tie_word_embeddings": True}
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)

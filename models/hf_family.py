@@ -1,0 +1,62 @@
+"""What is known of a family of Hugging Face checkpoints: one `Family` is all that a `model_type` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from kvjax.models.config import Config
+from kvjax.models.hf_windows import NO_WINDOWS, Windows
+from kvjax.ops.base.rope import Rope
+
+Json = Mapping[str, Any]
+
+
+class Piece(NamedTuple):
+    """A parameter inside a tensor: which rows are its columns.
+
+    expert: of which expert or head, where the parameter has an axis of them. at: the first of its columns
+    that are there, where it lies in several tensors. shape: the tensor's, where it is not that of the rows
+    and what a row holds.
+    """
+
+    leaf: str
+    rows: np.ndarray
+    expert: int | None = None
+    at: int = 0
+    shape: tuple[int, ...] | None = None
+
+
+class Family(NamedTuple):
+    """A `model_type`: its class in transformers, its config.json, and its tensors.
+
+    config.json. defaults: values that it may leave out. read: fields of `Config` beside the sizes, rotation
+    and windows that all families spell alike. write: the way back. windows: which layers see one.
+    local_rope: the rotation of windowed layers, where it is not that of the others: "own" parameters (Gemma
+    3), or "unscaled", without the scaling of the others (OLMo 3). partial_rotary: `partial_rotary_factor` is
+    obeyed; all other classes rotate whole heads. activation: the key of the activation. within: a
+    `model_type` with vision, whose text_config is of this family.
+
+    Tensors. top: the prefix of all but lm_head, and the names of the embedding and of the last norm. fused:
+    tensors of a layer that hold several parameters, stacked by rows. pieces: (config, layer) -> the names of
+    that layer's tensors, each with the parameters in it, for layers that are not attention and an MLP alone.
+    ignored: prefixes of tensors that the decoder has no use for. more_layers: checkpoints may hold layers
+    above the last, which predict further tokens (DeepSeek-V3).
+    """
+
+    architecture: str
+    defaults: dict[str, Any]
+    read: Callable[[Json, Rope], dict[str, Any]]
+    write: Callable[[Config], dict[str, Any]] = lambda config: {}
+    pieces: Callable[[Config, int], Iterator[tuple[str, list[Piece]]]] | None = None
+    windows: Windows = NO_WINDOWS
+    local_rope: Literal["", "own", "unscaled"] = ""
+    partial_rotary: bool = False
+    activation: str = "hidden_act"
+    within: str = ""
+    top: tuple[str, str, str] = ("model", "embed_tokens", "norm")
+    fused: Mapping[str, tuple[str, ...]] = {}
+    ignored: tuple[str, ...] = ()
+    more_layers: bool = False
