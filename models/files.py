@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -80,11 +80,20 @@ def plain_name(name: Any, by: Path, field: str) -> str:
 # --- safetensors -------------------------------------------------------------------------------------
 
 
+class Opened(Protocol):
+    """An open file of tensors: what it gives for a name is indexed by a tuple of slices."""
+
+    def get_slice(self, name: str) -> Any: ...
+
+
 class Stored(NamedTuple):
-    """A tensor in an open safetensors file: its name there, dtype and shape; nothing of it is read yet."""
+    """A tensor in an open file (safetensors, or GGUF decoded): its name there, dtype and shape.
+
+    Nothing of it is read yet.
+    """
 
     path: Path
-    file: safe_open
+    file: Opened
     name: str
     dtype: str
     shape: tuple[int, ...]

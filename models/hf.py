@@ -51,7 +51,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
 from kvjax.models.placement import laid_out, leaves, map_leaves, placement
-from kvjax.models.tokenizer import read_text, write_text
+from kvjax.models.tokenizer import Text, read_text, write_text
 
 LARGE_BYTES = 10**9
 SHARD_BYTES = 5 * 10**9
@@ -93,13 +93,31 @@ def load_hf(
     refuse_doubles(found)
     config = config_from_hf(data)
     config = _untie(config, found)
-    stored = match(config, found)
     text = read_text(folder)
+    return assemble(config, found, text, folder.resolve().name, dtype, sharding, groups, progress, on_mesh)
+
+
+def assemble(
+    config: Config,
+    found: Mapping[str, Stored],
+    text: Text,
+    name: str,
+    dtype: np.dtype,
+    sharding: Any,
+    groups: tuple[Group, ...] | None,
+    progress: bool,
+    on_mesh: OnMesh | None,
+) -> Model:
+    """The model of a config whose tensors are stored under Hugging Face names; all else as of `load_hf`.
+
+    Raises InputError where tensors are missing, extra or wrongly shaped, before any is read.
+    """
+    stored = match(config, found)
     layers = check_groups(config, groups or plan(config))
     if on_mesh is not None:
         sharding = weight_shardings(config, layers, on_mesh)
     params = _read_params(config, stored, dtype, sharding, layers, progress)
-    return Model(config, params, **text._asdict(), name=folder.resolve().name, on_mesh=on_mesh)
+    return Model(config, params, **text._asdict(), name=name, on_mesh=on_mesh)
 
 
 def check_dtype(dtype: Any) -> np.dtype:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if Path(args.what).is_file():
+    if Path(args.what).is_file() and not is_gguf(Path(args.what)):
         from kvjax.commands.inspect_cache import print_cache
 
         print_cache(args.what)

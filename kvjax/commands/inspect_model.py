@@ -20,12 +20,14 @@ from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN
 from kvjax.grammar import Method
 from kvjax.io.checkpoint import MARKER, read_head
 from kvjax.io.gin_bindings import load_preset
-from kvjax.io.load import SHIPPED, load, shipped
+from kvjax.io.load import load, model_path
 from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
-from kvjax.models.files import check_folder, read_json
+from kvjax.models.files import read_json
+from kvjax.models.gguf.load import config_of_gguf
+from kvjax.models.gguf.reader import is_gguf, open_gguf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
@@ -57,22 +59,22 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
 
 
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
-    """A model's config and, where it lies on disk, its directory; no weights are read of what is on disk.
+    """A model's config and, where it lies on disk, its directory or GGUF file, of which no weights are read.
 
     Raises InputError where there is no such model.
     """
     folder = None
-    if os.path.lexists(name):
-        folder = check_folder(name)
-    elif name in shipped():
-        folder = SHIPPED / name
-    elif "/" in name:
+    if os.path.lexists(name) or "/" not in name:
+        folder = model_path(name)
+    else:
         with contextlib.suppress(Exception):  # `load` below says what is wrong
             from huggingface_hub import snapshot_download
 
             folder = Path(snapshot_download(name, allow_patterns=["*.json"]))
     if folder is None:
         return load(name).config, folder
+    if is_gguf(folder):
+        return config_of_gguf(open_gguf(folder)), folder
     if (folder / MARKER).is_file():
         return read_head(folder)[0], folder
     if not (folder / "config.json").is_file():
@@ -82,7 +84,7 @@ def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
 
 def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) -> list[tuple[str, str]]:
     """What a config says, in words."""
-    files = list(folder.glob("*.safetensors")) if folder else []
+    files = [] if folder is None else [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
     disk = f" ({size(sum(f.stat().st_size for f in files))} on disk)" if files else ""
     item = jnp.dtype(dtype).itemsize
     count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config, dtype)))

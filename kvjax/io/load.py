@@ -1,4 +1,4 @@
-"""How a model is loaded: from a directory on disk, by the name of a shipped one, or from the hub."""
+"""How a model is loaded: from a directory or a GGUF file on disk, by the name of a shipped one, or from the hub."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import on_mesh
 from kvjax.models.axes import note_whole, spread_params
 from kvjax.models.files import check_folder
+from kvjax.models.gguf.load import load_gguf
+from kvjax.models.gguf.reader import SPLIT, is_gguf, open_gguf
+from kvjax.models.gguf.text import text_of
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group
+from kvjax.models.tokenizer import Text, read_text
 
 SHIPPED = Path(models.__file__).parent / "zoo"
 _WANTED = ("*.json", "*.safetensors", "*.jinja")
@@ -34,11 +38,11 @@ def load(
     mesh: Any = None,
     rules: Any = None,
 ) -> Model:
-    """Loads a Hugging Face directory, a kvjax checkpoint, a shipped model ("recall-tiny") or "org/name".
+    """Loads a Hugging Face directory, a GGUF file, a kvjax checkpoint, a shipped model or "org/name".
 
-    A name is looked up in this order: a path on disk, a shipped model, the Hugging Face hub. A checkpoint
-    may hold a `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups, progress: as of
-    `load_hf`.
+    A name is looked up in this order: a path on disk, a shipped model ("recall-tiny"), the Hugging Face hub.
+    Weights of a GGUF file (llama.cpp) are decoded into `dtype`. A checkpoint may hold a
+    `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups, progress: as of `load_hf`.
 
     mesh, rules: the devices that weights and all caches of the model are split over, a `jax.sharding.Mesh` or
     words such as "data=2,model=4", and how: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a
@@ -58,24 +62,24 @@ def load(
         raise InputError(
             f"the model is {path_or_name!r}, expected a path or a name, as in kvjax.load('recall-tiny')"
         )
-    model = _load_folder(model_folder(path_or_name), options)
+    model = _load_path(model_path(path_or_name), options)
     if model.on_mesh is not None:
         note_whole(model.config, model.on_mesh)
     return model
 
 
-def model_folder(path_or_name: str | os.PathLike[str]) -> Path:
-    """The directory of what `load` takes: a path, a shipped model's name, or "org/name", which is fetched.
+def model_path(path_or_name: str | os.PathLike[str]) -> Path:
+    """Where what `load` takes lies: a directory, or a GGUF file. "org/name" is fetched.
 
     Raises InputError where there is none.
 
-    >>> model_folder("recall-tiny").name
+    >>> model_path("recall-tiny").name
     'recall-tiny'
     """
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
     if os.path.lexists(path):
-        return check_folder(path)
+        return on_disk(path)
     if name in shipped():
         return SHIPPED / name
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
@@ -86,7 +90,29 @@ def model_folder(path_or_name: str | os.PathLike[str]) -> Path:
         if near
         else f"; shipped models: {', '.join(shipped())}"
     )
-    raise InputError(f"{name} does not exist, expected a model directory, org/name, or a shipped name{hint}")
+    raise InputError(
+        f"{name} does not exist, expected a model directory, a GGUF file, org/name, or a shipped name{hint}"
+    )
+
+
+def on_disk(path: Path) -> Path:
+    """A model's directory or GGUF file, which may be the only one of a directory. InputError for neither."""
+    if is_gguf(path):
+        return path
+    folder = check_folder(path)
+    files = sorted(folder.glob("*.gguf"))
+    if not files or any((folder / name).is_file() for name in ("config.json", "kvjax.json")):
+        return folder
+    whole = [file for file in files if not SPLIT.fullmatch(file.name)] or files[:1]
+    if len(whole) > 1:
+        raise InputError(f"{folder} has several GGUF files, {', '.join(f.name for f in whole[:8])}: name one")
+    return whole[0]
+
+
+def load_text(path_or_name: str | os.PathLike[str]) -> Text:
+    """The tokenizer, and all else about text, of what `load` takes. Raises InputError as `load` does."""
+    path = model_path(path_or_name)
+    return text_of(open_gguf(path)) if is_gguf(path) else read_text(path)
 
 
 def spread(model: Model, mesh: Any, rules: Any) -> Model:
@@ -110,7 +136,9 @@ def shipped() -> list[str]:
     return sorted(folder.name for folder in SHIPPED.iterdir() if folder.is_dir())
 
 
-def _load_folder(folder: Path, options: dict[str, Any]) -> Model:
+def _load_path(folder: Path, options: dict[str, Any]) -> Model:
+    if is_gguf(folder):
+        return load_gguf(folder, **options)
     # Here and not above: it imports Orbax, which takes half a second.
     from kvjax.io.checkpoint import MARKER, load_checkpoint
 

@@ -11,8 +11,7 @@ from kvjax.base.errors import InputError
 from kvjax.eval.tasks import recall
 from kvjax.eval.tasks.associative_recall import pair_count, pairs_batch
 from kvjax.eval.tasks.recall_tasks import MIX, training_batch
-from kvjax.io.load import model_folder
-from kvjax.models.tokenizer import read_text
+from kvjax.io.load import load_text
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.data.packing import HeldOut, Place, Rows, Stream, held_out_rows
 from kvjax.train.data.prefetch import Ahead
@@ -79,7 +78,7 @@ def words_of(data: Data) -> Words:
     if data.tokenizer == "bytes":
         tokenizer = byte_tokenizer()
         return Words(tokenizer, tokenizer.get_vocab_size(), 256, {"eos_token": END})
-    text = read_text(model_folder(data.tokenizer))
+    text = load_text(data.tokenizer)
     ends = [text.special_tokens.get(name) for name in ("eos_token", "bos_token")]
     end = next((text.tokenizer.token_to_id(e) for e in ends if e), None) if text.tokenizer else None
     if text.tokenizer is None or end is None:

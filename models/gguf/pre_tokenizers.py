@@ -1,0 +1,87 @@
+"""How texts are split before byte-pair merges, by the names that GGUF files give: facts of published tokenizers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenizers import Regex, pre_tokenizers
+
+from kvjax.base.errors import InputError
+
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_THREE_DIGITS = _WORDS + r"\p{N}{1,3}" + _REST
+_ONE_DIGIT = _WORDS + r"\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_REST_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(ending: str, digits: str) -> str:
+    """Words that start anew at a capital, with or without an ending behind an apostrophe."""
+    words = (f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}", f"{_BEFORE}{_UPPER}+{_LOWER}*{ending}")
+    return "|".join((*words, digits)) + _REST_SLASH
+
+
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
+
+
+class Split(NamedTuple):
+    """Patterns that isolate pieces, one after the other, and what else a tokenizer of that name does.
+
+    whole_words: a piece that is a token stays one, whatever merges say. bos: whether texts start with the
+    first token where the file does not say. nfc: whether texts are normalised first, as their tokenizer.json
+    says (llama.cpp does not).
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+
+_GPT_2_SPLIT = Split((_GPT_2,))
+_DIGITS_SPLIT = Split((r"\p{N}", _GPT_2))
+_LLAMA_3 = Split((_THREE_DIGITS,), whole_words=True, bos=True)
+_CL100K = Split((_THREE_DIGITS,))
+_QWEN_2 = Split((_ONE_DIGIT,), nfc=True)
+
+SPLITS: dict[str, Split] = {
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), _GPT_2_SPLIT),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS_SPLIT),
+    "minerva-7b": _DIGITS_SPLIT,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA_3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
+    "stablelm2": Split((_ONE_DIGIT,)),
+    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
+    "tekken": Split((_cased("", r"\p{N}"),), whole_words=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Split((_cased(f"{_ENDINGS}?", r"\p{N}{1,3}"),))),
+    "deepseek-v3": Split(_DEEPSEEK_3),
+    "deepseek-coder": Split(_DEEPSEEK_CODER),
+}
+"""Every name that is read, with what it means."""
+
+
+def split_of(name: str, path: object) -> Split:
+    """What a file's name of its pre-tokenizer means. Raises InputError for one that is not read."""
+    if name in SPLITS:
+        return SPLITS[name]
+    raise InputError(
+        f"{path} splits texts by the pre-tokenizer {name!r}, expected one that is read: {', '.join(SPLITS)}"
+    )
+
+
+def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
+    """The pieces of a split, as bytes written in printable characters."""
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -1,0 +1,219 @@
+"""Opens a GGUF file, or the several that one was split into: metadata and where each tensor lies.
+
+The `gguf` package reads the head; numbers stay in the mapped file until a tensor is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+
+MAGIC = b"GGUF"
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Names of the files that one was split into."""
+
+# Its number in the format.
+_FLOAT_32 = 6
+# What the package raises for a head that makes no sense.
+_WRONG = (ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError)
+
+
+class Held(NamedTuple):
+    """A tensor of a GGUF file: its numbers as they lie there, [..., rows, bytes or numbers of a row].
+
+    kind: the package's name of how they are encoded. shape: as decoded, the outermost axis first.
+    """
+
+    data: np.ndarray
+    kind: str
+    shape: tuple[int, ...]
+
+
+class Gguf(NamedTuple):
+    """An open GGUF file: its metadata by key, its tensors by name."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: dict[str, Held]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a metadata key: a number, a truth value, a text or a list."""
+        if key not in self.fields:
+            return default
+        try:
+            value = self.fields[key].contents()
+            # 1e-5 is meant, and not the float32 nearest to it.
+            return float(str(np.float32(value))) if self.fields[key].types[0] == _FLOAT_32 else value
+        except _WRONG as error:
+            raise InputError(f"{self.path}: its {key} cannot be read ({error}): fetch the file again") from error
+
+    @property
+    def architecture(self) -> str:
+        return str(self.get("general.architecture", ""))
+
+    def of(self, key: str, default: Any = None) -> Any:
+        """The value of a key of the file's architecture, `llama.block_count` for "block_count"."""
+        return self.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """`of` for a key that must be there. Raises InputError."""
+        value = self.of(key)
+        if value is None:
+            raise InputError(
+                f"{self.path} lacks {self.architecture}.{key} in its metadata: fetch or convert it again"
+            )
+        return value
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file that is, or says it is, of GGUF."""
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            return path.suffix.lower() == ".gguf" or file.read(4) == MAGIC
+    except OSError:
+        return path.suffix.lower() == ".gguf"
+
+
+def open_gguf(path: Path) -> Gguf:
+    """Opens a GGUF file; of a split one any of its files may be named.
+
+    Raises InputError where the `gguf` package is missing, and for a file that is no GGUF, is cut short, or
+    has other files missing.
+    """
+    first = _open_one(path)
+    count = first.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return first
+    name = SPLIT.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        raise InputError(
+            f"{path} is one of {count} files, expected a name like model-00001-of-{count:05d}.gguf: give it "
+            "the name that it was published under, beside the others"
+        )
+    files = [path.with_name(f"{name[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise InputError(f"{path.parent} lacks {', '.join(absent)} beside {path.name}: fetch the missing files")
+    opened = [first if file == path else _open_one(file) for file in files]
+    tensors: dict[str, Held] = {}
+    for one in opened:
+        if doubled := sorted(set(tensors) & set(one.tensors)):
+            raise InputError(f"{doubled[0]} is in {one.path.name} and in a file beside it: fetch them again")
+        tensors |= one.tensors
+    return Gguf(path, opened[0].fields, tensors)
+
+
+def _open_one(path: Path) -> Gguf:
+    reader_class = _reader_class()
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    if start == b"version ":
+        raise InputError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+    if start[:4] != MAGIC:
+        raise InputError(
+            f"{path} is no GGUF file: it starts with {start[:4]!r}, expected {MAGIC!r}; fetch it again"
+        )
+    try:
+        reader = reader_class(path)
+        tensors = {t.name: _held(t) for t in reader.tensors}
+    except EOFError as error:
+        raise InputError(
+            f"{path} is cut short: it has {path.stat().st_size} bytes, and its head names more; fetch it again"
+        ) from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
+    except _WRONG as error:
+        raise InputError(_unknown(path, str(error))) from error
+    if reader.byte_order != "I":
+        raise InputError(f"{path} is of the other byte order: convert it on a machine like this one")
+    return Gguf(path, reader.fields, tensors)
+
+
+def _unknown(path: Path, why: str) -> str:
+    number = re.search(r"(\d+) is not a valid GGMLQuantizationType", why)
+    if number is None:
+        return f"{path} is a damaged GGUF file ({why:.100}): fetch it again"
+    import gguf
+
+    known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if decodes(kind.name))
+    return f"{path} has weights of an unknown type {number[1]}: these are read: {known}"
+
+
+def _held(tensor: Any) -> Held:
+    return Held(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)))
+
+
+def _reader_class() -> Any:
+    """The package's reader, over a plain array, of which slices cost less, and with ends checked.
+
+    Its own takes what is there where a file ends early, or counts on for ever.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise InputError("GGUF files need the package gguf: pip install 'kvjax[gguf]'") from error
+
+    class Reader(GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *rest: Any, **named: Any) -> Any:
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise EOFError
+            return super()._get(offset, dtype, count, *rest, **named)
+
+    return Reader
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+_PLAIN = ("F64", "F32", "F16")
+
+
+def decodes(kind: str) -> bool:
+    """Whether the package decodes a type of weights, asked with one block of zeros."""
+    import gguf
+
+    if kind in _PLAIN:
+        return True
+    known = gguf.GGMLQuantizationType[kind]
+    try:
+        decoded(np.zeros((1, gguf.GGML_QUANT_SIZES[known][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def decoded(data: np.ndarray, kind: str) -> np.ndarray:
+    """The numbers of a piece of a tensor, whole rows of it, in float32 (float64 and float16 as they are)."""
+    if kind in _PLAIN:
+        return data
+    import gguf
+
+    return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+
+
+def check_kinds(file: Gguf) -> None:
+    """InputError where a tensor is of a type that the package knows and does not decode."""
+    kinds = {tensor.kind: name for name, tensor in file.tensors.items()}
+    unread = [kind for kind in kinds if not decodes(kind)]
+    if not unread:
+        return
+    import gguf
+
+    known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if decodes(kind.name))
+    raise InputError(
+        f"{file.path} has weights of the type {unread[0]} ({kinds[unread[0]]}), which gguf does not decode: "
+        f"these are read: {known}"
+    )

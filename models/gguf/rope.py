@@ -1,0 +1,137 @@
+"""How a GGUF file says that positions rotate, as the `rope_scaling` of a config.json.
+
+Llama 3's factors are stored as one number per frequency (`rope_freqs.weight`), from which the settings that
+made them are found again; Phi-3's in two such tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+from kvjax.models.gguf.reader import Gguf, decoded
+
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+# Factors are stored in float32.
+_CLOSE = 1e-5
+
+
+def rope_fields(file: Gguf, rotated: int) -> dict[str, Any]:
+    """`rope_theta` and, where the rotation is scaled, `rope_scaling`; rotated: channels of a head that rotate.
+
+    Raises InputError for a scaling that is not read.
+    """
+    theta = float(file.of("rope.freq_base", 10000.0))
+    if theta <= 0:
+        raise InputError(f"{file.path} gives rope.freq_base = {theta}, expected a number above 0")
+    turned = file.of("rope.dimension_count", rotated)
+    if turned != rotated and file.architecture != "phi3":
+        raise InputError(
+            f"{file.path} rotates {turned} of the {rotated} channels of a head, expected all of them"
+        )
+    scaling = _scaling(file, theta, rotated)
+    return {"rope_theta": theta} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3(file, theta, rotated)
+    if _LONG in file.tensors or _SHORT in file.tensors:
+        return _longrope(file)
+    kind = str(file.of("rope.scaling.type", ""))
+    factor = file.of("rope.scaling.factor", file.of("rope.scale_linear"))
+    if kind in ("", "none", "linear"):
+        # Old files name a factor alone.
+        scaled = kind != "none" and factor not in (None, 0, 1)
+        return {"rope_type": "linear", "factor": float(factor)} if scaled else None
+    if kind == "yarn":
+        return _yarn(file, float(file.need("rope.scaling.factor")))
+    raise InputError(
+        f"{file.path} scales its rotation by {kind!r}, expected one of none, linear, yarn, or factors"
+    )
+
+
+def _yarn(file: Gguf, factor: float) -> dict[str, Any]:
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        if file.of(key, 1.0) != 1.0:
+            raise InputError(f"{file.path} gives YaRN {key} = {file.of(key)}, expected 1: others are not read")
+    out: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    names = {
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    out |= {name: file.of(key) for name, key in names.items() if file.of(key) is not None}
+    # A tenth of mscale_all_dim, which then stands in for mscale, too: the ratio of both is 1.
+    if weight := file.of("rope.scaling.yarn_log_multiplier"):
+        out |= {"mscale": 10 * float(weight), "mscale_all_dim": 10 * float(weight)}
+    return out
+
+
+def _factors(file: Gguf, name: str) -> np.ndarray:
+    held = file.tensors.get(name)
+    if held is None:
+        raise InputError(f"{file.path} has rope factors for some lengths and lacks {name}: fetch it again")
+    return np.asarray(decoded(held.data, held.kind), np.float64).ravel()
+
+
+def _longrope(file: Gguf) -> dict[str, Any]:
+    out = {
+        "rope_type": "longrope",
+        "short_factor": _factors(file, _SHORT).tolist(),
+        "long_factor": _factors(file, _LONG).tolist(),
+        "original_max_position_embeddings": file.need("rope.scaling.original_context_length"),
+    }
+    if (given := file.of("rope.scaling.attn_factor")) is not None:
+        out["attention_factor"] = float(given)
+    return out
+
+
+def _llama3(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
+    """The settings of Llama 3.1's scaling that give the file's divisors of frequencies.
+
+    A frequency is divided by factor / (1 + (factor - 1) s), with s = (original / wavelength - low) /
+    (high - low) between 0 and 1. So s is linear in 1 / wavelength: a line through the frequencies between.
+    """
+    divisors = _factors(file, "rope_freqs.weight")
+    if len(divisors) != rotated // 2 or not (np.isfinite(divisors) & (divisors >= 1 - _CLOSE)).all():
+        raise InputError(
+            f"{file.path} has {len(divisors)} rope_freqs, expected {rotated // 2} numbers of at least 1"
+        )
+    factor = float(divisors.max())
+    if factor <= 1 + _CLOSE:
+        return None
+    pace = theta ** (-np.arange(0, rotated, 2) / rotated) / (2 * np.pi)
+    share = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+    slope, base = _ramp(pace, share)
+    made = 1 / ((1 - 1 / factor) * np.clip(slope * pace + base, 0, 1) + 1 / factor)
+    if not np.allclose(made, divisors, rtol=_CLOSE, atol=0):
+        raise InputError(f"{file.path} has rope_freqs that Llama 3's scaling does not give: not read")
+    original = int(file.of("rope.scaling.original_context_length", 8192))
+    low = -base * original / slope
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": low + original / slope,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _ramp(pace: np.ndarray, share: np.ndarray) -> tuple[float, float]:
+    """(slope, base) of the line that `share` follows where it is between 0 and 1."""
+    inside = (share > _CLOSE) & (share < 1 - _CLOSE)
+    if inside.sum() > 1:
+        slope, base = np.polyfit(pace[inside], share[inside], 1)
+        return float(slope), float(base)
+    # Too few to tell: any line that is 0 and 1 where the shares are.
+    zero = pace[share <= _CLOSE].max(initial=0.0)
+    one = pace[share >= 1 - _CLOSE].min(initial=2 * float(pace.max()) + zero)
+    if not inside.any():
+        slope = 1 / (one - zero)
+        return slope, -slope * zero
+    at, value = float(pace[inside][0]), float(share[inside][0])
+    slope = max(value / (at - zero), (1 - value) / (one - at))
+    return slope, value - slope * at

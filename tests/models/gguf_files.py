@@ -1,0 +1,289 @@
+"""Tiny models of every family that GGUF names, written as llama.cpp's conversion writes them, by the gguf package.
+
+Names of tensors are the package's own (`get_tensor_name_map`); what the conversion does to numbers is written
+here in its direction, from the model on the hub to GGUF.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from kvjax.models.hf import save_hf
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from tests.models.hf_cases import CASES as HF
+
+_ROUTED = {"first_k_dense_replace": 1}
+
+
+def _case(name: str, **edits: Any) -> dict[str, Any]:
+    """A case of `hf_cases`, with what GGUF cannot say changed."""
+    return {key: value for key, value in (HF[name] | edits).items() if value is not ...}
+
+
+_NO_WINDOWS = {"use_sliding_window": False, "layer_types": ..., "sliding_window": None}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _case("llama")),
+    "llama_tied": ("llama", _case("llama_mqa_tied")),
+    "llama_linear": ("llama", _case("llama_linear")),
+    "llama_llama3": ("llama", _case("llama_llama3")),
+    "llama_yarn": ("llama", _case("llama_yarn")),
+    "mixtral": ("llama", _case("mixtral")),
+    "qwen2": ("qwen2", _case("qwen2", **_NO_WINDOWS)),
+    "qwen2_yarn": ("qwen2", _case("qwen2_yarn", **_NO_WINDOWS)),
+    "qwen3": ("qwen3", _case("qwen3", **_NO_WINDOWS)),
+    "qwen3_moe": ("qwen3moe", _case("qwen3_moe", decoder_sparse_step=1)),
+    "gemma2": ("gemma2", _case("gemma2", query_pre_attn_scalar=8)),
+    "gemma3": ("gemma3", _case("gemma3_text")),
+    "phi3": ("phi3", _case("phi3")),
+    "phi3_tied": ("phi3", _case("phi3_full")),
+    "olmo2": ("olmo2", _case("olmo2")),
+    "deepseek_v2": ("deepseek2", _case("deepseek_v2")),
+    "deepseek_v3": (
+        "deepseek2", _case("deepseek_v3", rope_scaling=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}),
+    ),
+    "mamba2": ("mamba2", _case("mamba2")),
+    "mamba2_groups": ("mamba2", _case("mamba2_groups")),
+}  # fmt: skip
+
+
+def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
+    """A Hugging Face directory of a config.json with random weights, norms and biases among them."""
+    made = config_from_hf(config)
+    params = init(made, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+
+    def moved(x: jax.Array) -> jax.Array:
+        return x + 0.2 * rng.standard_normal(x.shape).astype(np.float32)
+
+    save_hf(Model(made, jax.tree.map(moved, params), name="tiny"), folder)
+    # With all that was given, such as windows that nothing uses.
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    config: dict[str, Any],
+    weights: dict[str, np.ndarray],
+    kind: str = "F32",
+    split_latents: bool = False,
+    **keys: Any,
+) -> Path:
+    """A GGUF file of a checkpoint's weights. kind: of its matrices; keys: more metadata, `__` for a dot.
+
+    split_latents: whether `kv_b_proj` is stored as two tensors, as newer conversions do.
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    say_config(writer, arch, config)
+    for key, value in keys.items():
+        add(writer, key.replace("__", "."), value)
+    for name, (value, quantised) in converted(arch, config, weights, split_latents).items():
+        wanted = gguf.GGMLQuantizationType[kind if quantised else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(value), wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_case(name: str, folder: Path, kind: str = "F32", seed: int = 0, **options: Any) -> tuple[Path, Path]:
+    """(the Hugging Face directory, the GGUF file) of a case."""
+    arch, config = CASES[name]
+    directory = checkpoint(config, folder / "hub", seed)
+    weights = load_file(directory / "model.safetensors")
+    return directory, write_gguf(folder / f"{name}.gguf", arch, config, weights, kind, **options)
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds a key of the type that conversions give it."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+# --- metadata ----------------------------------------------------------------------------------------
+
+
+def say_config(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_context_length(config.get("max_position_embeddings", 2**20))
+    if arch == "mamba2":
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+        writer.add_ssm_conv_kernel(config["conv_kernel"])
+        writer.add_ssm_inner_size(config["num_heads"] * config["head_dim"])
+        writer.add_ssm_state_size(config["state_size"])
+        writer.add_ssm_time_step_rank(config["num_heads"])
+        writer.add_ssm_group_count(config["n_groups"])
+        return
+    heads = config["num_attention_heads"]
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    if arch != "deepseek2":
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        writer.add_rope_dimension_count(int(size * config.get("partial_rotary_factor", 1)))
+    _say_rope(writer, config)
+    if arch in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch == "gemma3":
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+        writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
+    if config["model_type"] == "mixtral":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == "qwen3moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == "deepseek2":
+        _say_deepseek(writer, config)
+
+
+def _say_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind == "llama3":
+        size = config["head_dim"]
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, config["rope_theta"], size))
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    elif kind is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if "mscale_all_dim" in scaling:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def llama3_divisors(scaling: dict[str, Any], theta: float, size: int) -> np.ndarray:
+    """What Llama 3.1 divides each frequency by, by wavelength."""
+    length = scaling["original_max_position_embeddings"]
+    low, high, factor = (scaling[n] for n in ("low_freq_factor", "high_freq_factor", "factor"))
+    out = []
+    for i in range(0, size, 2):
+        wavelength = 2 * np.pi * theta ** (i / size)
+        if wavelength < length / high:
+            out.append(1.0)
+        elif wavelength > length / low:
+            out.append(factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, np.float32)
+
+
+def _say_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    # Attention over latents, as newer files have it, beside the sizes of a head.
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+# --- tensors -----------------------------------------------------------------------------------------
+
+
+def converted(
+    arch: str, config: dict[str, Any], weights: dict[str, np.ndarray], split_latents: bool
+) -> dict[str, tuple[np.ndarray, bool]]:
+    """Name in GGUF -> (numbers, whether they may be quantised)."""
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    out = {}
+    for name, value in _stacked(weights).items():
+        for name, value in _changed(arch, config, name, value, split_latents).items():
+            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert found is not None, name
+            out[found] = (value, value.ndim > 1 and "norm" not in found and "ssm_conv" not in found)
+    return out
+
+
+def _stacked(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as one tensor."""
+    out, experts = {}, {}
+    for name, value in weights.items():
+        if ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            number, _, rest = after.partition(".")
+            experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = value
+        else:
+            out[name] = value
+    return out | {name: np.stack([of[i] for i in range(len(of))]) for name, of in experts.items()}
+
+
+def _changed(
+    arch: str, config: dict[str, Any], name: str, value: np.ndarray, split_latents: bool
+) -> dict[str, np.ndarray]:
+    if arch == "llama" and ".q_proj." in name:
+        return {name: _paired(value, config["num_attention_heads"])}
+    if arch == "llama" and ".k_proj." in name:
+        return {name: _paired(value, config.get("num_key_value_heads") or config["num_attention_heads"])}
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        return {name: value + 1}
+    if name.endswith("e_score_correction_bias"):
+        return {name.replace("e_score_correction_bias", "e_score_correction.bias"): value}
+    if name.endswith(".dt_bias"):
+        return {name.replace(".dt_bias", ".dt_proj.bias"): value}
+    if name.endswith(".A_log"):
+        return {name: -np.exp(value)[:, None]}
+    if name.endswith(".D"):
+        return {name: value[:, None]}
+    if name.endswith(".conv1d.weight"):
+        return {name: value[:, 0]}
+    if name.endswith(".mixer.norm.weight"):
+        return {name: value.reshape(config["n_groups"], -1)}
+    if split_latents and name.endswith("kv_b_proj.weight"):
+        heads = value.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+        keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+        return {
+            name.replace("kv_b_proj", "k_b_proj"): keys.swapaxes(1, 2),
+            name.replace("kv_b_proj", "v_b_proj"): values,
+        }
+    return {name: value}
+
+
+def _paired(value: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a head whose halves rotate together, as pairs of neighbours."""
+    halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+    return halves.swapaxes(1, 2).reshape(value.shape)
