@@ -19,8 +19,9 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        metavar="DIR|NAME|CACHE_FILE",
-        help="a model directory, a shipped model, org/name of the hub, or a file of kvjax.save_cache",
+        metavar="DIR|GGUF|NAME|CACHE_FILE",
+        help="a model directory or GGUF file, a shipped model, org/name of the hub, or a file of "
+        "kvjax.save_cache",
     )
     parser.add_argument(
         "--context",
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from kvjax.models.gguf.reader import is_gguf
+
     if Path(args.what).is_file() and not is_gguf(Path(args.what)):
         from kvjax.commands.inspect_cache import print_cache
 

@@ -19,8 +19,9 @@ def add_model(parser: argparse.ArgumentParser, default: str = "recall-tiny") -> 
     parser.add_argument(
         "--model",
         default=default,
-        metavar="NAME|DIR",
-        help=f"a shipped model, a model directory, or org/name of the Hugging Face hub (default: {default})",
+        metavar="NAME|DIR|GGUF",
+        help="a shipped model, a model directory or GGUF file, or org/name of the Hugging Face hub "
+        f"(default: {default})",
     )
 
 

@@ -1,4 +1,4 @@
-"""How a model is loaded: from a directory or a GGUF file on disk, by the name of a shipped one, or from the hub."""
+"""How a model is loaded: from a directory or GGUF file, by the name of a shipped one, or from the hub."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""GGUF files, the form of llama.cpp: metadata, tensors and tokenizer, as our Hugging Face loader takes them."""
+"""GGUF files, the form of llama.cpp: metadata, tensors and tokenizer for the Hugging Face loader."""

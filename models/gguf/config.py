@@ -30,7 +30,9 @@ _ATTENTION = {
 def config_of(file: Gguf) -> Json:
     """The config.json of a file's model. Raises InputError for an architecture that is not read."""
     if (kind := file.get("general.type", "model")) != "model":
-        raise InputError(f"{file.path} holds a GGUF {kind}, expected a whole model: give the model's own file")
+        raise InputError(
+            f"{file.path} holds a GGUF {kind}, expected a whole model: give the model's own file"
+        )
     if file.architecture not in READ:
         raise InputError(
             f"{file.path} is of the architecture {file.architecture!r}, expected one that is read from GGUF: "
@@ -50,7 +52,9 @@ def _attention(file: Gguf) -> Json:
     """Sizes of attention and of dense feed-forwards, and how they rotate."""
     data = {name: _same(file, key, file.need(key)) for name, key in _ATTENTION.items()}
     heads = data["num_attention_heads"]
-    data["num_key_value_heads"] = _same(file, "attention.head_count_kv", file.of("attention.head_count_kv", heads))
+    data["num_key_value_heads"] = _same(
+        file, "attention.head_count_kv", file.of("attention.head_count_kv", heads)
+    )
     data["head_dim"] = file.of("attention.key_length", file.need("embedding_length") // max(heads, 1))
     if (values := file.of("attention.value_length", data["head_dim"])) != data["head_dim"]:
         raise InputError(

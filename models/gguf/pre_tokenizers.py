@@ -1,4 +1,4 @@
-"""How texts are split before byte-pair merges, by the names that GGUF files give: facts of published tokenizers."""
+"""How texts are split before byte-pair merges, by the names that GGUF files give to published tokenizers."""
 
 from __future__ import annotations
 
@@ -84,4 +84,6 @@ def split_of(name: str, path: object) -> Split:
 def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
     """The pieces of a split, as bytes written in printable characters."""
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )

@@ -51,7 +51,9 @@ class Gguf(NamedTuple):
             # 1e-5 is meant, and not the float32 nearest to it.
             return float(str(np.float32(value))) if self.fields[key].types[0] == _FLOAT_32 else value
         except _WRONG as error:
-            raise InputError(f"{self.path}: its {key} cannot be read ({error}): fetch the file again") from error
+            raise InputError(
+                f"{self.path}: its {key} cannot be read ({error}): fetch the file again"
+            ) from error
 
     @property
     def architecture(self) -> str:
@@ -100,7 +102,9 @@ def open_gguf(path: Path) -> Gguf:
         )
     files = [path.with_name(f"{name[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise InputError(f"{path.parent} lacks {', '.join(absent)} beside {path.name}: fetch the missing files")
+        raise InputError(
+            f"{path.parent} lacks {', '.join(absent)} beside {path.name}: fetch the missing files"
+        )
     opened = [first if file == path else _open_one(file) for file in files]
     tensors: dict[str, Held] = {}
     for one in opened:
@@ -128,7 +132,7 @@ def _open_one(path: Path) -> Gguf:
         tensors = {t.name: _held(t) for t in reader.tensors}
     except EOFError as error:
         raise InputError(
-            f"{path} is cut short: it has {path.stat().st_size} bytes, and its head names more; fetch it again"
+            f"{path} is cut short: it has {path.stat().st_size} bytes, its head names more; fetch it again"
         ) from error
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error})") from error

@@ -15,11 +15,11 @@ from kvjax.models.gguf.reader import Gguf, decoded
 
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 # Factors are stored in float32.
-_CLOSE = 1e-5
+_CLOSE = 1e-6
 
 
 def rope_fields(file: Gguf, rotated: int) -> dict[str, Any]:
-    """`rope_theta` and, where the rotation is scaled, `rope_scaling`; rotated: channels of a head that rotate.
+    """`rope_theta` and, where the rotation is scaled, `rope_scaling`; rotated: of a head's channels.
 
     Raises InputError for a scaling that is not read.
     """
@@ -44,8 +44,8 @@ def _scaling(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
     factor = file.of("rope.scaling.factor", file.of("rope.scale_linear"))
     if kind in ("", "none", "linear"):
         # Old files name a factor alone.
-        scaled = kind != "none" and factor not in (None, 0, 1)
-        return {"rope_type": "linear", "factor": float(factor)} if scaled else None
+        factor = float(factor or 1.0)
+        return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return _yarn(file, float(file.need("rope.scaling.factor")))
     raise InputError(
@@ -56,7 +56,9 @@ def _scaling(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
 def _yarn(file: Gguf, factor: float) -> dict[str, Any]:
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         if file.of(key, 1.0) != 1.0:
-            raise InputError(f"{file.path} gives YaRN {key} = {file.of(key)}, expected 1: others are not read")
+            raise InputError(
+                f"{file.path} gives YaRN {key} = {file.of(key)}, expected 1: others are not read"
+            )
     out: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     names = {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -106,29 +108,32 @@ def _llama3(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
     pace = theta ** (-np.arange(0, rotated, 2) / rotated) / (2 * np.pi)
     share = (1 / divisors - 1 / factor) / (1 - 1 / factor)
     slope, base = _ramp(pace, share)
-    made = 1 / ((1 - 1 / factor) * np.clip(slope * pace + base, 0, 1) + 1 / factor)
-    if not np.allclose(made, divisors, rtol=_CLOSE, atol=0):
-        raise InputError(f"{file.path} has rope_freqs that Llama 3's scaling does not give: not read")
     original = int(file.of("rope.scaling.original_context_length", 8192))
-    low = -base * original / slope
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": low + original / slope,
-        "original_max_position_embeddings": original,
-    }
+    found = np.array([factor, -base * original / slope, (1 - base) * original / slope])
+    # Where several give the same: those of Llama 3, or short numbers.
+    for numbers in ((round(factor, 3), 1.0, 4.0), found.round(3), found):
+        factor, low, high = (float(n) for n in numbers)
+        smooth = np.clip((original * pace - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=_CLOSE, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    raise InputError(f"{file.path} has rope_freqs that Llama 3's scaling does not give: not read")
 
 
 def _ramp(pace: np.ndarray, share: np.ndarray) -> tuple[float, float]:
     """(slope, base) of the line that `share` follows where it is between 0 and 1."""
-    inside = (share > _CLOSE) & (share < 1 - _CLOSE)
+    inside = (share > 10 * _CLOSE) & (share < 1 - 10 * _CLOSE)
     if inside.sum() > 1:
         slope, base = np.polyfit(pace[inside], share[inside], 1)
         return float(slope), float(base)
     # Too few to tell: any line that is 0 and 1 where the shares are.
-    zero = pace[share <= _CLOSE].max(initial=0.0)
-    one = pace[share >= 1 - _CLOSE].min(initial=2 * float(pace.max()) + zero)
+    zero = pace[share <= 10 * _CLOSE].max(initial=0.0)
+    one = pace[share >= 1 - 10 * _CLOSE].min(initial=2 * float(pace.max()) + zero)
     if not inside.any():
         slope = 1 / (one - zero)
         return slope, -slope * zero

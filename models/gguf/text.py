@@ -59,12 +59,16 @@ def _byte_level(
     split = split_of(str(file.get(f"{_KEY}pre", "default")), file.path)
     merges = [tuple(pair.split(" ")) for pair in file.get(f"{_KEY}merges", [])]
     if wrong := next((pair for pair in merges if len(pair) != 2), None):
-        raise InputError(f"{file.path} merges {' '.join(wrong)!r:.60}, expected two texts with a space between")
+        raise InputError(
+            f"{file.path} merges {' '.join(wrong)!r:.60}, expected two texts with a space between"
+        )
     vocab = _vocab(file, tokens)
     try:
         model = models.BPE(vocab, merges, ignore_merges=split.whole_words)  # type: ignore[arg-type]
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{file.path} has merges that do not fit its tokens ({error}): fetch it again") from error
+        raise InputError(
+            f"{file.path} has merges that do not fit its tokens ({error}): fetch it again"
+        ) from error
     tokenizer = Tokenizer(model)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -181,5 +185,7 @@ def _numbers(file: Gguf, key: str, count: int) -> list[Any] | None:
     if values is None:
         return None
     if not isinstance(values, list) or len(values) != count:
-        raise InputError(f"{file.path} has {_KEY}{key} of another length than its {count} tokens: fetch it again")
+        raise InputError(
+            f"{file.path} has {_KEY}{key} of another length than its {count} tokens: fetch it again"
+        )
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -157,15 +157,7 @@ class _Finder:
         if name.endswith("self_attn.kv_b_proj.weight") and (joined := self._joined(name, shape)) is not None:
             return joined
         if (expert := self._expert(name)) is not None:
-            wanted, number, first = expert
-            held = self._held(wanted)
-            if held is None:
-                return None
-            if len(held.shape) != 3 or number >= held.shape[0] or held.shape[2] != shape[1]:
-                return self._misshapen(wanted, (number + 1, *shape), held)
-            one = Held(held.data[number], held.kind, held.shape[1:])
-            rows = None if one.shape == shape else np.arange(first * shape[0], (first + 1) * shape[0])
-            return Decoded(one, shape, rows)
+            return self._one_expert(*expert, shape)
         wanted = self._name(name)
         held = self._held(wanted)
         if held is None:
@@ -187,8 +179,8 @@ class _Finder:
         if said:
             raise InputError(
                 f"the tensors of {self.file.path} do not fit its metadata (architecture "
-                f"{self.file.architecture}, read as {self.config.family}); {'; '.join(said)}. Fetch or convert "
-                "the file again."
+                f"{self.file.architecture}, read as {self.config.family}); {'; '.join(said)}. Fetch or "
+                "convert the file again."
             )
 
     def _held(self, name: str) -> Held | None:
@@ -223,17 +215,29 @@ class _Finder:
             found = _LAYER.get(stem, stem)
         return f"blk.{layer}.{found}.{kind}"
 
-    def _expert(self, name: str) -> tuple[str, int, int] | None:
-        """(tensor of all experts, which of them, which of the parts one behind the other), if it is of one."""
+    def _expert(self, name: str) -> tuple[str, int, int | None] | None:
+        """(tensor of all experts, which of them, which half of it), of a tensor of one expert."""
         _, layer, inner = (name.split(".", 2) + ["", ""])[:3]
         found = _EXPERT.fullmatch(inner.removesuffix(".weight"))
         if found is None:
             return None
         what = _MIXTRAL.get(found[2], found[2].removesuffix("_proj"))
         both = f"blk.{layer}.ffn_gate_up_exps.weight"
-        if both in self.file.tensors and what in ("gate", "up"):
+        if both in self.file.tensors and what != "down":
             return both, int(found[1]), int(what == "up")
-        return f"blk.{layer}.ffn_{what}_exps.weight", int(found[1]), 0
+        return f"blk.{layer}.ffn_{what}_exps.weight", int(found[1]), None
+
+    def _one_expert(self, name: str, number: int, part: int | None, shape: tuple[int, ...]) -> Decoded | None:
+        held = self._held(name)
+        if held is None:
+            return None
+        rows = shape[0] * (1 if part is None else 2)
+        if held.shape[1:] != (rows, shape[1]) or number >= held.shape[0]:
+            return self._misshapen(name, (number + 1, rows, shape[1]), held)
+        one = Held(held.data[number], held.kind, held.shape[1:])
+        return Decoded(
+            one, shape, None if part is None else np.arange(part * shape[0], (part + 1) * shape[0])
+        )
 
     def _joined(self, name: str, shape: tuple[int, ...]) -> Joined | None:
         prefix = f"blk.{name.split('.')[1]}"

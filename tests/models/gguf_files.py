@@ -1,4 +1,4 @@
-"""Tiny models of every family that GGUF names, written as llama.cpp's conversion writes them, by the gguf package.
+"""Tiny models of every family that GGUF names, written by the gguf package as llama.cpp's conversion does.
 
 Names of tensors are the package's own (`get_tensor_name_map`); what the conversion does to numbers is written
 here in its direction, from the model on the hub to GGUF.
@@ -96,7 +96,9 @@ def write_gguf(
     return path
 
 
-def write_case(name: str, folder: Path, kind: str = "F32", seed: int = 0, **options: Any) -> tuple[Path, Path]:
+def write_case(
+    name: str, folder: Path, kind: str = "F32", seed: int = 0, **options: Any
+) -> tuple[Path, Path]:
     """(the Hugging Face directory, the GGUF file) of a case."""
     arch, config = CASES[name]
     directory = checkpoint(config, folder / "hub", seed)
@@ -231,8 +233,8 @@ def converted(
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     out = {}
-    for name, value in _stacked(weights).items():
-        for name, value in _changed(arch, config, name, value, split_latents).items():
+    for stored, numbers in _stacked(weights).items():
+        for name, value in _changed(arch, config, stored, numbers, split_latents).items():
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found is not None, name
             out[found] = (value, value.ndim > 1 and "norm" not in found and "ssm_conv" not in found)
