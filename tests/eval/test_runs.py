@@ -21,6 +21,7 @@ from kvjax.eval.run.command import command_of
 from kvjax.eval.run.timings import timings_of
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
+from scripts.bench.report import print_rows
 from tests.eval.test_export import TEXT
 from tests.eval.test_page import Page
 
@@ -158,10 +159,7 @@ def test_tables_in_a_pipe_have_their_natural_width(words, monkeypatch, capsys):
 
 
 def test_the_benchmarks_table_keeps_its_headings_in_a_pipe(monkeypatch, capsys):
-    monkeypatch.syspath_prepend("scripts")
     monkeypatch.delenv("COLUMNS", raising=False)
-    from bench import print_rows
-
     row = {"library": "kvjax", "method": "expected-attention", "tokens": 16384, "prefill_s": 1.234}
     row |= {"decode_tokens_per_s": 123.4, "cache_mib": 1.0, "compile_s": 3.0, "floor_tokens_per_s": 200.1}
     print_rows([row])

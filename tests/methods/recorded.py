@@ -1,8 +1,8 @@
 """Prompts on which the code of methods' authors was run, and the slots that it kept.
 
-`scripts/record_*.py` write the files of `tests/fixtures/authors`: each takes the path of a checkout of the
-authors' repository, runs its code on `prompt(row)`, and calls `write`. `test_recorded.py` compares every case
-with what kvjax keeps. Weights and tokens are numpy's draws, which no version of jax changes.
+`scripts/fixtures/record_*.py` write the files of `tests/fixtures/authors`: each takes the path of a checkout
+of the authors' repository, runs its code on `prompt(row)`, and calls `write`. `test_recorded.py` compares
+every case with what kvjax keeps. Weights and tokens are numpy's draws, which no version of jax changes.
 """
 
 from __future__ import annotations

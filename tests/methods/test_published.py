@@ -1,4 +1,4 @@
-"""Words compute what their authors' code computed; `scripts/record_published.py` wrote what that was."""
+"""Words compute what their authors' code computed; `scripts/fixtures/record_published.py` recorded it."""
 
 import jax
 import jax.numpy as jnp

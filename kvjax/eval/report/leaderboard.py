@@ -1,6 +1,6 @@
 """The leaderboard: what comparisons of all methods found, as one small file beside this one, and read again.
 
-`scripts/leaderboard.py` makes the file of the folders that `kvjax compare` wrote, one per model.
+`scripts/studies/leaderboard.py` makes the file of the folders that `kvjax compare` wrote, one per model.
 """
 
 from __future__ import annotations

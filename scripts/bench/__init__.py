@@ -1,0 +1,1 @@
+"""Speed: of prompts, decoding, training and the host, on CPUs and accelerators."""
