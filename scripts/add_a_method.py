@@ -1,0 +1,77 @@
+"""Adds a selection method to a fresh clone, as CONTRIBUTING.md tells, and runs lint and tests there.
+
+    python scripts/add_a_method.py                        # the whole plain suite: several minutes
+    python scripts/add_a_method.py tests/methods          # what is named after it goes to pytest
+    python scripts/add_a_method.py -k valuenorm -m "not slow" tests
+
+A method is its function and its row in the tests' table: the change is two files, and nothing may turn red. The
+clone is of HEAD, in a temporary folder with an environment of its own, and is removed at the end.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+FUNCTION = '''
+@paper("Value norms, to try how a method is added", family="selection-static")
+def valuenorm(budget: Amount) -> Method:
+    """Value norms: keeps the slots whose values are largest, score[j] = ||v_j||_2."""
+    return Method(Keep(ValueNorm(), Budget(budget), Uniform()))
+'''
+ROW = """    row(
+        "valuenorm", dense(half),
+        kept=each_layer(lambda prompt, layer: np.linalg.norm(prompt.v[layer], axis=-1)),
+    ),
+"""
+SCORE = "from kvjax.keep.scores.score import ValueNorm\n"
+# (file, text before which something is inserted, what)
+EDITS = (
+    ("kvjax/methods/selection_static_keys.py", "", FUNCTION),
+    ("kvjax/methods/selection_static_keys.py", "from kvjax.keep.scores.score", SCORE),
+    ("tests/methods/table_selection.py", '    row(\n        "sepllm"', ROW),
+)
+
+
+def add(clone: Path) -> list[str]:
+    """Writes function and row; returns the files that changed."""
+    for name, before, text in EDITS:
+        file = clone / name
+        old = file.read_text()
+        head, mark, tail = old.partition(before) if before else (old.rstrip() + "\n\n", "", "")
+        assert mark == before, f"{name} has no {before!r} any more: say in EDITS where the text goes"
+        file.write_text(head + text + mark + tail)
+    return git(clone, "diff", "--name-only").split()
+
+
+def git(clone: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=clone, check=True, capture_output=True, text=True).stdout
+
+
+def main(words: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        clone, python = Path(folder) / "clone", Path(folder) / "env" / "bin" / "python"
+        git(ROOT, "clone", "--quiet", str(ROOT), str(clone))
+        changed = add(clone)
+        venv.create(Path(folder) / "env", with_pip=True)
+        commands = (
+            ["pip", "install", "--quiet", "-e", ".[dev]"],
+            ["ruff", "check", "--fix", "--quiet", *changed],
+            ["ruff", "format", "--check", *changed],
+            ["pytest", "-q", *words],
+        )
+        for command in commands:
+            print("$", *command, flush=True)
+            if code := subprocess.run([python, "-m", *command], cwd=clone).returncode:
+                return code
+        print(git(clone, "diff", "--stat"), end="")
+        return int(len(changed) != 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
