@@ -4,8 +4,8 @@
     python scripts/add_a_method.py tests/methods          # what is named after it goes to pytest
     python scripts/add_a_method.py -k valuenorm -m "not slow" tests
 
-A method is its function and its row in the tests' table: the change is two files, and nothing may turn red. The
-clone is of HEAD, in a temporary folder with an environment of its own, and is removed at the end.
+A method is its function and its row in the tests' table: the change is two files, and nothing may turn red.
+The clone is of HEAD, in a temporary folder with an environment of its own, and is removed at the end.
 """
 
 from __future__ import annotations

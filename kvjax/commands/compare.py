@@ -11,6 +11,7 @@ from kvjax.commands.programs import keep_programs
 HELP = "run methods side by side on the same questions and print quality against measured bytes"
 EXAMPLE = """examples:
   kvjax compare
+  kvjax compare --methods well-known --budgets 0.5 0.25 0.125
   kvjax compare --methods all
   kvjax compare --methods snapkv adakv kivi:bits=4 snapkv+int4 --budgets 0.5 0.25
   kvjax compare --methods my_file.py:my_method --tasks get --samples 20 --out results
@@ -25,14 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="METHOD",
         help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, "
-        "or your own as my_file.py:my_method; all: every one that needs no fit or comes with one "
-        "(default: the best known of every family)",
+        "or your own as my_file.py:my_method; well-known: a few of every family; all: every one that needs "
+        "no fit or comes with one (default: h2o snapkv kvzip kivi quest); the full cache, random and "
+        "sink-recent run, too",
     )
     parser.add_argument(
         "--budgets",
         nargs="+",
         metavar="BUDGET",
-        help="what is kept: a fraction of the tokens, or whole slots per head (default: 0.5 0.25 0.125)",
+        help="what is kept: a fraction of the tokens, or whole slots per head (default: 0.5 0.25)",
     )
     parser.add_argument(
         "--tasks",

@@ -54,6 +54,10 @@ SCHEMA = 2
 SAMPLES = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
+MORE = (
+    "more: --methods well-known --budgets 0.5 0.25 0.125, --methods all, or names of `kvjax methods`; "
+    "a task, model or text of your own: kvjax compare --help"
+)
 # The entry whose bytes are 100%.
 FULL = Entry("full", None, Method())
 # Cells that go through all batches before others do: a process holds the programs of so many. With all cells
@@ -94,19 +98,18 @@ def compare(
 ) -> Comparison:
     """Runs methods on the same questions and prints quality against measured bytes.
 
-    Without `methods`, the well-known ones of every family run; "all" stands for every one that needs no fit.
-    Answers are asked from the compressed cache; full cache, random and sink+recent run, too, unless
-    `baselines` is False; then no differences to the full cache are reported. With several `seeds`, `samples`
-    contexts are drawn by each, and all of them count together. Writes results.jsonl, metrics.json,
-    frontier.png and report.html under `out`; with resume=True a killed run goes on. mesh, rules: as in
-    `kvjax.load`, where `model` is a name. scores: the report also shows what every method scores and keeps
-    of one prompt (`kvjax.scores`). On several hosts each runs a share of the methods, unless they hold the
-    model together; the first writes and prints.
-    InputError, before any long work, for anything that cannot run.
+    Without `methods`, five run, one of each kind (`FIRST`); "well-known" stands for a few of every family,
+    and "all" for every one that needs no fit. Answers are asked from the compressed cache; full cache, random
+    and sink+recent run, too, unless `baselines` is False; then no differences to the full cache are reported.
+    With several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
+    results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
+    on. mesh, rules: as in `kvjax.load`, where `model` is a name. scores: the report also shows what every
+    method scores and keeps of one prompt (`kvjax.scores`). On several hosts each runs a share of the methods,
+    unless they hold the model together; the first writes and prints. InputError, before any long work, for
+    anything that cannot run.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """
-    started = time.time()
     check_model(model)
     console = (console or make_console()) if is_first() else Console(quiet=True)
     listed(methods=methods, budgets=budgets, tasks=tasks, protocols=protocols, seeds=seeds)
@@ -142,17 +145,28 @@ def compare(
     plan, preset = planned(
         loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines
     )
-    batches = batches_of(plan)
-    settings = _settings(plan, preset)
-    log = UnitLog(folder, settings, resume, (*Unit._fields, "read_s", "batch"))
+    found = _asked(
+        plan, {"settings": _settings(plan, preset), "command": command}, folder, resume, scores, console
+    )
+    if methods is None:
+        console.print(MORE)
+    return found
+
+
+def _asked(
+    plan: Plan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
+) -> Comparison:
+    """Asks all questions of a plan, and reports; given: the settings and the command of metrics.json."""
+    started, batches = time.time(), batches_of(plan)
+    log = UnitLog(folder, given["settings"], resume, (*Unit._fields, "read_s", "batch"))
     try:
         _run(plan, batches, log, console)
         log.join()
     finally:
         log.close()
-    metrics = {"settings": settings, "command": command}
-    pictures = draw_pictures(loaded, plan.entries, protocols[0], batches[0].rows[0][0]) if scores else []
-    return _report(plan, batches, log, metrics, pictures, folder, started, console)
+    sample = batches[0].rows[0][0]
+    pictures = draw_pictures(plan.model, plan.entries, plan.protocols[0], sample) if scores else []
+    return _report(plan, batches, log, given, pictures, folder, started, console)
 
 
 def check_model(model: Any) -> None:
@@ -224,10 +238,27 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
                     budget = "" if entry.budget is None else f" {entry.budget}"
                     progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
                     log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
+                    if said := _row(log, batches, protocol, entry):
+                        progress.say(said)
                     runner.make_room()
                 if len(batches) == 1:
                     progress.update(bar, description="timing")
                     _time_again(runner, log, batches[0], rows, todo, full_bytes)
+
+
+def _row(log: UnitLog, batches: list[Batch], protocol: str, entry: Entry) -> str:
+    """What a cell scored and weighs, once all of its batches are done; empty before."""
+    keys = [_key(protocol, b.number, entry) for b in batches if b.protocol == protocol]
+    if not all(key in log.done for key in keys):
+        return ""
+    rows = [row for key in keys for row in log.done[key]["rows"]]
+    tasks = {
+        task: [row["score"] for row in rows if row["task"] == task] for task in {r["task"] for r in rows}
+    }
+    score = np.mean([np.mean(scores) for scores in tasks.values()])
+    kept = np.mean([row["kept_bytes"] for row in rows])
+    budget = "" if entry.budget is None else f" {entry.budget}"
+    return f"{entry.label}{budget}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB"
 
 
 def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
+from kvjax.eval.run.cellplan import ALWAYS, FIRST, WELL_KNOWN, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.methods import METHODS, takes_budget
 from kvjax.models.mixers.attention import Attention
@@ -42,9 +42,15 @@ def test_all_stands_for_everything_in_the_table_that_needs_no_fit_or_comes_with_
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
 
 
-def test_without_methods_well_known_ones_of_every_family_run(model):
-    entries = plan_cells(model, None, [0.5], "short")
-    assert {e.label for e in entries} == {*ALWAYS, *WELL_KNOWN}
+def test_without_methods_eight_run_at_two_budgets(model):
+    entries = plan_cells(model, None, None, "short")
+    assert {e.label for e in entries} == {*ALWAYS, *FIRST} and len({*ALWAYS, *FIRST}) == 8
+    assert {e.budget for e in entries} == {None, 0.5, 0.25}
+
+
+def test_well_known_methods_are_of_every_family(model):
+    entries = plan_cells(model, ["well-known", "corm"], [0.5], "short")
+    assert {e.label for e in entries} == {*ALWAYS, *WELL_KNOWN, "corm"}
     assert len({info.family for info in kvjax.methods() if info.id in WELL_KNOWN}) >= 8
 
 

@@ -1,5 +1,6 @@
 """`compare` end to end on the shipped model: small runs, real numbers, kills and resumes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from kvjax.methods import METHODS as EVERY
 # One process makes the run that all tests look at.
 pytestmark = pytest.mark.xdist_group("compare")
 QUIET = {"console": Console(file=StringIO(), width=140)}
-PRINTED = StringIO()  # by the run that all tests look at
+PRINTED, SAID = StringIO(), StringIO()  # by the run that all tests look at; its progress
 METHODS = ["snapkv:variant=kvpress", "int8"]
 SMALL = {"methods": METHODS, "budgets": [0.25], "tasks": ["get", "copy"], "samples": 4}
 
@@ -41,7 +42,8 @@ def without_times(rows):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     console = Console(file=PRINTED, width=140)
-    return compare(**SMALL, console=console, out=tmp_path_factory.mktemp("runs") / "small")
+    with contextlib.redirect_stderr(SAID):
+        return compare(**SMALL, console=console, out=tmp_path_factory.mktemp("runs") / "small")
 
 
 @pytest.mark.rotating
@@ -64,6 +66,23 @@ def recall_words(ids):
     from kvjax.eval.tasks.recall import WORDS
 
     return [WORDS[int(i)] for i in ids]
+
+
+def test_every_cell_is_said_as_soon_as_it_is_done(small):
+    lines = [line for line in SAID.getvalue().splitlines() if " in " in line]
+    assert len(lines) == len(small.cells) and lines[0].startswith("full, agnostic: ")
+    for cell in small.cells:
+        budget = "" if cell.budget is None else f" {cell.budget}"
+        found = f"{100 * cell.mean:.0f}% in {cell.kept_bytes / 1024:.0f} KiB"
+        assert f"{cell.method}{budget}, {cell.protocol}: {found}" in lines
+    assert "--methods well-known" not in PRINTED.getvalue()
+
+
+@pytest.mark.rotating
+def test_without_methods_a_line_says_how_to_compare_more(tmp_path):
+    console = Console(file=(printed := StringIO()), width=140)
+    compare(samples=1, tasks=["get"], protocols=["agnostic"], out=tmp_path / "run", console=console)
+    assert printed.getvalue().splitlines()[-1].startswith("more: --methods well-known")
 
 
 def test_the_files_hold_what_was_returned(small):

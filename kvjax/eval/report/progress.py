@@ -45,6 +45,14 @@ class Bars(Progress):
         super().advance(task_id, advance)
         self._say(task_id)
 
+    def say(self, line: str) -> None:
+        """Prints a line above the bars, which stays when they go; without a terminal to standard error."""
+        if self._lines:
+            with contextlib.suppress(OSError, ValueError):
+                print(line, file=sys.stderr, flush=True)
+        elif not self.disable:
+            self.console.print(line, markup=False, highlight=False)
+
     def _say(self, task_id: TaskID) -> None:
         now = time.monotonic()
         if not self._lines or now - self._said < self._wait:

@@ -22,14 +22,16 @@ from kvjax.pure import bind
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")
-# What a comparison runs that names no methods, so that it takes minutes: a few of every family, those that
-# people ask for first.
+# What a comparison runs beside those where no methods are named, so that it takes a minute or two: eviction
+# in steps, after a prompt and for any question, codes, and reads of a few pages.
+FIRST = ("h2o", "snapkv", "kvzip", "kivi", "quest")
+# "well-known": a few of every family, those that people ask for first.
 WELL_KNOWN = (
     *("streamingllm", "h2o", "tova"),
     *("keydiff", "expected-attention", "snapkv", "kvzip", "pyramidkv", "adakv", "d2o"),
     *("int8", "int4", "kivi", "turboquant", "quest"),
 )
-BUDGETS = (0.5, 0.25, 0.125)
+BUDGETS = (0.5, 0.25)
 
 
 class Entry(NamedTuple):
@@ -88,10 +90,10 @@ def plan_cells(
     """Every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
 
     Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None stands for
-    WELL_KNOWN, and "all" for every method that need not be fitted first or comes with its fit for this model;
-    both leave out methods that rewrite weights which the model does not have. `budgets` apply to every text
-    without a budget of its own; without them, a preset's budget of a method holds before the default ones.
-    ValueError for unknown names, hyper-parameters or budgets.
+    FIRST, "well-known" for WELL_KNOWN, and "all" for every method that need not be fitted first or comes with
+    its fit for this model; all three leave out methods that rewrite weights which the model does not have.
+    `budgets` apply to every text without a budget of its own; without them, a preset's budget of a method
+    holds before the default ones. ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)
     if budgets is not None:
@@ -102,8 +104,11 @@ def plan_cells(
             f"--budgets {' '.join(map(str, budgets))} has equal numbers, expected every one once: remove one"
         )
     found: dict[str, Custom] = {}
-    chosen = WELL_KNOWN if methods is None else tuple(METHODS) if "all" in methods else ()
-    named = [m for m in methods or () if m != "all"]
+    groups = {"all": tuple(METHODS), "well-known": WELL_KNOWN}
+    chosen = (
+        FIRST if methods is None else [id for m in methods if isinstance(m, str) for id in groups.get(m, ())]
+    )
+    named = [m for m in methods or () if not (isinstance(m, str) and m in groups)]
     for item in (*(ALWAYS if baselines else ()), *chosen, *named):
         if isinstance(item, str):
             label, build = parse_method(item, hyper)
