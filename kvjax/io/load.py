@@ -16,9 +16,8 @@ from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import on_mesh
 from kvjax.models.axes import note_whole, spread_params
 from kvjax.models.files import check_folder
-from kvjax.models.gguf.load import load_gguf
+from kvjax.models.gguf.load import load_gguf, text_of_gguf
 from kvjax.models.gguf.reader import SPLIT, is_gguf, open_gguf
-from kvjax.models.gguf.text import text_of
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group
@@ -112,7 +111,7 @@ def on_disk(path: Path) -> Path:
 def load_text(path_or_name: str | os.PathLike[str]) -> Text:
     """The tokenizer, and all else about text, of what `load` takes. Raises InputError as `load` does."""
     path = model_path(path_or_name)
-    return text_of(open_gguf(path)) if is_gguf(path) else read_text(path)
+    return text_of_gguf(open_gguf(path)) if is_gguf(path) else read_text(path)
 
 
 def spread(model: Model, mesh: Any, rules: Any) -> Model:

@@ -31,7 +31,7 @@ def config_of(file: Gguf) -> Json:
     """The config.json of a file's model. Raises InputError for an architecture that is not read."""
     if (kind := file.get("general.type", "model")) != "model":
         raise InputError(
-            f"{file.path} holds a GGUF {kind}, expected a whole model: give the model's own file"
+            f"{file.path} is a GGUF of the type {kind!r}, expected a whole model: give the model's file"
         )
     if file.architecture not in READ:
         raise InputError(

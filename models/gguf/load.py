@@ -21,6 +21,7 @@ from kvjax.models.hf import assemble, check_dtype
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.model import Model
 from kvjax.models.params import Group
+from kvjax.models.tokenizer import Text
 
 
 def load_gguf(
@@ -44,7 +45,7 @@ def load_gguf(
     file = open_gguf(Path(path))
     config = config_of_gguf(file)
     check_kinds(file)
-    found, text = stored_tensors(file, config), text_of(file)
+    found, text = stored_tensors(file, config), text_of_gguf(file)
     name = Path(path).name.removesuffix(".gguf")
     return assemble(config, found, text, name, dtype, sharding, groups, progress, on_mesh)
 
@@ -55,12 +56,22 @@ def config_of_gguf(file: Gguf) -> Config:
         return config_from_hf(config_of(file))
 
 
+def text_of_gguf(file: Gguf) -> Text:
+    """What an open file says about text. Raises InputError as `load_gguf` does."""
+    with _named(file):
+        return text_of(file)
+
+
 @contextlib.contextmanager
 def _named(file: Gguf) -> Iterator[None]:
-    """Has errors about a config.json name the file instead."""
+    """Has errors about a config.json name the file instead, as do those of values of a wrong type."""
     try:
         yield
     except InputError as error:
         if "config.json" not in str(error):
             raise
         raise InputError(str(error).replace("config.json", f"the metadata of {file.path}")) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"{file.path} has metadata that make no sense ({error}): fetch or convert it again"
+        ) from error

@@ -138,13 +138,15 @@ def _open_one(path: Path) -> Gguf:
         raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
     except _WRONG as error:
         raise InputError(_unknown(path, str(error))) from error
+    if wrong := next((name for name in tensors if not name.isprintable()), None):
+        raise InputError(f"{path} is a damaged GGUF file (a tensor is called {wrong!r:.40}): fetch it again")
     if reader.byte_order != "I":
         raise InputError(f"{path} is of the other byte order: convert it on a machine like this one")
     return Gguf(path, reader.fields, tensors)
 
 
 def _unknown(path: Path, why: str) -> str:
-    number = re.search(r"(\d+) is not a valid GGMLQuantizationType", why)
+    number = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", why)
     if number is None:
         return f"{path} is a damaged GGUF file ({why:.100}): fetch it again"
     import gguf

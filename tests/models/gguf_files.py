@@ -76,17 +76,21 @@ def write_gguf(
     weights: dict[str, np.ndarray],
     kind: str = "F32",
     split_latents: bool = False,
+    extra: dict[str, np.ndarray] | None = None,
     **keys: Any,
 ) -> Path:
     """A GGUF file of a checkpoint's weights. kind: of its matrices; keys: more metadata, `__` for a dot.
 
-    split_latents: whether `kv_b_proj` is stored as two tensors, as newer conversions do.
+    split_latents: whether `kv_b_proj` is stored as two tensors, as newer conversions do. extra: tensors by
+    their names in GGUF, which replace others.
     """
     writer = gguf.GGUFWriter(path, arch)
     say_config(writer, arch, config)
     for key, value in keys.items():
         add(writer, key.replace("__", "."), value)
-    for name, (value, quantised) in converted(arch, config, weights, split_latents).items():
+    tensors = converted(arch, config, weights, split_latents)
+    tensors |= {name: (value, False) for name, value in (extra or {}).items()}
+    for name, (value, quantised) in tensors.items():
         wanted = gguf.GGMLQuantizationType[kind if quantised else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(value), wanted), raw_dtype=wanted)
     writer.write_header_to_file()
