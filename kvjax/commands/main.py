@@ -20,7 +20,7 @@ from kvjax.base.interrupts import Interrupts, folder_to_resume
 from kvjax.base.streams import escaped, printable, silence
 
 COMMANDS = (
-    "compare", "report", "methods", "architectures", "explain", "generate", "fit", "train", "convert",
+    "compare", "report", "methods", "architectures", "explain", "generate", "get", "fit", "train", "convert",
     "uptrain", "inspect", "info", "aot", "plan",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

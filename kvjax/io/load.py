@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from kvjax import models
 from kvjax.base.errors import InputError
+from kvjax.io.downloads import KNOWN, fetched
 from kvjax.mesh.on_mesh import on_mesh
 from kvjax.models.axes import note_whole, spread_params
 from kvjax.models.files import check_folder
@@ -39,9 +40,10 @@ def load(
 ) -> Model:
     """Loads a Hugging Face directory, a GGUF file, a kvjax checkpoint, a shipped model or "org/name".
 
-    A name is looked up in this order: a path on disk, a shipped model ("recall-tiny"), the Hugging Face hub.
-    Weights of a GGUF file (llama.cpp) are decoded into `dtype`. A checkpoint may hold a
-    `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups, progress: as of `load_hf`.
+    A name is looked up in this order: a path on disk, a shipped model ("recall-tiny"), what `kvjax get`
+    fetched ("smollm2-135m"), the Hugging Face hub. Weights of a GGUF file (llama.cpp) are decoded into
+    `dtype`. A checkpoint may hold a `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups,
+    progress: as of `load_hf`.
 
     mesh, rules: the devices that weights and all caches of the model are split over, a `jax.sharding.Mesh` or
     words such as "data=2,model=4", and how: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a
@@ -81,14 +83,15 @@ def model_path(path_or_name: str | os.PathLike[str]) -> Path:
         return on_disk(path)
     if name in shipped():
         return SHIPPED / name
+    if (file := fetched().get(name)) is not None:
+        return file
+    if name in KNOWN:
+        return _known(name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return _download(name)
-    near = difflib.get_close_matches(name, shipped(), 1)
-    hint = (
-        f"; did you mean the shipped model {near[0]}?"
-        if near
-        else f"; shipped models: {', '.join(shipped())}"
-    )
+    hint = f"; shipped models: {', '.join(shipped())}"
+    if near := difflib.get_close_matches(name, [*shipped(), *fetched(), *KNOWN], 1):
+        hint = f"; did you mean {'the shipped model ' if near[0] in shipped() else ''}{near[0]}?"
     raise InputError(
         f"{name} does not exist, expected a model directory, a GGUF file, org/name, or a shipped name{hint}"
     )
@@ -144,6 +147,18 @@ def _load_path(folder: Path, options: dict[str, Any]) -> Model:
     if (folder / MARKER).is_file():
         return load_checkpoint(folder, **{k: v for k, v in options.items() if k != "progress"})
     return load_hf(folder, **options)
+
+
+def _known(name: str) -> Path:
+    """The original on the hub of a model that `kvjax get` fetches, where there is a hub."""
+    known = KNOWN[name]
+    try:
+        return _download(known.hub)
+    except InputError as error:
+        raise InputError(
+            f"{name} is not here yet: run `kvjax get {name}` ({known.bytes / 1e6:.0f} MB, {known.licence}); "
+            f"its original, {known.hub}, could not be fetched from huggingface.co either"
+        ) from error
 
 
 def _download(name: str) -> Path:

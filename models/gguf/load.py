@@ -62,6 +62,18 @@ def text_of_gguf(file: Gguf) -> Text:
         return text_of(file)
 
 
+def check_gguf(path: str | os.PathLike[str], shown: str) -> None:
+    """Raises InputError, which names the file as `shown`, where `load_gguf` would not read it."""
+    try:
+        file = open_gguf(Path(path))
+        config = config_of_gguf(file)
+        check_kinds(file)
+        stored_tensors(file, config)
+        text_of_gguf(file)
+    except InputError as error:
+        raise InputError(str(error).replace(str(path), shown)) from error
+
+
 @contextlib.contextmanager
 def _named(file: Gguf) -> Iterator[None]:
     """Has errors about a config.json name the file instead, as do those of values of a wrong type."""

@@ -342,7 +342,7 @@ BAD = {
         "its header says",
         "fetch the file again",
     ),
-    "inspect nothing": ("inspect", r"DIR\|NAME\|CACHE_FILE", "are required", "kvjax inspect --help"),
+    "inspect nothing": ("inspect", r"DIR\|GGUF\|NAME\|CACHE_FILE", "are required", "kvjax inspect --help"),
     "inspect folder": (
         "inspect {dir}",
         "is no model directory",
