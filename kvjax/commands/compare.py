@@ -16,6 +16,7 @@ EXAMPLE = """examples:
   kvjax compare --methods snapkv adakv kivi:bits=4 snapkv+int4 --budgets 0.5 0.25
   kvjax compare --methods my_file.py:my_method --tasks get --samples 20 --out results
   kvjax compare --samples 8 --seeds 0 1 2
+  kvjax compare --model path/to/model --tasks ruler --length 2048
   kvjax compare --model path/to/model --text book.txt"""
 
 
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         nargs="+",
         metavar="TASK|FILE",
-        help="what is asked: built-in tasks, JSONL files of RULER or LongBench, or your own as "
+        help="what is asked: built-in tasks; ruler, or RULER's tasks by name, as niah_single_1 or "
+        "qa_1:file=dev-v2.0.json (docs/tasks.md); JSONL files of RULER or LongBench; or your own as "
         "my_file.py:my_task (default: get chase all copy multikey)",
     )
     parser.add_argument(

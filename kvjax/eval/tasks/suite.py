@@ -13,6 +13,7 @@ from kvjax.eval.tasks.functions import Task, is_function, of_functions
 from kvjax.eval.tasks.local_data import read_local
 from kvjax.eval.tasks.plain_english import make_words
 from kvjax.eval.tasks.reader import speaks_recall
+from kvjax.eval.tasks.ruler.suite import is_ruler, make_ruler
 from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite
 from kvjax.models.model import Model
 
@@ -100,9 +101,11 @@ def make_suite(
     """The questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
-      tasks: built-in names (by default all), paths of JSONL files, or of folders of them, and functions
+      tasks: built-in names (by default all), those of RULER ("ruler", "niah_single_1",
+        "qa_1:file=dev-v2.0.json"), paths of JSONL files, or of folders of them, and functions
         (`kvjax.eval.tasks.functions`), also as "file.py:function".
-      length: bound on context and question together; by default 512 tokens, or the longest prompt in files.
+      length: bound on context and question together, and on the answer in RULER's tasks; by default 512
+        tokens, 1024 in RULER's tasks, or the longest prompt in files.
       contexts: at most so many records of each file are read.
 
     Raises InputError for whatever cannot be asked: unknown tasks, unreadable files, lengths that are too
@@ -118,6 +121,8 @@ def make_suite(
     texts = [t for t in given if isinstance(t, str) and t not in own]
     if other := [t for t in given if t not in own and t not in texts]:
         raise InputError(f"a task is {other[0]!r:.60}, expected a name, a path of a file, or a function")
+    rulers = [t for t in texts if is_ruler(t) and not Path(t).exists()]
+    texts = [t for t in texts if t not in rulers]
     paths = tuple(Path(t) for t in texts if _is_path(t))
     names = tuple(t for t in texts if not _is_path(t))
     if length is not None and length > model.config.max_positions:
@@ -127,6 +132,8 @@ def make_suite(
     parts: list[Suite] = []
     if names:
         parts.append(_built_in(model, names, length, seed))
+    if rulers:
+        parts.append(make_ruler(model, rulers, length=length, seed=seed))
     if paths:
         parts.append(read_local(model, paths, length=length, contexts=contexts))
     if own:

@@ -1,0 +1,116 @@
+"""What RULER fixes for its tasks: the prompts and the prefixes of answers, word by word.
+
+Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/constants.py and scripts/synthetic.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Prompt(NamedTuple):
+    """A prompt with places for {context} and {query}, and what the answer begins with."""
+
+    template: str
+    prefix: str
+
+    def around(self, **given: str) -> tuple[str, str, str]:
+        """What stands before the context, after it up to the question, and the question itself."""
+        before, after = self.template.split("{context}")
+        after = after.format(**given)
+        question = after.lstrip("\n")
+        return before.format(**given), after[: len(after) - len(question)], question
+
+
+_DOCUMENTS = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\n"
+)
+PROMPTS: Mapping[str, Prompt] = {
+    "niah": Prompt(
+        "Some special magic {type} are hidden within the following text. Make sure to memorize it. I will "
+        "quiz you about the {type} afterwards.\n{context}\nWhat are all the special magic {type} for "
+        "{query} mentioned in the provided text?",
+        " The special magic {type} for {query} mentioned in the provided text are",
+    ),
+    "vt": Prompt(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+        "{context}\nQuestion: Find all variables that are assigned the value {query} in the text above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
+        "assigned the value {query}, they are: ",
+    ),
+    "cwe": Prompt(
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize "
+        "the ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the "
+        "above list?",
+        " Answer: The top 10 words that appear most often in the list are:",
+    ),
+    "fwe": Prompt(
+        "Read the following coded text and track the frequency of each coded word. Find the three most "
+        "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
+        "ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+    ),
+    "qa": Prompt(
+        _DOCUMENTS + "The following are given documents.\n\n{context}\n\n" + _DOCUMENTS + "Question: {query}",
+        " Answer:",
+    ),
+}
+
+
+def of_one(prompt: Prompt) -> Prompt:
+    """The prompt where one value is asked for: RULER replaces these words, in this order."""
+    template, prefix = prompt
+    for old, new in (("Some", "A"), ("are all", "is"), ("are", "is")):
+        template, prefix = template.replace(old, new), prefix.replace(old, new)
+    return Prompt(template, prefix)
+
+
+class Draft(NamedTuple):
+    """A sample as text.
+
+    context: pieces that make up the text in front of the question; those at odd places are what the answer
+    needs. prefix: what the answer begins with.
+    """
+
+    context: tuple[str, ...]
+    question: str
+    prefix: str
+    references: tuple[str, ...]
+
+
+def draft(
+    prompt: Prompt,
+    context: tuple[str, ...],
+    references: tuple[str, ...],
+    *,
+    before: str = "",
+    **given: str,
+) -> Draft:
+    """A prompt filled in; before: a solved example in front of it."""
+    opens, closes, question = prompt.around(**given)
+    first, *rest = context
+    pieces = [before + opens + first, *rest]
+    pieces[-1] += closes
+    return Draft(tuple(pieces), question, prompt.prefix.format(**given), references)
+
+
+def text_of(made: Draft) -> str:
+    return "".join(made.context) + made.question + made.prefix
+
+
+def joined(parts: list[tuple[str, bool]], separator: str) -> tuple[str, ...]:
+    """Texts with a separator between them, as pieces of which every second one is needed.
+
+    >>> joined([("a", False), ("b", True), ("c", False)], " ")
+    ('a ', 'b', ' c')
+    """
+    out = [""]
+    for i, (text, needed) in enumerate(parts):
+        out[-1] += separator if i else ""
+        if needed:
+            out += [text, ""]
+        else:
+            out[-1] += text
+    return tuple(out)
