@@ -9,15 +9,28 @@ step. All other words of the library are in `kvjax.keep`, `kvjax.store` and `kvj
 Budget(amount=0.5)
 """
 
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
-from kvjax.grammar.protocols import Allocation, Inputs, Merge, Observation, Pattern, Score, Seen, Trace, View
+from kvjax.grammar.protocols import (
+    Allocation,
+    AttentionSpec,
+    Inputs,
+    Merge,
+    Observation,
+    Pattern,
+    Score,
+    Seen,
+    Trace,
+    View,
+)
 from kvjax.grammar.read_protocols import Read
-from kvjax.grammar.when import PREFILL_END, STEP, Every, Full
-from kvjax.keep.algebra import Pool, Word
+from kvjax.grammar.when import PREFILL_END, STEP, Every, Full, When
+from kvjax.keep.algebra import Pool, Word, rank, stage, standardised
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold, Uniform, UpTo
-from kvjax.keep.observations.observe import Hidden, Mass, Queries, QueryMoments, RawKeys, Viewers
+from kvjax.keep.observations.observe import FadingMass, Hidden, Mass, Queries, QueryMoments, RawKeys, Viewers
+from kvjax.keep.observations.trace import AtArrival, Decayed, Received, Surprise
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.score import (
     AccumulatedAttention,
@@ -31,11 +44,29 @@ from kvjax.keep.scores.score import (
     WindowAttention,
 )
 from kvjax.methods import paper
+from kvjax.methods.papers import Press
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Bits, Fit, Group, Kernel, Layers, Ratio, Seed, Share, Tokens, Window
+from kvjax.methods.shared import (
+    Amount,
+    Bits,
+    Depth,
+    Fit,
+    Group,
+    Kernel,
+    Layers,
+    Page,
+    Rank,
+    Ratio,
+    Seed,
+    Share,
+    TokenIds,
+    Tokens,
+    Window,
+)
 from kvjax.read.pages import PageBounds
 from kvjax.read.ranked import RankedSlots
-from kvjax.state.codes import Codec
+from kvjax.state.cache import Slots
+from kvjax.state.codes import Codec, dense
 from kvjax.store.affine import Affine, Float8
 from kvjax.store.rotate import Rotate
 from kvjax.store.wrap import Around, Wrapper
@@ -43,15 +74,16 @@ from kvjax.store.wrap import Around, Wrapper
 __all__ = [
     # A method and its parts.
     "Method", "Keep", "Store", "Budget", "chain",
-    # What words see: slots under choice, what is known of their row, what a layer computes.
-    "View", "Seen", "Inputs",
+    # What words see: slots under choice, what is known of their row, what a layer computes, a cache's slots
+    # and their plain arrays.
+    "View", "Seen", "AttentionSpec", "Inputs", "Slots", "dense",
     # What words provide, as protocols.
     "Score", "Pattern", "Allocation", "Merge", "Observation", "Trace",
     "Read",
     "Codec",
-    "Phase",
+    "Phase", "When",
     # Scores: the base class, which adds, multiplies and chains scores, and those that most methods use.
-    "Word", "Pool",
+    "Word", "Pool", "rank", "stage", "standardised",
     "WindowAttention", "AccumulatedAttention", "DecayedAttention", "LastLogits", "KeyNorm", "ValueNorm",
     "KeyRedundancy", "OutputNorm", "Position",
     # Patterns: tokens that always stay.
@@ -61,7 +93,9 @@ __all__ = [
     # When slots are evicted.
     "PREFILL_END", "STEP", "Every", "Full",
     # What layers record for scores.
-    "Queries", "Mass", "Viewers", "RawKeys", "QueryMoments", "Hidden",
+    "Queries", "Mass", "FadingMass", "Viewers", "RawKeys", "QueryMoments", "Hidden",
+    # What is remembered of every slot from its token's arrival on (traces).
+    "Received", "Decayed", "AtArrival", "Surprise",
     # What keys and queries are rotated by.
     "ByPosition", "ByRank", "Clamped",
     # Codecs, and what stands before one.
@@ -73,8 +107,10 @@ __all__ = [
     "PageBounds",
     # Fitted arrays.
     "Fitted", "as_fitted",
-    # What is known of a paper, and the types of hyper-parameters.
-    "paper",
-    "Amount", "Bits", "Fit", "Group", "Kernel", "Layers", "Ratio", "Seed", "Share", "Tokens", "Window",
+    # What is known of a paper, the types of hyper-parameters, and the error for their wrong values.
+    "paper", "Press",
+    "Amount", "Bits", "Depth", "Fit", "Group", "Kernel", "Layers", "Page", "Rank", "Ratio", "Seed", "Share",
+    "TokenIds", "Tokens", "Window",
     "Range",
+    "InputError",
 ]  # fmt: skip

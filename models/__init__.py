@@ -1,3 +1,6 @@
-"""Decoders: one file per architecture family, `hf.py` for reading and writing weights, `zoo/` for the small
-model that ships with the package. What a decoder keeps of its past belongs to the cache and the methods.
+"""Decoders: `transformer.py` runs the layers of a `Config`, whose mixers lie in `mixers`, one idea per file.
+
+`hf.py` and the files named after it read and write Hugging Face checkpoints (`hf_mixed`: those of layers of
+several kinds), `gguf` reads GGUF files, and `zoo` has the models that ship. Which slots of its past a decoder
+keeps is decided by the methods (`kvjax.methods`).
 """

@@ -1,4 +1,4 @@
-"""What the TPU compiler says of our kernels without a TPU: memory, copies, schedules, estimates.
+"""Kernels and decoders through the compilers of TPUs and GPUs, without a device: memory, copies, estimates.
 
 Every figure here is the compiler's model or arithmetic on bytes, never a measurement.
 """

@@ -49,6 +49,10 @@ def step(
     if has_verbs(model):
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
+    if not isinstance(cache, Cache) and isinstance(token, Cache):
+        raise InputError(
+            "the token and the cache are in each other's place, expected kvjax.step(model, cache, token)"
+        )
     check_cache(model, cache)
     model = made(model, cache.method)
     cache = there(model, cache)

@@ -1,4 +1,4 @@
-"""Fitting: what some words of a sentence are taught about a model, from a few texts or questions.
+"""Fitting: arrays that some words of a method need for a model, from a few texts or questions.
 
 `fit` reads them once or several times, batch by batch, and never holds the activations of more than one.
 """
@@ -130,7 +130,7 @@ def fit(
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     **options: Any,
 ) -> Fitted:
-    """What a method's word is to be taught about a model, from texts or questions; give it as `fitted=`.
+    """The arrays that a method's word needs for a model, from texts or questions; give them as `fitted=`.
 
     method: as `kvjax.method` builds it, or its text, such as "kvzap" or "ccm:tokens=8,chunk=32".
     texts: rows of tokens, or samples (`kvjax.eval.tasks.sample`): questions about contexts, their answers and

@@ -31,7 +31,10 @@ class RankedSlots:
         return {}
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
-        """How much the slots of a layer of `body` may matter to these queries; of empty ones anything."""
+        """How much the slots of a layer of `body` may matter to these queries; of empty ones anything.
+
+        `dense(body.layer(layer).k)` has the layer's keys [B, K, S, H], decoded where a codec stores them.
+        """
         raise NotImplementedError
 
     def pages_visited(self, slots: int) -> int:

@@ -208,6 +208,12 @@ def test_a_name_is_no_model():
             verb("recall-tiny", [[1, 2]])
 
 
+def test_a_token_and_a_cache_in_each_others_place_are_refused_with_the_call(model):
+    _, cache = prefill(model, [[1, 2]])
+    with pytest.raises(InputError, match=r"expected kvjax.step\(model, cache, token\)"):
+        kvjax.step(model, [1], cache)
+
+
 @pytest.mark.parametrize("part", ["int8", None, kvjax.method])
 def test_names_are_no_parts_of_a_chain(part):
     with pytest.raises(

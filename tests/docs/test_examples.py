@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +21,8 @@ from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.state.cache import Slots
+from kvjax.state.codes import encode
 from tests.methods.battery import MAIN, model, positions
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +49,33 @@ def test_keydiff_chains_with_a_store_from_one_text():
 def test_contributing_shows_the_example_as_it_is():
     code = FILE.read_text().partition('"""\n\n')[2]
     assert code and code in (ROOT / "CONTRIBUTING.md").read_text()
-    layer = (ROOT / "docs" / "examples" / "hgrn2.py").read_text().partition('"""\n\n')[2]
-    assert layer and layer in (ROOT / "CONTRIBUTING.md").read_text()
+    for name in ("hgrn2", "codec_and_read"):
+        layer = (ROOT / "docs" / "examples" / f"{name}.py").read_text().partition('"""\n\n')[2]
+        assert layer and layer in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_a_codec_of_ones_own_halves_float32_and_answers_within_float16():
+    own = ROOT / "docs" / "examples" / "codec_and_read.py"
+    full, cache = kvjax.prefill(model("4/2"), MAIN.first, room=8)
+    logits, coded = kvjax.prefill(model("4/2"), MAIN.first, method=f"{own}:float16", room=8)
+    pos = sum(x.nbytes for x in jax.tree.leaves(cache) if x.dtype == np.int32)
+    assert 2 * (kvjax.nbytes(coded) - pos) == kvjax.nbytes(cache) - pos
+    token = np.ones(len(MAIN.first), np.int32)
+    full, logits = (kvjax.step(model("4/2"), c, token)[0] for c in (cache, coded))
+    np.testing.assert_allclose(logits, full, atol=5e-3)
+
+
+def test_a_read_of_ones_own_attends_to_the_largest_products_of_decoded_keys(rng):
+    own = str(ROOT / "docs" / "examples" / "codec_and_read.py")
+    read = from_file(f"{own}:largest", budget=3).read
+    codec = from_file(f"{own}:float16").store.keys
+    q, k = rng.normal(size=(1, 4, 1, 8)), rng.normal(size=(2, 1, 2, 9, 8)).astype(np.float16)
+    pos = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 2, 9))
+    body = Slots(encode(jnp.asarray(k, jnp.float32), codec), None, pos)
+    slots, count = read.select(jnp.asarray(q, jnp.float32), body, 1, jnp.asarray([9]))
+    scores = np.einsum("kgh,ksh->ks", q.reshape(2, 2, 8), k[1, 0].astype(np.float64))
+    for head in range(2):
+        assert set(slots[0, head, : count[0, head]].tolist()) == set(np.argsort(-scores[head])[:3].tolist())
 
 
 def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
