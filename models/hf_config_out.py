@@ -15,6 +15,18 @@ from kvjax.ops.base.rope import Rope
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
+# transformers 5.24 refuses an int in these.
+_FLOATS = (
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "routed_scaling_factor",
+)
+
 
 def config_to_hf(config: Config) -> dict[str, Any]:
     """config.json of a model, in the spelling that transformers 4 and 5 both read.
@@ -48,6 +60,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         raise InputError(
             f"family {config.family} of transformers has no such layers: use save_checkpoint instead"
         ) from error
+    data |= {name: float(data[name]) for name in _FLOATS if data.get(name) is not None}
     back = config_from_hf(data)
     # A longer reach than the model asked for is no loss.
     fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]

@@ -7,6 +7,7 @@ from typing import Any
 from kvjax.models.config import Config
 from kvjax.models.hf_family import Family, Json
 from kvjax.models.hf_mixed import MIXED
+from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.hf_windows import IN_ALL_LAYERS, in_layers
 from kvjax.ops.base.rope import Rope
 
@@ -53,9 +54,8 @@ def _gemma3(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def _write_gemma(config: Config) -> dict[str, Any]:
-    scalar = round(config.scale**-2, 6)
     return {
-        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+        "query_pre_attn_scalar": int_if_whole(round(config.scale**-2, 6)),
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
     }

@@ -42,6 +42,11 @@ def size(data: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def int_if_whole(x: float) -> int | float:
+    """x as an int where it is one: transformers 5.24 refuses a float in a field of whole numbers."""
+    return int(x) if float(x).is_integer() else x
+
+
 def is_number(value: Any) -> bool:
     """Whether a value of JSON is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

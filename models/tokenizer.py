@@ -129,9 +129,11 @@ def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bo
             f"messages are {messages!r:.60}, expected a list of dicts: [{{'role': 'user', 'content': 'Hi'}}]"
         )
     special = {name: text for name, text in model.special_tokens.items() if name != _REPEAT}
+    # transformers 5.24 leaves out what is None, too: templates would write "None", or fail.
+    given = [{key: x for key, x in message.items() if x is not None} for message in messages]
     values = {
-        "messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt,
-        "tools": None, "documents": None, **special,
+        "messages": given, "add_generation_prompt": add_generation_prompt, "tools": None,
+        "documents": None, **special,
     }  # fmt: skip
     limits = {"seconds": SECONDS, "megabytes": MEGABYTES, "characters": CHARACTERS}
     try:
@@ -173,6 +175,7 @@ def _answered(asked: str) -> dict[str, str]:
 def chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
     """Token ids of a conversation, `messages` being dicts with "role" and "content", ready to be answered.
 
+    A key whose value is None, such as the content beside tool calls, is one that the message lacks.
     Raises InputError where the model has no tokenizer or no chat template, or the template refuses.
 
     >>> from kvjax.io.load import load  # doctest: +SKIP

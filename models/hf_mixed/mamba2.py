@@ -11,6 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.pieces import behind, whole
+from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.recurrent import Mamba2
 from kvjax.ops.base.rope import Rope
@@ -25,8 +26,10 @@ def read_mamba2(data: Json, rope: Rope) -> dict[str, Any]:
             f"time_step_limit {data['time_step_limit']} is not supported, expected 0 and infinity"
         )
     word = Mamba2(
-        data["num_heads"], data["state_size"], data["head_dim"], data["n_groups"], conv=data["conv_kernel"]
-    )
+        data["num_heads"], data["state_size"], data["head_dim"], data["n_groups"], conv=data["conv_kernel"],
+        # As in the authors' code and transformers 5.24; 5.2 normalises all channels together.
+        norm_groups=data["n_groups"],
+    )  # fmt: skip
     layers = data["num_hidden_layers"]
     return {
         "mixers": (word,) * layers,
@@ -45,7 +48,7 @@ def write_mamba2(config: Config) -> dict[str, Any]:
         "head_dim": word.value_dim,
         "n_groups": word.key_heads,
         "conv_kernel": word.conv,
-        "expand": word.heads * word.value_dim / config.d_model,
+        "expand": int_if_whole(word.heads * word.value_dim / config.d_model),
         "layer_norm_epsilon": config.norm_eps,
     }
 

@@ -347,11 +347,12 @@ class KimiDelta(_Delta):
 class Mamba2(Recurrent):
     """Mamba-2's layer (arXiv:2405.21060): heads of `value_dim` channels, `key_dim` states, `groups` of B, C.
 
-    x, B and C pass one short convolution with a bias; y is normalised over all channels after it was
-    multiplied by silu(z).
+    x, B and C pass one short convolution with a bias; y is normalised after it was multiplied by silu(z), in
+    `norm_groups` equal parts of its channels. The authors' code has a part for each of `groups`.
     """
 
     conv: int = 4
+    norm_groups: int = 1
     in_segments = True
 
     axes = {
@@ -363,6 +364,12 @@ class Mamba2(Recurrent):
         "conv_bias": (None,),
         **dict.fromkeys(("a_log", "dt_bias", "skip"), ("heads",)),
     }
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if self.norm_groups < 1 or self.heads * self.value_dim % self.norm_groups:
+            channels = self.heads * self.value_dim
+            raise ValueError(f"{channels} channels cannot be normalised in {self.norm_groups} equal parts")
 
     def shapes(self, config: Config) -> Shapes:
         d, inner, bc = config.d_model, self.heads * self.value_dim, self.key_heads * self.key_dim
@@ -390,8 +397,11 @@ class Mamba2(Recurrent):
             return out, new | {"tail": tail}
 
         out, state, left = memory.recur(layer, step, state)
-        y = out.astype(x.dtype).reshape(b, t, inner) * jax.nn.silu(z)
-        return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, left
+        # Rounded once, after the norm, as in the authors' kernel.
+        y = out.astype(wide(x)).reshape(b, t, inner) * jax.nn.silu(z.astype(wide(x)))
+        parts, weight = y.reshape(b, t, self.norm_groups, -1), p["out_norm"].reshape(self.norm_groups, -1)
+        y = rms_norm(parts, weight, layer.config.norm_eps).reshape(y.shape)
+        return linear(p, "o", y.astype(x.dtype)), state, left
 
     def remember(
         self,

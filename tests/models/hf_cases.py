@@ -24,6 +24,8 @@ _SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+# The classes of Llama and Gemma in transformers 5.24 refuse a width that is no multiple of the heads.
+_WHOLE = {"hidden_size": 24}
 _THREE = {"num_attention_heads": 3, "num_key_value_heads": 1}
 _MQA = {"num_attention_heads": 5, "num_key_value_heads": 1}
 
@@ -40,7 +42,7 @@ def _even(model_type: str, hidden_size: int, **fields: Any) -> dict[str, Any]:
 
 
 def _llama(**rope: Any) -> dict[str, Any]:
-    return _case("llama", rope_theta=1000.0, tie_word_embeddings=True, **rope)
+    return _case("llama", **_WHOLE, rope_theta=1000.0, tie_word_embeddings=True, **rope)
 
 
 def _new(kind: str, theta: float = 1000.0, **params: Any) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def _next(**fields: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "llama": _case("llama", attention_bias=True, mlp_bias=True, rope_theta=500.0),
+    "llama": _case("llama", **_WHOLE, attention_bias=True, mlp_bias=True, rope_theta=500.0),
     "llama_mqa_tied": _case("llama", **_MQA, tie_word_embeddings=True),
     "llama_plain_heads": _case("llama", head_dim=None, num_attention_heads=5, num_key_value_heads=None),
     "llama_linear": _llama(rope_scaling={"type": "linear", "factor": 2.5}),
@@ -133,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "gemma2": _case(
         "gemma2",
+        **_WHOLE,
         num_hidden_layers=4,
         query_pre_attn_scalar=11,
         sliding_window=5,
@@ -142,6 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "gemma3_text": _case(
         "gemma3_text",
+        **_WHOLE,
         num_hidden_layers=4,
         query_pre_attn_scalar=8,
         sliding_window=6,

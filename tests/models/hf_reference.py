@@ -1,5 +1,6 @@
 """Random checkpoints built and run by transformers (eager attention, float32)."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,26 @@ def build(case: dict[str, Any], folder: Path, seed: int = 0) -> Any:
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Logits [B, T, V] in float32."""
+    _norm_by_group(model)
     with torch.no_grad():
         return model(torch.from_numpy(tokens).long(), use_cache=False).logits.float().numpy()
+
+
+def _norm_by_group(model: Any) -> None:
+    """Mamba-2's gated norm over each group's channels, as in the authors' mamba2.py and transformers 5.24.
+
+    In 5.2 the module takes all channels together.
+    """
+
+    def forward(norm: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = x.float() * torch.nn.functional.silu(gate.float())
+        parts = gated.unflatten(-1, (model.config.n_groups, -1))
+        scale = (parts.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+        return norm.weight * (parts / scale).flatten(-2).to(x.dtype)
+
+    for module in model.modules():
+        if type(module).__name__ == "MambaRMSNormGated" and not hasattr(module, "group_size"):
+            module.forward = functools.partial(forward, module)
 
 
 def greedy(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:

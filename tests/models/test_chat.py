@@ -39,10 +39,13 @@ def test_tojson_takes_the_options_of_transformers(options, expected):
     assert say("{{ messages[0].content | tojson(" + options + ") }}", message) == expected
 
 
-def test_content_may_be_none():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert say("{% if m is not defined and messages[0].content is none %}none{% endif %}", call) == "none"
-    with pytest.raises(InputError, match=r"does not accept these messages: TypeError: can only concatenate"):
+def test_content_that_is_none_is_lacking():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": None}]}
+    assert say("{% if messages[0].content is not defined %}none{% endif %}", call) == "none"
+    assert say("{{ messages[0].content }} | {{ messages[0] | tojson }}", call) == (
+        ' | {"role": "assistant", "tool_calls": [{"name": null}]}'
+    )
+    with pytest.raises(InputError, match=r"does not accept these messages: 'dict object' has no attribute"):
         say("{{ 'a' + messages[0].content }}", call)
 
 

@@ -304,6 +304,24 @@ def test_configs_survive_the_way_to_json_and_back(name):
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_written_in_the_types_that_transformers_declares(name):
+    """transformers 5.24 refuses an int in a field of floats, and a float in one of whole numbers."""
+    softcaps = {"attn_logit_softcapping": 50, "final_logit_softcapping": 30}
+    written = config_to_hf(config_from_hf(CASES[name] | (softcaps if name == "gemma2" else {})))
+    floats = "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq partial_rotary_factor "
+    floats = {*floats.split(), *softcaps, "routed_scaling_factor"}
+    kinds = {key: type(x) for key, x in written.items() if type(x) in (int, float)}
+    assert kinds == {key: float if key in floats else int for key in kinds}
+
+
+def test_mamba2_normalised_over_all_channels_is_no_model_of_transformers():
+    config = config_from_hf(CASES["mamba2_groups"])
+    other = tuple(dataclasses.replace(mixer, norm_groups=1) for mixer in config.mixers)
+    with pytest.raises(InputError, match="family mamba2 of transformers has no mixers"):
+        config_to_hf(dataclasses.replace(config, mixers=other))
+
+
 def test_olmo3_windowed_layers_rotate_unscaled():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     config = config_from_hf(CASES["olmo3"] | {"rope_scaling": scaling})

@@ -183,7 +183,7 @@ def test_missing_extra_and_wrongly_shaped_tensors_are_named_together(fixture, tm
     message = str(error.value)
     assert "2 missing: lm_head.weight, model.layers.1.mlp.up_proj.weight;" in message
     assert "1 not expected: model.layers.3.mlp.up_proj.weight;" in message
-    assert "1 of another shape: model.norm.weight (expected [20], found [7])" in message
+    assert "1 of another shape: model.norm.weight (expected [24], found [7])" in message
 
 
 def test_a_fused_tensor_is_checked_as_a_whole(tmp_path):

@@ -1,5 +1,7 @@
 """Recurrent layers against their equations in float64: sums over tokens where the layers keep a state."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -55,9 +57,10 @@ def test_gated_slots_are_their_equation_token_by_token(rng):
     close(run(mixer, p, x), np.stack(out))
 
 
-def test_log_linear_mamba2_is_its_sum_over_levels(rng):
+@pytest.mark.parametrize("parts", [1, 4])
+def test_log_linear_mamba2_is_its_sum_over_levels(parts, rng):
     heads, keys, values, levels = 2, 3, 4, 3
-    mixer = LogLinearMamba2(heads, keys, values, groups=1, levels=levels)
+    mixer = LogLinearMamba2(heads, keys, values, groups=1, norm_groups=parts, levels=levels)
     p, x = drawn(mixer, rng), rng.standard_normal((T, D))
     inner = heads * values
     y = silu(convolved(x @ p["xbc"], p["conv"], p["conv_bias"]))
@@ -70,8 +73,15 @@ def test_log_linear_mamba2_is_its_sum_over_levels(rng):
         for s in range(t + 1):
             share = weight[t, :, level(t, s, levels)] * np.exp(g[s + 1 : t + 1].sum(0)) * (c[t] @ b[s])
             o[t] += (share * dt[s])[:, None] * v[s]
-    want = rms(o.reshape(T, -1) * silu(x @ p["z"]), p["out_norm"]) @ p["o"]
+    gated = (o.reshape(T, -1) * silu(x @ p["z"])).reshape(T, parts, -1)
+    want = rms(gated, p["out_norm"].reshape(parts, -1)).reshape(T, -1) @ p["o"]
     close(run(mixer, p, x), want)
+
+
+def test_channels_that_no_norm_divides_are_refused():
+    mixer = LogLinearMamba2(2, 3, 4, norm_groups=3)
+    with pytest.raises(ValueError, match="8 channels cannot be normalised in 3 equal parts"):
+        dataclasses.replace(CONFIG, mixers=(mixer,))
 
 
 def test_log_linear_deltanet_is_its_product_of_transitions_over_levels(rng):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformers import (
@@ -117,17 +118,23 @@ def test_sharded_over_four_devices(name, stacked, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_checkpoints_are_exact_in_float32_and_close_in_bfloat16(name, tmp_path):
-    reference, folder = checkpoint(name, tmp_path, 51)
-    reference.to(torch.bfloat16).save_pretrained(folder)
-    tokens = prompt(51, 1)
-    low = hf_reference.logits(reference, tokens)
-    # Loaded again, because a rounded model keeps rounded frequencies.
-    upcast = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    exact = hf_reference.logits(upcast, tokens)
-    assert relative_error(load_hf(folder)(tokens), exact) <= BAR
-    ours = load_hf(folder, dtype=jnp.bfloat16)(tokens)
+    ours, theirs = [], []
+    # Errors of one recurrence grow or cancel by chance.
+    for seed in range(51, 59 if name.startswith("mamba2") else 52):
+        reference, folder = checkpoint(name, tmp_path / str(seed), seed)
+        reference.to(torch.bfloat16).save_pretrained(folder)
+        tokens = prompt(seed, 1)
+        low = hf_reference.logits(reference, tokens)
+        # Loaded again, because a rounded model keeps rounded frequencies.
+        upcast = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+        exact = hf_reference.logits(upcast, tokens)
+        assert relative_error(load_hf(folder)(tokens), exact) <= BAR
+        ours.append(relative_error(load_hf(folder, dtype=jnp.bfloat16)(tokens), exact))
+        theirs.append(relative_error(low, exact))
     # Rounding is all that differs: our error is of the size of theirs.
-    assert relative_error(ours, exact) <= 2 * relative_error(low, exact) + 0.01
+    assert np.mean(ours) <= 2 * np.mean(theirs) + 0.01
 
 
 @pytest.mark.parametrize(
@@ -259,8 +266,12 @@ def test_of_several_named_chats_the_default_is_rendered(form, tmp_path):
     settings = json.loads(file.read_text()) | {"chat_template": named if form == "dict" else as_list}
     file.write_text(json.dumps(settings))
     messages = [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "named").apply_chat_template(messages, tokenize=False)
-    assert render_chat(load(tmp_path / "named"), messages) == theirs == "None | a"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "named")
+    lacking = tokenizer.apply_chat_template([{"role": "user"}, messages[1]], tokenize=False)
+    assert render_chat(load(tmp_path / "named"), messages) == lacking == " | a"
+    # Since some version after 5.2, a key whose value is None is left out there as well.
+    theirs = "None | a" if transformers.__version__.startswith("5.2.") else lacking
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == theirs
 
 
 def test_the_shipped_model_in_transformers():

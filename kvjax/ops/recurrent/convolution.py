@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
 
 
@@ -38,11 +39,14 @@ def short_conv(
         if segments is not None:
             same = text[:, i : i + t + 1] == text[:, w - 1 :]
             seen = jnp.where(same[..., None], seen, jnp.zeros((), x.dtype))
-        return weight[i][None, None] * seen
+        return weight[i][None, None].astype(dtype) * seen.astype(dtype)
 
-    y = sum((tap(i) for i in range(w)), jnp.zeros((), x.dtype))
+    # One rounding at the end, as the authors' kernels have.
+    dtype = wide(x)
+    y = sum((tap(i) for i in range(w)), jnp.zeros((), dtype))
     if bias is not None:
-        y = y + bias[None, None]
+        y = y + bias[None, None].astype(dtype)
+    y = y.astype(x.dtype)
     # y[:, s] is the answer after s new tokens.
     seen = jnp.minimum(jnp.arange(1, t + 1, dtype=jnp.int32)[None], count[:, None])
     last = count[:, None] + jnp.arange(w, dtype=jnp.int32)[None]
