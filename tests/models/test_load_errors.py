@@ -239,7 +239,7 @@ def test_what_only_looks_like_safetensors(content, message, folder):
 
 def test_a_tensor_whose_bytes_do_not_fit_its_shape(folder):
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes().replace(b'"shape":[80,20]', b'"shape":[20,20]'))
+    file.write_bytes(file.read_bytes().replace(b'"shape":[80,24]', b'"shape":[20,24]'))
     with pytest.raises(InputError, match=r"damaged one \(invalid shape"):
         load(folder)
 
@@ -370,7 +370,7 @@ def test_a_checkpoint_with_weights_of_another_shape(checkpoint):
     head["config"]["d_ff"] = 14
     (checkpoint / "kvjax.json").write_text(json.dumps(head))
     with pytest.raises(
-        InputError, match=r"layers.0.down \(expected \(1, 14, 20\), found \(1, 28, 20\)\), layers"
+        InputError, match=r"layers.0.down \(expected \(1, 14, 24\), found \(1, 28, 24\)\), layers"
     ):
         load(checkpoint)
 
