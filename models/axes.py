@@ -17,6 +17,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import Group, layer_shapes
 from kvjax.models.placement import map_leaves
+from kvjax.state.axes import axes_of_state
 
 _E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
 
@@ -98,7 +99,7 @@ def left_whole(config: Config, on: OnMesh) -> tuple[str, ...]:
 
 
 def without_axes(config: Config, on: OnMesh) -> tuple[str, ...]:
-    """Parameters that stay whole because their class names no axes for them: one sentence per class.
+    """Parameters and states that stay whole because no class names axes for them: sentences per class.
 
     Empty where the rules split no weights.
     """
@@ -111,9 +112,23 @@ def without_axes(config: Config, on: OnMesh) -> tuple[str, ...]:
             names = found.setdefault(type(part).__name__, [])
             if part.axes_of(name) is None and name not in names:
                 names.append(name)
-    return tuple(
+    return _states_without_axes(config) + tuple(
         f"{kind}.axes does not name {', '.join(names)}, so every device holds them whole: give them there "
         'logical axes, such as ("embed", "heads")'
+        for kind, names in found.items()
+        if names
+    )
+
+
+def _states_without_axes(config: Config) -> tuple[str, ...]:
+    found: dict[str, set[str]] = {}
+    for layer in range(config.layers):
+        mixer = mixer_of(config, layer)
+        names = {name for name in mixer.state(config) if axes_of_state(name) is None}
+        found.setdefault(type(mixer).__name__, set()).update(names)
+    return tuple(
+        f"{kind}.state_axes does not name {', '.join(sorted(names))}, so every device holds these states "
+        'whole: say there the axes after layers and rows, such as ("heads",), or () where that is meant'
         for kind, names in found.items()
         if names
     )

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.mesh.on_mesh import OnMesh
+from kvjax.base.errors import InputError
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.rules import AXES
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.feed_forward import FeedForward
@@ -33,6 +35,7 @@ from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
+from kvjax.state.axes import say_state_axes
 from kvjax.state.cache import GroupState
 
 # Attention logits over each set of keys, -inf where a key is not visible.
@@ -209,18 +212,32 @@ class Mixer(LayerPart):
     and the part "count" says how much of it is used. untaught: parameters that no gradient reaches, because
     they are learned in another way.
 
+    state_axes: one logical axis, or None, for the axes of every part of `state`, the first ones at least; ()
+    for a part that every device holds whole. A name has the same axes in all mixers.
+
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
     and gives as `StackedState`, which a kernel writes where they lie. in_segments: whether texts of one
     row are kept apart, so that a state starts anew where `Memory.segments` change; unless it is said, a layer
     without a state does so, because attention hides other texts by their positions.
     """
 
+    state_axes: ClassVar[dict[str, Axes]] = {}
     grows: frozenset[str] = frozenset()
     untaught: frozenset[str] = frozenset()
 
     clip: tuple[float, float] | None = None
     in_place: frozenset[str] = frozenset()
     in_segments: bool | None = None
+
+    def __init_subclass__(cls, abstract: bool = False, **more: Any) -> None:
+        """Raises InputError as `LayerPart` does, and for states whose axes contradict another mixer's."""
+        for name, axes in cls.state_axes.items():
+            if unknown := sorted({axis for axis in axes if axis} - {*AXES}):
+                raise InputError(
+                    f"{cls.__name__}.state_axes names {unknown[0]!r}, expected one of {', '.join(AXES)}"
+                )
+            say_state_axes(name, axes)
+        super().__init_subclass__(abstract=abstract, **more)
 
     @property
     def takes(self) -> dict[str, Take]:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.ops.base.memory import KIND, in_host
 from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Segment, Slots, State, nbytes
@@ -21,12 +22,26 @@ from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Segment, Sl
 OfArray = Callable[[Axes, Array], Any]
 
 _LISTS: Axes = ("layers", "batch", "kv_heads")
-# Behind layers and rows, by the names of recurrent states: where their heads are. Others have none, such as
-# the tails of short convolutions, whose channels are those of queries, keys and values side by side.
-_STATES: dict[str, Axes] = {
-    **dict.fromkeys(("S", "K", "V", "memory", "opened", "kk", "kv", "means", "top", "total"), ("heads",)),
-    **dict.fromkeys(("levels", "k", "v", "since"), (None, "heads")),
-}
+# After layers and rows, by the names of recurrent states: what mixers say beside them.
+_STATES: dict[str, Axes] = {}
+
+
+def say_state_axes(name: str, axes: Axes) -> None:
+    """Says the logical axes of the recurrent states of a name, those after layers and rows.
+
+    A cache knows its states by name alone, so a name has the same axes in all mixers.
+    Raises InputError for a name that has others.
+    """
+    known = _STATES.setdefault(name, axes)
+    if known != axes:
+        raise InputError(
+            f"the state {name!r} has the axes {axes} here and {known} in another mixer: choose another name"
+        )
+
+
+def axes_of_state(name: str) -> Axes | None:
+    """The logical axes of a recurrent state after layers and rows; None where no mixer says them."""
+    return _STATES.get(name)
 
 
 def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
@@ -54,7 +69,7 @@ def _group(f: OfArray, group: GroupState, on: OnMesh | None) -> GroupState:
 
 def _state(f: OfArray, state: State) -> State:
     def one(name: str, x: Any) -> Any:
-        axes: Axes = ("layers", "batch", *_STATES.get(name, ()))
+        axes: Axes = ("layers", "batch", *(axes_of_state(name) or ()))
         return jax.tree.map(_padded(f, axes), x)
 
     return State({name: one(name, x) for name, x in state.data.items()})

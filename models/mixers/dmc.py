@@ -29,6 +29,8 @@ class DynamicMerging(KeptTokens):
     offset: float = 5.0
     in_segments = True
 
+    state_axes = {"count": (), "weight": ()}
+
     def state(self, config: Config) -> Shapes:
         heads = (self.key_heads,)
         return super().state(config) | {"count": heads, "weight": heads}

@@ -107,6 +107,8 @@ class Performer(_ByFeatures):
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head has features of its own: leave groups out, got {self.groups}")
 
+    state_axes = {"means": ("heads",), "top": ("heads",), "total": ("heads",)}
+
     def state(self, config: Config) -> Shapes:
         sums = (self.heads, self.features)
         return {"means": (*sums, self.value_dim), "top": sums, "total": sums}

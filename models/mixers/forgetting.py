@@ -37,6 +37,8 @@ class Forgetting(KeptTokens):
         norms: Shapes = {"q_norm": (self.key_dim,), "k_norm": (self.key_dim,)} if self.norm else {}
         return super().shapes(config) | gates | norms
 
+    state_axes = {"since": (None, "heads")}
+
     def state(self, config: Config) -> Shapes:
         return super().state(config) | {"since": (0, self.heads)}
 
@@ -92,6 +94,8 @@ class Path(KeptTokens):
         path |= {"beta": (d, self.heads), "beta_bias": (self.heads,)}
         gates: Shapes = {"forget_gate": (d, self.heads), "forget_gate_bias": (self.heads,)}
         return super().shapes(config) | path | (gates if self.forgets else {})
+
+    state_axes = {"since": (None, "heads"), "tail": ()}
 
     def state(self, config: Config) -> Shapes:
         tail = {"tail": (self.conv, self.heads * self.key_dim)}

@@ -57,6 +57,8 @@ class GatedUnit(Mixer):
             "unit_out": (self.width, d),
         }
 
+    state_axes = {"total": ("heads",), "quad_k": (), "lin_k": (), "values": (), "length": (), "answer": ()}
+
     def state(self, config: Config) -> Shapes:
         keys = (self.chunk, self.key_dim)
         return {

@@ -39,6 +39,8 @@ class Hgrn(Mixer):
         inner: Shapes = {name: (d, e) for name in ("candidate", "keep", "out_gate")}
         return inner | {"out": (e, d), "out_norm": (e,)}
 
+    state_axes = {"h": ()}
+
     def state(self, config: Config) -> Shapes:
         return {"h": (self.width,)}
 

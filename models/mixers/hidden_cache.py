@@ -47,6 +47,8 @@ class HiddenCache(Mixer):
         norm = {"compress_norm": (self.width,), "compress_norm_bias": (self.width,)}
         return {"compress": (config.d_model, self.width)} | norm
 
+    state_axes = {"states": (), "count": ()}
+
     def state(self, config: Config) -> Shapes:
         return {"states": (0, self.width), "count": ()}
 

@@ -44,6 +44,15 @@ class Infini(Recurrent):
         shapes = {name: shape for name, shape in super().shapes(config).items() if name != "out_norm"}
         return shapes | {"memory_share": (self.heads,)}
 
+    state_axes = {
+        "memory": ("heads",),
+        "opened": ("heads",),
+        "k": (None, "heads"),
+        "v": (None, "heads"),
+        "length": (),
+        "answer": (),
+    }
+
     def state(self, config: Config) -> Shapes:
         memory = (self.heads, self.key_dim, self.value_dim + 1)
         return {

@@ -54,6 +54,8 @@ class KeptTokens(Mixer, abstract=True):
         shapes: Shapes = {"q": (d, self.heads * self.key_dim), "k": (d, k * self.key_dim)}
         return shapes | {"v": (d, k * self.value_dim), "o": (self.heads * self.value_dim, d)}
 
+    state_axes = {"k": (None, "heads"), "v": (None, "heads"), "count": ()}
+
     def state(self, config: Config) -> Shapes:
         k, v = (0, self.key_heads, self.key_dim), (0, self.key_heads, self.value_dim)
         return {"k": k, "v": v, "count": ()}

@@ -63,6 +63,8 @@ class LogLinearDelta(GatedDelta):
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | level_shapes(config, self.heads, self.levels)
 
+    state_axes = {"levels": (None, "heads"), "tail": ()}
+
     def state(self, config: Config) -> Shapes:
         state = super().state(config)
         return {"levels": (self.levels, *state["S"]), "tail": state["tail"]}
@@ -94,6 +96,8 @@ class LogLinearMamba2(Mamba2):
 
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | level_shapes(config, self.heads, self.levels)
+
+    state_axes = {"levels": (None, "heads"), "tail": ()}
 
     def state(self, config: Config) -> Shapes:
         levels = (self.levels, self.heads, self.key_dim, self.value_dim)

@@ -60,6 +60,8 @@ class Mamba(Mixer):
         norms: Shapes = {"dt_norm": (rank,), "b_norm": (self.states,), "c_norm": (self.states,)}
         return shapes | (norms if self.normed else {})
 
+    state_axes = {"h": (), "tail": ()}
+
     def state(self, config: Config) -> Shapes:
         return {"h": (self.width, self.states), "tail": (self.conv, self.width)}
 

@@ -39,6 +39,8 @@ class SlopeDecay(Mixer):
         into: Shapes = {name: (config.d_model, 2 * self.width) for name in ("token", "history")}
         return into | {"out": (2 * self.width, config.d_model)}
 
+    state_axes = {"sums": ()}
+
     def state(self, config: Config) -> Shapes:
         return {"sums": (2 * self.width,)}
 

@@ -48,6 +48,8 @@ class Mesa(Recurrent):
         gates |= {name + "_bias": (self.heads,) for name in ("decay", "beta")}
         return super().shapes(config) | gates | {"conv": (self.conv, 2 * keys)}
 
+    state_axes = {"kk": ("heads",), "kv": ("heads",), "tail": ()}
+
     def state(self, config: Config) -> Shapes:
         keys = self.heads * self.key_dim
         return {

@@ -63,6 +63,8 @@ class Recurrent(Mixer, abstract=True):
         if self.heads % self.key_heads:
             raise ValueError(f"{self.key_heads} key heads cannot serve {self.heads} value heads evenly")
 
+    state_axes = {"S": ("heads",)}
+
     def state(self, config: Config) -> Shapes:
         return {"S": (self.heads, self.key_dim, self.value_dim)}
 
@@ -193,6 +195,8 @@ class GatedSlot(Recurrent):
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head has slots of its own: leave groups out, got groups={self.groups}")
 
+    state_axes = {"K": ("heads",), "V": ("heads",)}
+
     def state(self, config: Config) -> Shapes:
         return {"K": (self.heads, self.key_dim, self.count), "V": (self.heads, self.count, self.value_dim)}
 
@@ -231,6 +235,8 @@ class _Delta(Recurrent, abstract=True):
         width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
         more = {"beta": (config.d_model, self.heads), "conv": (self.conv, width)}
         return super().shapes(config) | more
+
+    state_axes = {"S": ("heads",), "tail": ()}
 
     def state(self, config: Config) -> Shapes:
         width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
@@ -376,6 +382,8 @@ class Mamba2(Recurrent):
         shapes: Shapes = {"z": (d, inner), "xbc": (d, inner + 2 * bc), "dt": (d, self.heads), "o": (inner, d)}
         shapes |= {"conv": (self.conv, inner + 2 * bc), "conv_bias": (inner + 2 * bc,), "out_norm": (inner,)}
         return shapes | {name: (self.heads,) for name in ("a_log", "dt_bias", "skip")}
+
+    state_axes = {"S": ("heads",), "tail": ()}
 
     def state(self, config: Config) -> Shapes:
         width = self.heads * self.value_dim + 2 * self.key_heads * self.key_dim

@@ -41,6 +41,8 @@ class Shifted(Mixer, abstract=True):
 
     in_segments = True
 
+    state_axes = {"shift": (), "answer": ()}
+
     def state(self, config: Config) -> Shapes:
         return {"shift": (config.d_model,), "answer": (config.d_model,)}
 
@@ -116,6 +118,8 @@ class TimeMix(Shifted, abstract=True):
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+    state_axes = {"S": ("heads",), "shift": (), "answer": ()}
 
     def state(self, config: Config) -> Shapes:
         return {"S": (self.heads, self.head_dim, self.head_dim)} | super().state(config)

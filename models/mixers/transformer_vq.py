@@ -47,6 +47,15 @@ class VectorQuantised(Recurrent):
         shapes |= {"codebook": (self.heads, self.key_dim, self.codes)}
         return shapes | {"out_gate": (config.d_model, self.heads * self.value_dim)}
 
+    state_axes = {
+        "counts": (),
+        "means": ("heads",),
+        "near_codes": (),
+        "near_values": (),
+        "length": (),
+        "answer": (),
+    }
+
     def state(self, config: Config) -> Shapes:
         return {
             "counts": (self.heads, self.codes),

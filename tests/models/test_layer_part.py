@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import kvjax
@@ -19,6 +20,8 @@ from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.state.axes import map_axes
+from kvjax.state.cache import Cache, GroupState, State
 
 SIZES = dict(vocab=32, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=4, d_ff=24)
 
@@ -60,6 +63,37 @@ def test_parameter_with_axes_is_split_in_silence():
     with warnings.catch_warnings(action="error"):
         assert spread(Named())["gain"].sharding.spec == jax.P(None, None, "model")
         spread(Unnamed(), "batch", "data=2")
+
+
+@dataclasses.dataclass(frozen=True)
+class NewState(Attention):
+    """Keeps a state of a name that no mixer has."""
+
+    def state(self, config):
+        return {"unheard": (2, 4), "S": (2, 4)}
+
+
+def test_state_without_axes_on_a_mesh_warns():
+    with pytest.warns(UserWarning, match="NewState.state_axes does not name unheard, so every device holds"):
+        spread(NewState())
+    with warnings.catch_warnings(action="error"):
+        spread(NewState(), "batch", "data=2")
+
+
+def test_states_are_split_by_what_mixers_say_beside_them():
+    type("Heard", (Mixer,), {"state_axes": {"test_levels": (None, "heads")}, "__module__": __name__})
+    data = {name: jnp.zeros((1, 2, 3, 4, 5)) for name in ("test_levels", "nameless")}
+    cache = Cache((GroupState((), state=State(data)),), jnp.zeros(2, jnp.int32))
+    axes = map_axes(lambda axes, x: axes, cache).groups[0].state.data
+    assert axes["test_levels"] == ("layers", "batch", None, "heads", None)
+    assert axes["nameless"] == ("layers", "batch", None, None, None)
+
+
+def test_contradicting_axes_of_a_state_are_refused():
+    with pytest.raises(InputError, match=r"the state 'S' has the axes \(None,\) here and \('heads',\) in"):
+        type("Other", (Mixer,), {"state_axes": {"S": (None,)}})
+    with pytest.raises(InputError, match="Strange.state_axes names 'head', expected one of batch, "):
+        type("Strange", (Mixer,), {"state_axes": {"test_strange": ("head",)}})
 
 
 def test_axes_of_another_rank_are_refused():

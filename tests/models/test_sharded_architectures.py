@@ -15,7 +15,7 @@ from kvjax.models.feed_forward import mlp_of
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes
 from kvjax.pure import decoding
-from kvjax.state.axes import map_axes
+from kvjax.state.axes import axes_of_state, map_axes
 from tests.models.architectures import TABLE
 from tests.models.conversation import BATCHES, ROOM, STEPS, TEXTS, close, model, talk
 from tests.models.memory_classes import OWN, REPRESENTATIVES
@@ -59,7 +59,7 @@ def _check(x, sharding):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_parameter_has_logical_axes_of_its_rank(name):
+def test_every_parameter_and_state_has_logical_axes_of_its_rank(name):
     config = TABLE[name].config
     for layer in range(config.layers):
         mlp, mixer = mlp_of(config, layer), mixer_of(config, layer)
@@ -67,3 +67,6 @@ def test_every_parameter_has_logical_axes_of_its_rank(name):
             part = mlp if called in mlp.shapes(config) else mixer
             assert part.axes_of(called) is not None, (type(part).__name__, called)
             axes_of(part, called, shape)
+        for called, shape in mixer.state(config).items():
+            axes = axes_of_state(called)
+            assert axes is not None and len(axes) <= len(shape), (type(mixer).__name__, called)
