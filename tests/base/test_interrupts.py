@@ -50,13 +50,18 @@ time.sleep(600)""",
 }
 
 
+def process_of(code, *words):
+    """A Python process that Ctrl-C reaches, though these tests may run where a shell ignores it."""
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", heard + code, *words], stdout=pipe, stderr=pipe, text=True)
+
+
 def started(script, grace=GRACE / 4):
     """A process that runs `kvjax info` with this body, once it is in it."""
     body = "\n".join(f"    {line}" for line in f"print('ready', flush=True)\n{script}".splitlines())
     code = f"{MAIN.format(grace=grace)}\ndef run(args):\n{body}\n{END}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = process_of(code)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     return process
@@ -94,8 +99,8 @@ def test_a_second_interrupt_ends_it_at_once():
 )
 def test_an_interrupted_comparison_ends_and_says_how_it_goes_on(moment, tmp_path):
     folder = tmp_path / "its results"
-    command = [sys.executable, "-m", "kvjax", "compare", *COMPARE.split(), "--out", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ["compare", *COMPARE.split(), "--out", str(folder)]
+    process = process_of("import runpy; runpy.run_module('kvjax', run_name='__main__')", *words)
     units, until = folder / "units.jsonl", time.monotonic() + 120
     if moment == "import":
         time.sleep(1.5)
@@ -111,5 +116,5 @@ def test_an_interrupted_comparison_ends_and_says_how_it_goes_on(moment, tmp_path
     # How far the first seconds bring it depends on the machine: units may be done at any moment.
     if moment != "import" or said != "interrupted\n":
         line = re.search(r"interrupted; what was done is in .*\. Go on with: kvjax (.*)\n", said)
-        assert line and shlex.split(line[1]) == [*command[3:], "--resume"]
+        assert line and shlex.split(line[1]) == [*words, "--resume"]
     assert lines or moment != "first unit"

@@ -70,7 +70,7 @@ def recall_words(ids):
 
 def test_every_cell_is_said_as_soon_as_it_is_done(small):
     lines = [line for line in SAID.getvalue().splitlines() if " in " in line]
-    assert len(lines) == len(small.cells) and lines[0].startswith("full, agnostic: ")
+    assert len(lines) == len(small.cells)
     for cell in small.cells:
         budget = "" if cell.budget is None else f" {cell.budget}"
         found = f"{100 * cell.mean:.0f}% in {cell.kept_bytes / 1024:.0f} KiB"

@@ -101,7 +101,7 @@ BAD = {
     ),
     "an allocation without a preference": (
         dict(allocate=Aimless()),
-        r"^Aimless is no allocation with preferences, it has no `preference`: see kvjax\.protocols\.Pref",
+        r"^Aimless is no allocation with preferences, it has no `preference`: see kvjax\.grammar\.protocols",
     ),
     "a merge": (dict(merge=0.8), r"^float is no merge, it has no `needs`"),
     "a number for a budget": (

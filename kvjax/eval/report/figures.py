@@ -49,8 +49,8 @@ def larger_than_full(measured: Iterable[tuple[str, NominalBudget, float, float]]
 
     measured: method, budget, kept bytes and bytes of the full cache, each.
 
-    >>> larger_than_full([("quest", 0.5, 120, 100), ("kivi", None, 30, 100), ("alisa", None, 101, 100)])
-    'Larger than the full cache: quest at 0.5, alisa.'
+    >>> larger_than_full([("quest", 0.5, 120.0, 100.0), ("kivi", None, 30.0, 100.0)])
+    'Larger than the full cache: quest at 0.5.'
     """
     heavy = [(method, budget) for method, budget, kept, full in measured if heavier(kept, full)]
     names = dict.fromkeys(m if b is None else f"{m} at {budget_label(b)}" for m, b in heavy)
