@@ -21,40 +21,14 @@ from kvjax.io.load import load
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from tests.eval.ruler_records import HOTPOT, NEEDLE, SQUAD, UUID
 
 LENGTH = 1300
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: ([\w-]+)\.")
-SQUAD = {
-    "data": [
-        {
-            "paragraphs": [
-                {
-                    "context": f"Article {a}, part {p}. The tower {a}{p} was built in the year 1{a}{p}5.",
-                    "qas": [
-                        {"question": f"When was tower {a}{p} built?", "answers": [{"text": f"1{a}{p}5"}]},
-                        {"question": "Why?", "answers": [], "is_impossible": True},
-                    ],
-                }
-                for p in range(3)
-            ]
-        }
-        for a in range(4)
-    ]
-}
-HOTPOT = [
-    {
-        "question": f"Who waited at gate {q}?",
-        "answer": f"Ada {q}",
-        "context": [[f"Gate {q}{i}", [f"Ada {q} waited. ", "It rained."]] for i in range(4)],
-        "supporting_facts": [[f"Gate {q}1", 0], [f"Gate {q}3", 1], [f"Gate {q}3", 0]],
-    }
-    for q in range(5)
-]
+NUMBER = r"\d{7}"
 
 
 def trained(kind):
