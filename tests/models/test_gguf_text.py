@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import gguf
 import pytest
@@ -12,6 +13,7 @@ from kvjax.models.gguf.pre_tokenizers import SPLITS, pre_tokenizer
 from kvjax.models.gguf.reader import open_gguf
 from kvjax.models.gguf.text import text_of
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "gguf"
 PAGE = """# Notes, 2024-05-17
 def mean(xs: list[float]) -> float:
     total = 0.0
@@ -191,6 +193,14 @@ def test_sentence_piece_ids_follow_from_scores(text, tmp_path):
     expected = greedy_by_score(text, pieces, scores) if text else []
     assert found.encode(text).ids == [1, *expected]
     assert found.decode(found.encode(text).ids) == text
+
+
+def test_sentence_piece_ids_are_those_of_the_library(tmp_path):
+    record = json.loads((FIXTURES / "sentencepiece.json").read_text(encoding="utf-8"))
+    keys = dict(scores=record["scores"], token_type=record["kinds"], unknown_token_id=0, add_bos_token=False)
+    found = text_of(write_text(tmp_path / "a.gguf", record["pieces"], "llama", **keys)).tokenizer
+    assert [found.encode(text).ids for text in record["texts"]] == record["ids"]
+    assert [found.decode(ids) for ids in record["ids"]] == record["texts"]
 
 
 def test_sentence_piece_matches_tokens_of_the_user_first(tmp_path):
