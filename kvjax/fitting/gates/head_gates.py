@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitting.loops.answers import answers
+from kvjax.fitting.loops.answers import Answers, answers
 from kvjax.fitting.loops.descent import descended
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
