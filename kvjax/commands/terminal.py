@@ -22,10 +22,10 @@ def print_part(text: str) -> None:
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:
-    """Names on the left, what they are on the right."""
+    """Names on the left, what they are on the right; what is longer than a line goes on in the next one."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
