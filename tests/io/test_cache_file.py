@@ -47,6 +47,7 @@ def filled(model: Model, method: Method) -> Cache:
 
 
 METHODS = {
+    "alisa, several arrays per row": lambda: kvjax.method("alisa", budget=0.5, window=2),
     "full": lambda: kvjax.method("full"),
     "h2o, statistics": lambda: kvjax.method("h2o", budget=0.5),
     "d2o, a threshold per row": lambda: kvjax.method("d2o", budget=0.5, sinks=1),
