@@ -146,8 +146,9 @@ def _is(value: Any, hint: Any) -> bool:
     if hasattr(hint, "dim_str"):
         axes, types_ = hint.dim_str.split(), hint.dtypes
         return isinstance(value, Saved) and value.ndim == len(axes) and value.dtype.name in types_
-    if hint is Any:
-        return isinstance(value, Saved) or (isinstance(value, tuple) and all(_is(x, Any) for x in value))
+    if hint is Any:  # a tree of arrays
+        below = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+        return isinstance(value, Saved | dict | tuple | None) and all(_is(x, Any) for x in below)
     if hint is Array:
         return isinstance(value, Saved)
     return type(value) is int if hint is int else isinstance(value, hint)

@@ -183,9 +183,9 @@ class GroupState:
 
     bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, what copies of a row
     have in common, of fewer rows (`kvjax.place.common`). tail: the slots that they enter. state: what layers
-    without slots carry instead. rows: what a method remembers of every row, arrays [Lg, B, ...] or tuples of
-    them, by name. sinks: the first tokens of every row, as computed, where a store keeps some of them so; no
-    other token enters these slots.
+    without slots carry instead. rows: what a method remembers of every row, trees of arrays [Lg, B, ...] by
+    name. sinks: the first tokens of every row, as computed, where a store keeps some of them so; no other
+    token enters these slots.
     """
 
     bodies: tuple[Segment, ...] = ()

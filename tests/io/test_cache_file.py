@@ -67,6 +67,14 @@ def assert_same_bits(a: Cache, b: Cache):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.parametrize("method", ["less(budget=0.5)", "razorattention(window=8)"])
+def test_named_arrays_of_a_row_come_back(method, tmp_path):
+    _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[*range(4, 68)]], method=method, room=2)
+    assert any(isinstance(value, dict) for group in cache.groups for value in group.rows.values())
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    assert_same_bits(kvjax.load_cache(tmp_path / "a.cache"), cache)
+
+
 # The first and the third are single arrays of slots, as the second is.
 IN_TURN = (
     "full", "fp8", "turboquant", "h2o, statistics", "d2o, a threshold per row", "adakv + int4, coded pages",
