@@ -238,27 +238,23 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
                     budget = "" if entry.budget is None else f" {entry.budget}"
                     progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
                     log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
-                    if said := _row(log, batches, protocol, entry):
-                        progress.say(said)
+                    if number == 0:
+                        many = sum(b.protocol == protocol for b in batches)
+                        progress.say(_row(unit, protocol, entry, many))
                     runner.make_room()
                 if len(batches) == 1:
                     progress.update(bar, description="timing")
                     _time_again(runner, log, batches[0], rows, todo, full_bytes)
 
 
-def _row(log: UnitLog, batches: list[Batch], protocol: str, entry: Entry) -> str:
-    """What a cell scored and weighs, once all of its batches are done; empty before."""
-    keys = [_key(protocol, b.number, entry) for b in batches if b.protocol == protocol]
-    if not all(key in log.done for key in keys):
-        return ""
-    rows = [row for key in keys for row in log.done[key]["rows"]]
-    tasks = {
-        task: [row["score"] for row in rows if row["task"] == task] for task in {r["task"] for r in rows}
-    }
+def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
+    """What a cell scored and weighs in its first batch of several."""
+    tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
     score = np.mean([np.mean(scores) for scores in tasks.values()])
-    kept = np.mean([row["kept_bytes"] for row in rows])
+    kept = np.mean([row["kept_bytes"] for row in unit.rows])
     budget = "" if entry.budget is None else f" {entry.budget}"
-    return f"{entry.label}{budget}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB"
+    more = "" if batches == 1 else f", after 1 of {batches} batches"
+    return f"{entry.label}{budget}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB{more}"
 
 
 def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
