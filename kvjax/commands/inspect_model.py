@@ -59,7 +59,7 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
 
 
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
-    """A model's config and, where it lies on disk, its directory or GGUF file, of which no weights are read.
+    """A model's config and, where it lies on disk, its directory or GGUF file; no weights are read.
 
     Raises InputError where there is no such model.
     """

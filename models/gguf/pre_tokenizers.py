@@ -20,7 +20,7 @@ _REST_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Words that start anew at a capital, with or without an ending behind an apostrophe."""
+    """Words that start anew at a capital, with or without an ending after an apostrophe."""
     words = (f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}", f"{_BEFORE}{_UPPER}+{_LOWER}*{ending}")
     return "|".join((*words, digits)) + _REST_SLASH
 

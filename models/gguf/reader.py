@@ -160,9 +160,9 @@ def _held(tensor: Any) -> Held:
 
 
 def _reader_class() -> Any:
-    """The package's reader, over a plain array, of which slices cost less, and with ends checked.
+    """The package's reader over a plain array, whose slices cost less, with checks of the file's end.
 
-    Its own takes what is there where a file ends early, or counts on for ever.
+    Without these checks, a file that ends early is read as if it were whole, or without end.
     """
     try:
         from gguf import GGUFReader

@@ -70,7 +70,7 @@ def of_kind(path, weights, kind):
 
 
 def unpaired(rows, heads):
-    """Rows of q or k with both halves of a head one behind the other."""
+    """Rows of q or k with the halves of a head one after the other."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -101,7 +101,7 @@ def text_of(made: Draft) -> str:
 
 
 def joined(parts: list[tuple[str, bool]], separator: str) -> tuple[str, ...]:
-    """Texts with a separator between them, as pieces of which every second one is needed.
+    """Texts joined by a separator, as pieces that alternate between not needed and needed.
 
     >>> joined([("a", False), ("b", True), ("c", False)], " ")
     ('a ', 'b', ' c')
