@@ -13,7 +13,7 @@ from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.pieces import behind, whole
 from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.mixers.recurrent import Mamba2
+from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.ops.base.rope import Rope
 
 

@@ -19,7 +19,8 @@ from kvjax.mesh.on_mesh import Axes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixer import Memory, RecurrentState
-from kvjax.models.mixers.recurrent import GatedDelta, Mamba2
+from kvjax.models.mixers.mamba2 import Mamba2
+from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.ops.recurrent.log_linear import LevelState, log_linear_attention, log_linear_gated_delta
 
 

@@ -11,7 +11,8 @@ from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import KimiDelta, Mamba2
+from kvjax.models.mixers.mamba2 import Mamba2
+from kvjax.models.mixers.recurrent import KimiDelta
 
 LAYERS = 32
 # Llama-2-7B's sizes: 32 layers of width 4096 with 32 heads of 128 channels.

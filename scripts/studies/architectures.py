@@ -29,7 +29,8 @@ from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, Mamba2, Retention
+from kvjax.models.mixers.mamba2 import Mamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct

@@ -14,7 +14,8 @@ from kvjax.mesh.rules import as_rules
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.mamba2 import Mamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Retention
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.recurrent.gated_delta import HEADS, SEQUENCE, STACK, gated_delta, gated_delta_step

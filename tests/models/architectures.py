@@ -28,10 +28,11 @@ from kvjax.models.mixers.lattice import Lattice
 from kvjax.models.mixers.local_linear import LocalLinear
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
 from kvjax.models.mixers.mamba import Conba, Mamba
+from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.mixers.mcsd import SlopeDecay
 from kvjax.models.mixers.mesa import Mesa
 from kvjax.models.mixers.proximal import SharedKeys
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct

@@ -11,7 +11,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.layers import rms_norm
 from kvjax.models.mixers.attention import Attention
-from kvjax.models.mixers.recurrent import Mamba2
+from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.base.rope import Rope

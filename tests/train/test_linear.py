@@ -10,7 +10,8 @@ import pytest
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.mixers.attention import ATTENTION
-from kvjax.models.mixers.recurrent import GatedDelta, KimiDelta, Mamba2
+from kvjax.models.mixers.mamba2 import Mamba2
+from kvjax.models.mixers.recurrent import GatedDelta, KimiDelta
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import run_layers

@@ -24,7 +24,8 @@ from kvjax.models.feed_forward import NoMLP
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Mixer, Passed
 from kvjax.models.mixers.attention import ATTENTION, mixer_of
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.mamba2 import Mamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Retention
 from kvjax.models.params import init, plan, regroup
 from kvjax.models.transformer import run_layers, unembed
 from kvjax.train.conversion.by_predictions import padded

@@ -14,7 +14,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import GATED_MLP, NoMLP
 from kvjax.models.layers import Params, rms_norm
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
-from kvjax.models.mixers.recurrent import Mamba2
+from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import run_layers
 from kvjax.ops.base.rope import angles, rotate
