@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,21 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.api.chunks import bucket
+from kvjax.api.forced import Given, Scored, force, scored
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
-from kvjax.api.prefill import Batch, bare_cache, check_reach, method_of, padded, prefill
+from kvjax.api.prefill import Batch, check_reach, method_of, padded, prefill
 from kvjax.api.prepare import made
-from kvjax.api.step import stepping
-from kvjax.api.types import Lengths, Step, TokenIds, has_verbs
-from kvjax.api.verify import one_pass_refused, verify
-from kvjax.base.checks import whole_number
+from kvjax.api.types import Lengths, TokenIds, has_verbs
+from kvjax.base.checks import id_array, whole_number
 from kvjax.base.errors import InputError
+from kvjax.compat.max_length import last_position
 from kvjax.grammar import Method
 from kvjax.grammar.when import PREFILL_END
 from kvjax.hosts.arrays import fetch
-from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.pure import decoding
-from kvjax.state.cache import Cache
+from kvjax.state.cache import Cache, nbytes
 
 # Tokens that are scored at a time.
 PIECE = 128
@@ -36,12 +34,16 @@ class Likelihood(NamedTuple):
     """log p of every token after the context, in nats, given all tokens before it.
 
     logprobs: NaN where nothing was scored, in the context and after a row's end. tokens: how many of each
-    row were scored. bytes: UTF-8 bytes of their text, all rows together; None without a tokenizer.
+    row were scored. bytes: UTF-8 bytes of their text, all rows together; None without a tokenizer. greedy:
+    whether a token is the likeliest one, False where nothing was scored. cache_bytes: bytes of the cache
+    after the context, with the room for the other tokens.
     """
 
     logprobs: Float[np.ndarray, "B T"]
     tokens: Int[np.ndarray, "B"]
     bytes: int | None
+    greedy: Bool[np.ndarray, "B T"]
+    cache_bytes: int
 
     @property
     def nll(self) -> float:
@@ -66,16 +68,16 @@ def likelihood(
     texts: Sequence[str] | TokenIds,
     *,
     method: Method | str | None = None,
-    context: int | None = None,
+    context: int | Sequence[int] | Int[np.ndarray, "B"] | None = None,
     chunk: int | None = None,
     lengths: Lengths | None = None,
     implementation: str | None = None,
 ) -> Likelihood:
     """How likely the model, with a past that a method compresses, finds the tokens of texts.
 
-    The first `context` tokens of every text (1 by default) are read as a prompt. The others are scored one
-    after the other, each over the cache of all tokens before it, as in decoding; the first one by the logits
-    of the prompt, as in `generate`.
+    The first `context` tokens of every text (1 by default) are read as a prompt; a list has a number for
+    each text. The others are scored one after the other, each over the cache of all tokens before it, as in
+    decoding; the first one by the logits of the prompt, as in `generate`.
 
     texts: strings, or token ids as in `prefill` (with `lengths` where they are padded). chunk: read `chunk`
     tokens of the context at a time, and compress again after every `chunk` scored tokens, for methods that
@@ -95,33 +97,49 @@ def likelihood(
     has_verbs(model)
     chosen = method_of(model, method, None)
     batch = padded(model, _encoded(model, texts), lengths)
-    start = _start(chosen, context, chunk)
-    if (short := batch.lengths <= start).any():
+    starts = _starts(chosen, context, chunk, len(batch.lengths))
+    if (short := batch.lengths <= starts).any():
         raise InputError(
             f"row {int(short.argmax())} has {int(batch.lengths[short][0])} tokens, expected more than the "
-            f"context of {start}: lower context=, or leave the row out"
+            f"context of {int(starts[short][0])}: lower context=, or leave the row out"
         )
-    if chunk is not None and len({*batch.lengths.tolist()}) > 1:
+    if chunk is not None and len({*zip(batch.lengths.tolist(), starts.tolist(), strict=True)}) > 1:
         raise InputError("chunk= goes with texts of one length, in tokens: cut them, or give them one by one")
     text_model = model
     model = made(model, chosen)
-    check_reach(model, int(batch.lengths.max()), chosen)
+    # The last token of a text is scored and not read.
+    check_reach(model, int(batch.lengths.max()) - 1, chosen)
+    prompt, fed = batch.tokens[:, : starts.max()], _after(batch, starts)
+    prompt = np.where(np.arange(prompt.shape[1]) < starts[:, None], prompt, 0)
     logits, cache = prefill(
-        model, batch.tokens[:, :start], method=chosen, room=int(batch.lengths.max()) - start,
-        chunk=None if chunk is None else min(chunk, start), **_forced(implementation),
+        model, prompt, method=chosen, lengths=starts, room=_room(model, chosen, int(fed.lengths.max())),
+        chunk=None if chunk is None else min(chunk, int(starts.max())), **_forced(implementation),
     )  # fmt: skip
     if np.isnan(fetch(logits)).any():
-        refuse_prompt(model, batch.tokens[:, :start], np.full(len(batch.lengths), start))
-    first = fetch(_of_targets(logits[:, None], jnp.asarray(batch.tokens[:, start : start + 1])))
-    behind = _scored(model, chosen, cache, batch, start, chunk, implementation)
-    found = np.full((len(batch.lengths), int(batch.lengths.max())), np.nan, np.float32)
-    found[:, start:] = np.concatenate([first, behind], 1)[:, : found.shape[1] - start]
-    found[np.arange(found.shape[1]) >= batch.lengths[:, None]] = np.nan
-    if (
-        wrong := np.isnan(found[:, start:]) & (np.arange(start, found.shape[1]) < batch.lengths[:, None])
-    ).any():
+        refuse_prompt(model, prompt, starts)
+    held = nbytes(cache)
+    logprobs, best = _scored(model, chosen, cache, fed, logits, chunk, implementation)
+    if (wrong := np.isnan(logprobs) & (np.arange(logprobs.shape[1]) < fed.lengths[:, None])).any():
         refuse_step(int(np.argwhere(wrong)[:, 1].min()), chosen.id)
-    return Likelihood(found, batch.lengths - start, _bytes(text_model, batch, start))
+    found = np.full((len(starts), int(batch.lengths.max())), np.nan, np.float32)
+    greedy = np.zeros(found.shape, bool)
+    for row, (start, n) in enumerate(zip(starts, fed.lengths, strict=True)):
+        found[row, start : start + n] = logprobs[row, :n]
+        greedy[row, start : start + n] = best[row, :n] == fed.tokens[row, :n]
+    return Likelihood(found, fed.lengths, _bytes(text_model, fed), greedy, held)
+
+
+def _room(model: Model, method: Method, tokens: int) -> int:
+    """Room for so many tokens, in sizes that texts of similar lengths share."""
+    return max(tokens, min(bucket(tokens), last_position(method, model.config)))
+
+
+def _after(batch: Batch, starts: Int[np.ndarray, "B"]) -> Batch:
+    """What stands after the context of each row, right-padded."""
+    count = batch.lengths - starts
+    at = np.minimum(starts[:, None] + np.arange(count.max()), batch.tokens.shape[1] - 1)
+    tokens = np.take_along_axis(batch.tokens, at, axis=1)
+    return Batch(np.where(np.arange(tokens.shape[1]) < count[:, None], tokens, 0), count)
 
 
 def _forced(implementation: str | None) -> dict[str, Any]:
@@ -129,19 +147,33 @@ def _forced(implementation: str | None) -> dict[str, Any]:
     return {} if implementation is None else {"implementation": implementation}
 
 
-def _start(method: Method, context: int | None, chunk: int | None) -> int:
-    """How many tokens are read as a prompt; InputError where the method would then never act."""
+def _starts(method: Method, context: Any, chunk: int | None, rows: int) -> Int[np.ndarray, "B"]:
+    """How many tokens of each row are read as a prompt; InputError where the method would then never act."""
     if chunk is not None:
         whole_number("chunk", chunk, 1, "tokens read at a time")
+    if context is not None and np.ndim(context):
+        starts = id_array("context", context)
+        if starts.shape != (rows,) or (starts < 1).any():
+            raise InputError(
+                f"context is {starts.tolist()}, expected a whole number >= 1 for each of the {rows} texts"
+            )
+        return starts.astype(np.int32)
     if context is not None:
-        return whole_number("context", context, 1, "tokens that are read as a prompt")
-    keeps = [one.keep for one in method.sentences if one.keep is not None and one.keep.score is not None]
-    if chunk is None and (method.reread is not None or any(keep.when == PREFILL_END for keep in keeps)):
+        return np.full(
+            rows, whole_number("context", context, 1, "tokens that are read as a prompt"), np.int32
+        )
+    if chunk is None and needs_context(method):
         raise InputError(
             f"{method.id} acts at the ends of prompts, and without a context there is none: give context=, "
             "the number of tokens that are read as a prompt, or chunk="
         )
-    return 1
+    return np.full(rows, context or 1, np.int32)
+
+
+def needs_context(method: Method) -> bool:
+    """Whether a method acts at the ends of prompts, so that a text that is all scored leaves it idle."""
+    keeps = [one.keep for one in method.sentences if one.keep is not None and one.keep.score is not None]
+    return method.reread is not None or any(keep.when == PREFILL_END for keep in keeps)
 
 
 def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
@@ -160,67 +192,38 @@ def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
         raise InputError(f"texts hold what the tokenizer cannot read ({error}): give others") from error
 
 
-def _bytes(model: Model, batch: Batch, start: int) -> int | None:
+def _bytes(model: Model, fed: Batch) -> int | None:
     """The bytes of the text that was scored."""
     if (tokenizer := getattr(model, "tokenizer", None)) is None:
         return None
-    rows = (row[start:length].tolist() for row, length in zip(batch.tokens, batch.lengths, strict=True))
+    rows = (row[:length].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True))
     return sum(len(tokenizer.decode(row, skip_special_tokens=False).encode()) for row in rows)
 
 
-# --- after the context ------------------------------------------------------------------------------------
-
-
 def _scored(
-    model: Model, method: Method, cache: Cache, batch: Batch, start: int, chunk: int | None,
+    model: Model, method: Method, cache: Cache, fed: Batch, logits: Float[Array, "B V"], chunk: int | None,
     implementation: str | None,
-) -> Float[np.ndarray, "B _"]:  # fmt: skip
-    """log p of every token after the first scored one; values after a row's end mean nothing."""
-    last, size, found = int(batch.lengths.max()) - 1, chunk or PIECE, []
-    plain = not has_verbs(model)
-    whole = decoding(model, method, implementation) if plain and chunk is None else None
-    one, params = stepping(model, method, implementation)
-    for at in range(start, last, size):
-        tokens, targets = batch.tokens[:, at : at + size], batch.tokens[:, at + 1 : at + size + 1]
+) -> Scored:  # fmt: skip
+    """The scores of all tokens after the context, on the host; values after a row's end mean nothing.
+
+    logits: of the context, which score the first of them.
+    """
+    last, size = int(fed.lengths.max()) - 1, chunk or PIECE
+    found = [fetch(scored(logits[:, None], jnp.asarray(fed.tokens[:, :1])))]
+    for at in range(0, last, size):
         width = min(size, last - at)
-        tokens, targets = (np.pad(x[:, :width], ((0, 0), (0, size - width))) for x in (tokens, targets))
-        count = np.clip(batch.lengths - 1 - at, 0, width)
-        if whole is not None and not one_pass_refused(model, whole, cache, count):
-            logits, cache = verify(
-                model, cache, tokens[:, :width], lengths=count, implementation=implementation
-            )
-            found.append(fetch(_of_targets(logits, jnp.asarray(targets[:, :width]))))
-            continue
-        append = np.arange(size) < count[:, None]
-        logprobs, stepped = _stepped(
-            one, params, bare_cache(cache), *map(jnp.asarray, (tokens, append, targets))
+        tokens, targets = (
+            np.pad(fed.tokens[:, i : i + width], ((0, 0), (0, size - width))) for i in (at, at + 1)
         )
-        found.append(fetch(logprobs)[:, :width])
+        given = Given(tokens, np.clip(fed.lengths - 1 - at, 0, width), targets)
+        out = force(
+            model, method, cache, given, logits, implementation=implementation, keep=chunk is not None
+        )
+        found.append(Scored(*(x[:, :width] for x in fetch(out.scored))))
+        logits = out.logits
         if chunk is None:
-            cache = stepped
+            cache = out.cache
         elif at + size < last:
-            _, cache = prefill(model, tokens, cache=cache, room=last - at - size, **_forced(implementation))
-    return np.concatenate([np.zeros((len(batch.lengths), 0), np.float32), *found], 1)
-
-
-@partial(jax.jit, static_argnames=("one",))
-def _stepped(
-    one: Step, params: Params, cache: Cache, tokens: Int[Array, "B F"], append: Bool[Array, "B F"],
-    targets: Int[Array, "B F"],
-) -> tuple[Float[Array, "B F"], Cache]:  # fmt: skip
-    """log p of the targets, each after its token, read one by one, and the cache with these tokens."""
-
-    def read(cache: Cache, given: tuple[Array, Array, Array]) -> tuple[Cache, Array]:
-        token, append, target = given
-        logits, cache = one(params, cache, token, append)
-        return cache, _of_targets(logits[:, None], target[:, None])[:, 0]
-
-    cache, found = jax.lax.scan(read, cache, (tokens.T, append.T, targets.T))
-    return found.T, cache
-
-
-@jax.jit
-def _of_targets(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    wide = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(wide, targets[..., None].astype(jnp.int32), -1)[..., 0]
-    return chosen - jax.nn.logsumexp(wide, -1)
+            room = last - at - size
+            _, cache = prefill(model, tokens, cache=cache, room=room, **_forced(implementation))
+    return Scored(*(np.concatenate(x, 1) for x in zip(*found, strict=True)))

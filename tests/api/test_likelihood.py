@@ -1,5 +1,6 @@
 """Likelihoods of texts: the full cache's against float64, a method's against single steps, and refusals."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ METHODS = {
     "h2o": ("h2o(budget=0.5)", 12, 15),
     "a streaming window": ("streamingllm(budget=10)", 4, 10),
     "codes": ("int8", 1, None),
-    "granules": ("snapkv(budget=0.5, window=4) + kivi(group=4, residual=4)", 12, None),
+    "granules": ("snapkv(budget=0.5, window=3) + kivi(group=4, residual=4)", 12, None),
     "a read": ("quest(budget=0.5, page=4, skip_layers=0)", 12, None),
 }
 
@@ -80,6 +81,43 @@ def test_a_methods_are_those_of_single_steps(name):
     want = np.where(there[:, context:], want, np.nan)
     np.testing.assert_allclose(found.logprobs[:, context:], want, rtol=0, atol=2e-5)
     assert most is None or slots <= most
+
+
+CONTEXTS = [20, 9, 13]
+ROWS = ("snapkv(budget=0.5, window=2)", pytest.param("h2o(budget=0.5)", marks=pytest.mark.rotating))
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_contexts_of_rows_give_what_each_row_gives_alone(method):
+    one = model("4/2")
+    found = kvjax.likelihood(one, TEXTS, method=method, context=CONTEXTS)
+    full = kvjax.likelihood(one, TEXTS, context=CONTEXTS)
+    for row, (text, start) in enumerate(zip(TEXTS, CONTEXTS, strict=True)):
+        alone = kvjax.likelihood(one, [text], method=method, context=start)
+        np.testing.assert_allclose(found.logprobs[row, : len(text)], alone.logprobs[0], rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(found.greedy[row, : len(text)], alone.greedy[0])
+        assert np.isnan(found.logprobs[row, :start]).all() and not np.isnan(alone.logprobs[0, start:]).any()
+    assert found.tokens.tolist() == [n - c for n, c in zip(LENGTHS, CONTEXTS, strict=True)]
+    assert np.nanmax(np.abs(found.logprobs - full.logprobs)) > 1e-3 and found.cache_bytes < full.cache_bytes
+
+
+def test_greedy_tokens_are_the_likeliest_in_float64():
+    row = TEXTS[0]
+    best = Prompt(decoder("4/2"), row).all_logits.argmax(-1)
+    texts = [row[: n + 1] + [int(best[n])] for n in (9, 14, 20)]
+    found = kvjax.likelihood(model("4/2"), texts, context=[10, 8, 21])
+    for text, start, greedy in zip(texts, (10, 8, 21), found.greedy, strict=True):
+        want = best[: len(text) - 1] == np.array(text[1:])
+        np.testing.assert_array_equal(greedy[start : len(text)], want[start - 1 :])
+        assert greedy[len(text) - 1] and not greedy[len(text) :].any()
+
+
+def test_the_last_token_of_a_text_takes_no_position():
+    config = dataclasses.replace(model("4/2").config, max_positions=29)
+    short = dataclasses.replace(model("4/2"), config=config)
+    found = kvjax.likelihood(short, TEXTS[:1], context=12)
+    want = kvjax.likelihood(model("4/2"), TEXTS[:1], context=12)
+    np.testing.assert_allclose(found.logprobs, want.logprobs, rtol=0, atol=2e-5)
 
 
 @pytest.mark.rotating
@@ -120,10 +158,11 @@ REFUSED = {
     "a prompt's method": (dict(method="snapkv(budget=4, window=2)"), "acts at the ends of prompts.*context="),
     "a short text": (dict(context=19), "row 1 has 19 tokens, expected more than the context of 19: lower"),
     "no context": (dict(context=0), "context"),
+    "contexts of other rows": (dict(context=[4, 4]), r"context is \[4, 4\], expected a whole"),
     "uneven chunks": (dict(chunk=4), "chunk= goes with texts of one length"),
     "a string": (dict(texts="a b"), r"texts is one string, expected a list of them"),
     "no tokenizer": (dict(texts=["a b"]), "the model has no tokenizer: give token ids"),
-    "too long": (dict(texts=[[1] * 9000]), "reaches position 9000, this model's last is"),
+    "too long": (dict(texts=[[1] * 9000]), "reaches position 8999, this model's last is"),
 }  # fmt: skip
 
 
@@ -131,8 +170,12 @@ REFUSED = {
 def test_what_has_no_likelihood_says_why(given, message):
     with pytest.raises(InputError, match=message):
         kvjax.likelihood(**{"model": model("4/2"), "texts": TEXTS} | given)
+
+
+def test_a_text_without_bytes_has_no_bits_per_byte():
+    found = kvjax.likelihood(model("4/2"), [TEXTS[0][:8]], context=4)
     with pytest.raises(InputError, match="no tokenizer: use perplexity"):
-        _ = text_likelihood.Likelihood(np.zeros((1, 2), np.float32), np.array([1]), None).bits_per_byte
+        _ = found._replace(bytes=None).bits_per_byte
 
 
 def test_logits_that_are_no_numbers_are_refused():
