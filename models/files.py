@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from kvjax.base.atomic_files import disk_says
 from kvjax.base.errors import InputError
 from kvjax.hosts.messages import by_first, is_first, wait_for_all
+from kvjax.models.small_floats import SMALL_FLOATS, SmallFloats
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What parameters are stored in, by their names in safetensors."""
@@ -140,9 +141,13 @@ def open_safetensors(path: Path) -> safe_open:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """Every tensor of a safetensors file by name; InputError as for `open_safetensors`."""
-    file = open_safetensors(path)
+    file, small = open_safetensors(path), SmallFloats(path)
     found = ((name, file.get_slice(name)) for name in file.keys())
-    return {n: Stored(path, file, n, piece.get_dtype(), tuple(piece.get_shape())) for n, piece in found}
+    return {
+        n: Stored(path, small if kind in SMALL_FLOATS else file, n, kind, tuple(piece.get_shape()))
+        for n, piece in found
+        for kind in (piece.get_dtype(),)
+    }
 
 
 def _damage(path: Path, why: str) -> str:

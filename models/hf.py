@@ -51,6 +51,8 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
 from kvjax.models.placement import laid_out, leaves, map_leaves, placement
+from kvjax.models.quantised.reader import plain_tensors
+from kvjax.models.quantised.settings import quantisation_of
 from kvjax.models.tokenizer import Text, read_text, write_text
 
 LARGE_BYTES = 10**9
@@ -90,8 +92,10 @@ def load_hf(
         )
     data, found = read_json(folder / "config.json"), _headers(folder)
     check_layers(data, found)
-    refuse_doubles(found)
     config = config_from_hf(data)
+    if (quantisation := quantisation_of(data)) is not None:
+        found = plain_tensors(found, quantisation, tensors(config))
+    refuse_doubles(found)
     config = _untie(config, found)
     text = read_text(folder)
     return assemble(config, found, text, folder.resolve().name, dtype, sharding, groups, progress, on_mesh)

@@ -11,6 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.hf_families import FAMILIES, SUPPORTED
 from kvjax.models.hf_family import Json
 from kvjax.models.hf_numbers import check_numbers, size
+from kvjax.models.quantised.settings import quantisation_of
 from kvjax.ops.base.rope import Rope
 
 _ACTIVATIONS = {
@@ -47,12 +48,14 @@ def config_from_hf(data: Json) -> Config:
     >>> config_from_hf({"model_type": "llama", "intermediate_size": 64, **sizes}).head_dim
     8
     """
+    given = data
     family, data = _family(data)
     if (layers := size(data, "num_hidden_layers")) > _MOST_LAYERS:
         raise InputError(
             f"config.json gives num_hidden_layers = {layers}, expected at most {_MOST_LAYERS}: correct it"
         )
     try:
+        quantisation_of(given)
         check_numbers(FAMILIES[family].defaults, data)
         return Config(**_fields(family, data))
     except InputError:
@@ -104,12 +107,6 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
         hint = f" (the nearest is {near[0]})" if near else ""
         raise InputError(
             f"model_type {name!r} is not supported{hint}: choose a checkpoint of {', '.join(SUPPORTED)}"
-        )
-    if data.get("quantization_config"):
-        given = data["quantization_config"]
-        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
-        raise InputError(
-            f"the weights are quantised ({method}): load the checkpoint in float32, float16 or bfloat16"
         )
     if data.get("use_bidirectional_attention"):
         raise InputError("use_bidirectional_attention is set: kvjax runs causal decoders only")

@@ -1,0 +1,1 @@
+"""Quantised Hugging Face checkpoints: their tensors under the names and shapes of plain ones, as numbers."""

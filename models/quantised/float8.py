@@ -1,0 +1,26 @@
+"""FP8 weights of DeepSeek, Qwen and Mistral: `weight` in float8 and its scale, by blocks, rows or whole.
+
+A weight is its float8 times its scale, also where the scale is called `weight_scale_inv`. Layouts:
+transformers' integrations/finegrained_fp8.py and fbgemm_fp8.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.quantised.matrices import Affine, Matrix, Plain
+from kvjax.models.quantised.module import Module
+
+FLOAT_8 = ("F8_E4M3", "F8_E5M2")
+_SCALES = ("weight_scale_inv", "weight_scale")
+PARTS = ("weight", *_SCALES)
+
+
+def float8(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
+    """The weight of a module; None where it is not quantised. InputError where its parts do not fit."""
+    weight = module.parts.get("weight")
+    if weight is None or (weight.dtype not in FLOAT_8 and not any(name in module.parts for name in _SCALES)):
+        return None
+    shape, size = module.matrix(weight, *FLOAT_8), settings.get("weight_block_size")
+    return Affine(Plain(weight), module.spread(module.need(*_SCALES), shape, tuple(size) if size else None))

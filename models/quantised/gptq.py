@@ -1,0 +1,117 @@
+"""GPTQ and AWQ weights: integers in 32-bit words, with scales and zero points by groups of inputs.
+
+Both hold the transpose of a weight [out, in], and both give (q - zero) * scale. Layouts: gptqmodel's and
+AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+from kvjax.models.files import Stored
+from kvjax.models.quantised.matrices import Affine, Matrix, Plain, Spread, Turned, Unpacked
+from kvjax.models.quantised.module import Module
+from kvjax.models.quantised.settings import GPTQ_BITS, gptq_format
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_FLOATS = ("F16", "BF16", "F32")
+# AWQ: which of every 8 columns stands at each place of a word.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
+    """The weight of a module of AWQ, words along its outputs; None where it is not quantised.
+
+    Raises InputError where its parts do not fit.
+    """
+    words = module.parts.get("qweight")
+    if words is None:
+        return None
+    _, packed = module.matrix(words, "I32")
+    scales = module.need("scales")
+    groups, _ = module.matrix(scales, *_FLOATS)
+    zeros = module.check(module.need("qzeros"), ((groups, packed),), "I32")
+    codes, held = (Unpacked(Plain(x), 4, 8 * packed, order=_AWQ_ORDER) for x in (words, zeros))
+    return _grouped(
+        module, Turned(codes), scales, held, settings.get("group_size", settings.get("q_group_size"))
+    )
+
+
+def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
+    """The weight of a module of GPTQ, words along its inputs; None where it is not quantised.
+
+    Settings that give modules widths of their own (`dynamic`) are not read: the tensors show which it is.
+    Raises InputError where its parts do not fit.
+    """
+    words = module.parts.get("qweight")
+    if words is None:
+        return None
+    packed, n = module.matrix(words, "I32")
+    scales, zeros, order = module.need("scales"), module.need("qzeros"), module.parts.get("g_idx")
+    groups, _ = module.matrix(scales, *_FLOATS)
+    bits = _bits(words, module.check(zeros, (zeros.shape,), "I32"), groups, settings)
+    k = packed * 32 // bits
+    if order is not None:
+        module.check(order, ((k,),), "I32", "I64")
+    change = None if gptq_format(settings) == "gptq_v2" else partial(_one_more, _ones(bits, settings))
+    codes, held = Unpacked(Turned(Plain(words)), bits, k), Unpacked(Plain(zeros), bits, n, change=change)
+    return _grouped(module, codes, scales, held, settings.get("group_size"), order)
+
+
+def _bits(words: Stored, zeros: Stored, groups: int, settings: Mapping[str, Any]) -> int:
+    """The width with which words [in bits / 32, out] and zero points [groups, out bits / 32] fit."""
+    given, (packed, n) = settings.get("bits"), words.shape
+    widths = (given,) if given and not settings.get("dynamic") else (*([given] if given else ()), *GPTQ_BITS)
+    for bits in widths:
+        if zeros.shape == (groups, -(-n * bits // 32)) and packed % (bits if 32 % bits else 1) == 0:
+            return bits
+    raise InputError(
+        f"{words.name} has the shape {list(words.shape)} and {zeros.name} {list(zeros.shape)}, expected "
+        f"those of {' or '.join(map(str, dict.fromkeys(widths)))}-bit integers in {groups} groups: fetch "
+        "the checkpoint again, or correct the quantization_config in config.json"
+    )
+
+
+def _grouped(
+    module: Module, codes: Matrix, scales: Stored, zeros: Matrix, size: Any, order: Stored | None = None
+) -> Affine:
+    """Codes [out, in] with scales and zeros [groups, out].
+
+    A group has `size` inputs in their order, or those that `order` names.
+    """
+    (n, k), groups = codes.shape, scales.shape[0]
+    module.check(scales, ((groups, n),))
+    if not isinstance(size, int) or order is not None:
+        size = -(-k // max(groups, 1))
+    size = size if size > 0 else k
+    if groups != -(-k // size):
+        raise InputError(
+            f"{scales.name} has scales for {groups} groups of inputs, expected {-(-k // size)} of {size}: "
+            "fetch the checkpoint again, or correct group_size in the quantization_config of config.json"
+        )
+    shared = (Spread(Turned(x), (n, k), (1, size), order) for x in (Plain(scales), zeros))
+    return Affine(codes, *shared)
+
+
+def _ones(bits: int, settings: Mapping[str, Any]) -> np.ndarray:
+    """What the words of zero points in format v1 lack: one in every number, in words that repeat.
+
+    gptqmodel subtracts these words when it saves, with borrows, and adds them when it loads. Its three words
+    for 3 bits stand in the reverse order, so files that it wrote need the same.
+    """
+    out = [0] * (bits if 32 % bits else 1)
+    for bit in range(0, 32 * len(out), bits):
+        out[bit // 32] |= 1 << bit % 32
+    meta = settings.get("meta")
+    by = str(meta.get("quantizer", "")) if isinstance(meta, Mapping) else ""
+    return np.array(out[::-1] if "gptqmodel" in by else out, np.uint32)
+
+
+def _one_more(ones: np.ndarray, words: np.ndarray, first: int) -> np.ndarray:
+    """Words [rows, words] whose columns start at `first`, with one more in every number."""
+    return words + ones[(first + np.arange(words.shape[1])) % len(ones)]

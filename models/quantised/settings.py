@@ -1,0 +1,108 @@
+"""The `quantization_config` of a config.json: what quantised the weights, and whether that is read.
+
+Which tensors are quantised is not asked here: tensors say it themselves, by what lies beside them, so lists
+of modules that were left alone (`ignore`, `modules_to_not_convert`) are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvjax.base.errors import InputError
+
+GPTQ_BITS = (2, 3, 4, 8)
+# How compressed-tensors calls what its files hold; marlin-24 and the sparse ones lack numbers that are zero.
+COMPRESSED_FORMATS = (
+    "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
+    "mxfp4-pack-quantized", "nvfp4-pack-quantized",
+)  # fmt: skip
+_ADVICE = "choose another checkpoint of the model, or one in float32, float16 or bfloat16"
+
+
+class Quantisation(NamedTuple):
+    """What quantised a checkpoint, by its `quant_method`, and the settings beside that name."""
+
+    method: str
+    settings: Mapping[str, Any]
+
+
+def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
+    """The quantisation that a config.json names; None for plain weights.
+
+    Raises InputError for a method, a bit width or a layout that is not read.
+
+    >>> quantisation_of({"quantization_config": {"quant_method": "gptq", "bits": 4}}).method
+    'gptq'
+    """
+    text = data.get("text_config")
+    given = data.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+    if not given:
+        return None
+    method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping) or method not in _CHECKS:
+        raise InputError(
+            f"the weights are quantised ({method!s:.40}), expected one of {', '.join(_CHECKS)}: {_ADVICE}"
+        )
+    _CHECKS[method](given)
+    return Quantisation(method, given)
+
+
+def _check_fp8(given: Mapping[str, Any]) -> None:
+    size = given.get("weight_block_size")
+    pair = isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    _expect(size is None or pair, "weight_block_size", size, "two whole numbers above 0, or none")
+
+
+def _check_compressed(given: Mapping[str, Any]) -> None:
+    form = given.get("format", "dense")
+    _expect(form in COMPRESSED_FORMATS, "format", form, f"one of {', '.join(COMPRESSED_FORMATS)}")
+    sparse = given.get("sparsity_config") or {}
+    _expect(sparse.get("format", "dense") == "dense", "sparsity_config", sparse, "none")
+    # Rotations that the model applies as it runs.
+    changes = given.get("transform_config") or {}
+    _expect(not changes.get("config_groups"), "transform_config", changes, "none")
+    groups = given.get("config_groups") or {}
+    _expect(isinstance(groups, Mapping), "config_groups", groups, "an object")
+
+
+def _check_awq(given: Mapping[str, Any]) -> None:
+    bits = given.get("bits", given.get("w_bit", 4))
+    _expect(bits == 4, "bits", bits, "4")
+    version = given.get("version") or given.get("checkpoint_format") or given.get("format") or "gemm"
+    _expect(str(version).lower() == "gemm", "version", version, "gemm")
+    _expect(given.get("zero_point", True), "zero_point", given.get("zero_point"), "true")
+
+
+def _check_gptq(given: Mapping[str, Any]) -> None:
+    bits = given.get("bits")
+    _expect(bits is None or bits in GPTQ_BITS, "bits", bits, f"one of {', '.join(map(str, GPTQ_BITS))}")
+    _expect(gptq_format(given) in ("gptq", "gptq_v2"), "format", gptq_format(given), "gptq or gptq_v2")
+    word = given.get("pack_dtype") or "int32"
+    _expect(word == "int32", "pack_dtype", word, "int32")
+    _expect(not given.get("rotation"), "rotation", given.get("rotation"), "none")
+
+
+def gptq_format(given: Mapping[str, Any]) -> str:
+    """What the zero points of a GPTQ checkpoint are: "gptq" (one too small) or "gptq_v2" (as they are)."""
+    return str(given.get("checkpoint_format") or given.get("format") or "gptq").lower()
+
+
+def _expect(good: Any, key: str, value: Any, expected: str) -> None:
+    if not good:
+        raise InputError(
+            f"quantization_config in config.json gives {key} = {value!r:.80}, expected {expected}: others "
+            f"are not read; {_ADVICE}"
+        )
+
+
+_CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
+    "fp8": _check_fp8,
+    "fbgemm_fp8": _check_fp8,
+    "compressed-tensors": _check_compressed,
+    "awq": _check_awq,
+    "gptq": _check_gptq,
+    "mxfp4": lambda given: None,
+}

@@ -1,0 +1,85 @@
+"""Quantised Hugging Face checkpoints load as the plain weights that they stand for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax.io.load import load
+from kvjax.models.files import read_header
+from kvjax.models.quantised.reader import plain_tensors
+from kvjax.models.quantised.settings import quantisation_of
+from tests.models.gguf_files import checkpoint
+from tests.models.hf_cases import CASES
+from tests.models.quantised_files import ANY_SIZE, FORMATS, quantise, write
+from tests.models.test_hf import assert_same_params, tensor_parallel
+from tests.sweep import sweep
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 30,
+}  # fmt: skip
+LLAMA = CASES["llama_mqa_tied"] | SIZES
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Weights whose sizes are multiples of 32."""
+    folder = checkpoint(LLAMA, tmp_path_factory.mktemp("llama"))
+    return load_file(folder / "model.safetensors")
+
+
+def opened(folder, config):
+    """The plain tensors of a quantised directory, none read yet."""
+    return plain_tensors(read_header(folder / "model.safetensors"), quantisation_of(config), ())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_layout_gives_the_weights_that_it_stands_for(form, llama, tmp_path):
+    config, stored, plain = quantise(LLAMA, llama, FORMATS[form])
+    found = opened(write(tmp_path, config, stored), config)
+    assert set(found) == set(plain) and len(stored) > len(plain)
+    for name, expected in plain.items():
+        # NVFP4 divides two scales before it multiplies: one unit in the last place.
+        np.testing.assert_allclose(found[name].read(), expected, rtol=2e-7 if form == "nvfp4" else 0, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_piece_of_a_weight_is_that_of_the_whole(form, llama, tmp_path):
+    rng = np.random.default_rng(0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    config, stored, _ = quantise(LLAMA, {name: llama[name]}, FORMATS[form])
+    up = opened(write(tmp_path, config, stored), config)[name]
+    whole = up.read()
+    for _ in range(8):
+        rows, columns = (slice(*sorted(rng.integers(0, n + 1, 2))) for n in whole.shape)
+        np.testing.assert_array_equal(up.read(rows, columns), whole[rows, columns])
+        np.testing.assert_array_equal(up.read(rows), whole[rows])
+
+
+FAMILIES = [(name, "fp8_blocks") for name in CASES] + [(name, "packed4_zeros") for name in CASES]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    sweep(
+        FAMILIES,
+        *((name, "fp8_blocks") for name in ("deepseek_v3", "phi3", "gemma3_nested", "mamba2")),
+        *((name, "packed4_zeros") for name in ("mixtral", "qwen3_moe", "qwen3_next", "llama_mqa_tied")),
+    ),
+)
+def test_a_family_loads_from_quantised_weights(name, form, tmp_path):
+    weights = load_file(checkpoint(CASES[name], tmp_path / "made") / "model.safetensors")
+    config, stored, plain = quantise(CASES[name], weights, ANY_SIZE[form])
+    expected = load(write(tmp_path / "plain", CASES[name], plain))
+    assert_same_params(expected, load(write(tmp_path / "quantised", config, stored, shards=2)))
+
+
+@pytest.mark.parametrize("form", ["gptq4_order", "awq"])
+def test_devices_read_their_pieces_into_any_dtype(form, llama, tmp_path):
+    config, stored, plain = quantise(LLAMA, llama, FORMATS[form])
+    expected = load(write(tmp_path / "plain", LLAMA, plain), dtype=jnp.bfloat16)
+    found = load(write(tmp_path / "a", config, stored), dtype=jnp.bfloat16, sharding=tensor_parallel)
+    assert_same_params(expected, found)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {jnp.dtype(jnp.bfloat16)}
