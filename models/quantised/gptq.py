@@ -6,9 +6,10 @@ AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,8 +59,8 @@ def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     k = packed * 32 // bits
     if order is not None:
         module.check(order, ((k,),), "I32", "I64")
-    change = None if gptq_format(settings) == "gptq_v2" else partial(_one_more, _ones(bits, settings))
-    codes, held = Unpacked(Turned(Plain(words)), bits, k), Unpacked(Plain(zeros), bits, n, change=change)
+    held = _zeros(Unpacked(Plain(zeros), bits, n), zeros, settings)
+    codes = Unpacked(Turned(Plain(words)), bits, k)
     return _grouped(module, codes, scales, held, settings.get("group_size"), order)
 
 
@@ -98,20 +99,68 @@ def _grouped(
     return Affine(codes, *shared)
 
 
-def _ones(bits: int, settings: Mapping[str, Any]) -> np.ndarray:
-    """What the words of zero points in format v1 lack: one in every number, in words that repeat.
+# --- zero points of GPTQ -----------------------------------------------------------------------------
 
-    gptqmodel subtracts these words when it saves, with borrows, and adds them when it loads. Its three words
-    for 3 bits stand in the reverse order, so files that it wrote need the same.
+
+class Next(NamedTuple):
+    """One more than numbers of `bits` bits, of which the largest becomes 0."""
+
+    numbers: Matrix
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        return (self.numbers[index] + np.uint32(1)) & np.uint32(2**self.bits - 1)
+
+
+def _zeros(held: Unpacked, stored: Stored, settings: Mapping[str, Any]) -> Matrix:
+    """The zero points that are stored as they are (format v2), or one less in one of two ways (v1).
+
+    Of symmetric weights all are 2 ** (bits - 1), so these show how they are stored: some published files of
+    v2 are called v1. Raises InputError where no way gives that number.
     """
+    bits = held.bits
+    readings: dict[str, Matrix] = {
+        "gptq": Next(held, bits) if bits == 3 else held._replace(change=partial(_more, _ones(bits))),
+        "gptq_v2": held,
+    }
+    if bits == 3:
+        readings["gptqmodel"] = held._replace(change=partial(_more, _ones(3)[::-1]))
+    named = gptq_format(settings)
+    first = "gptqmodel" if bits == 3 and named == "gptq" and _by_old_gptqmodel(settings) else named
+    if settings.get("sym") is not True:
+        return readings[first]
+    for name in dict.fromkeys((first, *readings)):
+        if (readings[name][:1, :] == 2 ** (bits - 1)).all():
+            return readings[name]
+    raise InputError(
+        f"quantization_config in config.json gives sym = true, and {stored.name} holds zero points other "
+        f"than {2 ** (bits - 1)}: correct sym, or fetch the checkpoint again"
+    )
+
+
+def _ones(bits: int) -> np.ndarray:
+    """Words with a one in every number of `bits` bits, as many as it takes until they repeat."""
     out = [0] * (bits if 32 % bits else 1)
     for bit in range(0, 32 * len(out), bits):
         out[bit // 32] |= 1 << bit % 32
+    return np.array(out, np.uint32)
+
+
+def _more(ones: np.ndarray, words: np.ndarray, first: int) -> np.ndarray:
+    """Words [rows, words] whose columns start at `first`, plus `ones`.
+
+    gptqmodel subtracts these words when it saves, with borrows from number to number, and adds them when it
+    loads. Up to version 6 its three words for 3 bits stood in the reverse order.
+    """
+    return words + ones[(first + np.arange(words.shape[1])) % len(ones)]
+
+
+def _by_old_gptqmodel(settings: Mapping[str, Any]) -> bool:
     meta = settings.get("meta")
     by = str(meta.get("quantizer", "")) if isinstance(meta, Mapping) else ""
-    return np.array(out[::-1] if "gptqmodel" in by else out, np.uint32)
-
-
-def _one_more(ones: np.ndarray, words: np.ndarray, first: int) -> np.ndarray:
-    """Words [rows, words] whose columns start at `first`, with one more in every number."""
-    return words + ones[(first + np.arange(words.shape[1])) % len(ones)]
+    version = re.search(r"gptqmodel:(\d+)", by)
+    return version is not None and int(version[1]) < 7

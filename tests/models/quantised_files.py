@@ -194,24 +194,25 @@ def awq(weight):
     return {"qweight": awq_words(codes.T), "qzeros": awq_words(zeros.T), "scales": scales.T.copy()}, exact
 
 
-def gptq(bits, size=16, v2=False, order=None, named=True, lacks=None):
-    """lacks: what format v1 takes from the words of zero points, where it is not one of every number."""
+def gptq(bits, size=16, stored="v1", order=None, named=True, symmetric=False):
+    """stored: zero points lie there as they are ("v2"), one less each ("v1"), or as words less these words."""
 
     def write(weight):
         groups = groups_of(weight.shape[1], size)
         if order is not None:
             groups = list(np.random.default_rng(order).permutation(groups))
-        codes, scales, zeros, exact = quantised(weight, groups, bits)
-        words = stream(zeros.T, bits).view(np.uint32)
-        if not v2:
-            ones = (
-                stream(np.ones_like(zeros.T), bits).view(np.uint32)
-                if lacks is None
-                else np.resize(np.array(lacks, np.uint32), words.shape[1])
+        codes, scales, zeros, exact = quantised(weight, groups, bits, symmetric)
+        held = (zeros.T - 1) % 2**bits if stored == "v1" else zeros.T
+        words = stream(held, bits)
+        if stored not in ("v1", "v2"):
+            words = (words.view(np.uint32) - np.resize(np.array(stored, np.uint32), words.shape[1])).view(
+                np.int32
             )
-            words = words - ones
-        qweight = np.ascontiguousarray(stream(codes, bits).T)
-        parts = {"qweight": qweight, "qzeros": words.view(np.int32), "scales": scales.T.copy()}
+        parts = {
+            "qweight": np.ascontiguousarray(stream(codes, bits).T),
+            "qzeros": words,
+            "scales": scales.T.copy(),
+        }
         return parts | ({"g_idx": np.array(groups, np.int32)} if named else {}), exact
 
     return write
@@ -222,13 +223,23 @@ def gptq_config(bits, **more):
     return settings | more
 
 
-# As in gptqmodel's convert_gptq_v2_to_v1_format: its first and third word stand the wrong way round.
-_GPTQMODEL = (
+# As in gptqmodel's convert_gptq_v2_to_v1_format up to version 6: for 3 bits, the first and the third word
+# stand the wrong way round.
+_LESS_3 = (
     0b00100100100100100100100100100100,
     0b10010010010010010010010010010010,
     0b01001001001001001001001001001001,
 )
-_BY_GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:1.4.0"]}}
+_LESS = {
+    2: (0b01010101010101010101010101010101,),
+    4: (0b00010001000100010001000100010001,),
+    8: (0b00000001000000010000000100000001,),
+}
+
+
+def by_gptqmodel(version):
+    return {"meta": {"quantizer": [f"gptqmodel:{version}"]}}
+
 
 ANY_SIZE: dict[str, Format] = {
     "fp8_blocks": Format(FP8, fp8_blocks),
@@ -258,14 +269,21 @@ WHOLE_WORDS: dict[str, Format] = {
     "nvfp4": Format(compressed("nvfp4-pack-quantized", "tensor_group", 4, "float", group_size=16), ct_nvfp4),
     "mxfp4": Format(compressed("mxfp4-pack-quantized", "group", 4, "float", group_size=32), ct_mxfp4),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}, awq),
-    **{f"gptq{bits}": Format(gptq_config(bits), gptq(bits)) for bits in (2, 3, 4, 8)},
-    "gptq4_v2": Format(gptq_config(4, checkpoint_format="gptq_v2"), gptq(4, v2=True)),
-    "gptq3_v2": Format(gptq_config(3, checkpoint_format="gptq_v2"), gptq(3, v2=True)),
-    "gptq4_order": Format(gptq_config(4, desc_act=True), gptq(4, order=2)),
-    "gptq4_unnamed": Format(gptq_config(4), gptq(4, named=False)),
-    "gptq4_one_group": Format(gptq_config(4, group_size=-1), gptq(4, size=10**6, named=False)),
-    "gptq3_gptqmodel": Format(gptq_config(3, **_BY_GPTQMODEL), gptq(3, lacks=_GPTQMODEL)),
-    "gptq4_gptqmodel": Format(gptq_config(4, **_BY_GPTQMODEL), gptq(4)),
+    **{f"gptq{bits}": Format(gptq_config(bits), gptq(bits)) for bits in (3, 8)},
+    **{f"gptq{bits}_words": Format(gptq_config(bits), gptq(bits, stored=_LESS[bits])) for bits in _LESS},
+    "gptq4_v2": Format(gptq_config(4, checkpoint_format="gptq_v2"), gptq(4, stored="v2")),
+    "gptq3_v2": Format(gptq_config(3, checkpoint_format="gptq_v2"), gptq(3, stored="v2")),
+    "gptq4_order": Format(gptq_config(4, desc_act=True), gptq(4, stored=_LESS[4], order=2)),
+    "gptq4_unnamed": Format(gptq_config(4), gptq(4, stored=_LESS[4], named=False)),
+    "gptq4_one_group": Format(gptq_config(4, group_size=-1), gptq(4, 10**6, stored=_LESS[4], named=False)),
+    "gptq3_gptqmodel_6": Format(gptq_config(3, **by_gptqmodel("6.0.3")), gptq(3, stored=_LESS_3)),
+    "gptq3_gptqmodel_7": Format(gptq_config(3, **by_gptqmodel("7.0.0")), gptq(3)),
+    # Of symmetric weights the zero points show how they are stored, whatever the config says.
+    "gptq4_symmetric": Format(gptq_config(4, sym=True), gptq(4, symmetric=True)),
+    "gptq4_symmetric_v2": Format(gptq_config(4, sym=True), gptq(4, stored="v2", symmetric=True)),
+    "gptq3_symmetric": Format(gptq_config(3, sym=True), gptq(3, symmetric=True)),
+    "gptq3_symmetric_words": Format(gptq_config(3, sym=True), gptq(3, stored=_LESS_3, symmetric=True)),
+    "gptq2_own_width": Format(gptq_config(8, dynamic={"+:.*": {"bits": 2}}), gptq(2, stored=_LESS[2])),
 }  # fmt: skip
 """Layouts for weights whose sizes are multiples of 32."""
 
