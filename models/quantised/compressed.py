@@ -104,13 +104,17 @@ def _weights(module: Module, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     for fits in (_by_name, _by_pattern, _by_class):
         for group in groups:
             if any(fits(str(target), module.name) for target in group.get("targets") or ()):
-                return group.get("weights") or {}
+                return _mapping(group.get("weights"))
     if len(groups) == 1:
-        return groups[0].get("weights") or {}
+        return _mapping(groups[0].get("weights"))
     raise InputError(
         f"{module.name} is quantised, and none of the {len(groups)} config_groups of quantization_config in "
         "config.json names it: fetch config.json again"
     )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _by_name(target: str, name: str) -> bool:

@@ -42,7 +42,7 @@ def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
     if not given:
         return None
     method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
-    if not isinstance(given, Mapping) or method not in _CHECKS:
+    if not isinstance(given, Mapping) or method not in list(_CHECKS):
         raise InputError(
             f"the weights are quantised ({method!s:.40}), expected one of {', '.join(_CHECKS)}: {_ADVICE}"
         )

@@ -195,7 +195,7 @@ def awq(weight):
 
 
 def gptq(bits, size=16, stored="v1", order=None, named=True, symmetric=False):
-    """stored: zero points lie there as they are ("v2"), one less each ("v1"), or as words less these words."""
+    """stored: zero points lie there as they are ("v2"), one less each ("v1"), or as words less these."""
 
     def write(weight):
         groups = groups_of(weight.shape[1], size)

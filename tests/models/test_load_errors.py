@@ -122,7 +122,7 @@ def test_unsupported_model_type_lists_the_supported(folder):
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "'llama3' in config.json lacks low_freq_factor",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantised \(hqq\), expected one of fp8, .*gptq"),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention"], "use_sliding_window": True},
             "1 entries for 3",
