@@ -17,6 +17,7 @@ EXAMPLE = """examples:
   kvjax compare --methods my_file.py:my_method --tasks get --samples 20 --out results
   kvjax compare --samples 8 --seeds 0 1 2
   kvjax compare --model path/to/model --tasks ruler --length 2048
+  kvjax compare --model path/to/model --tasks scbench_kv.jsonl --protocol agnostic multi-turn
   kvjax compare --model path/to/model --text book.txt"""
 
 
@@ -42,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TASK|FILE",
         help="what is asked: built-in tasks; ruler, or RULER's tasks by name, as niah_single_1 or "
-        "qa_1:file=dev-v2.0.json (docs/tasks.md); JSONL files of RULER or LongBench; or your own as "
-        "my_file.py:my_task (default: get chase all copy multikey)",
+        "qa_1:file=dev-v2.0.json; files of benchmarks: their path, or kvpress:FILE, scbench:FILE and so on "
+        "(docs/tasks.md); or your own as my_file.py:my_task (default: get chase all copy multikey)",
     )
     parser.add_argument(
         "--protocol",

@@ -41,6 +41,7 @@ from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.functions import Task, spelled
 from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
+from kvjax.eval.tasks.suite import notes_of
 from kvjax.grammar import Method
 from kvjax.hosts.messages import by_first, check_same, gathered, is_first
 from kvjax.io.gin_bindings import load_preset
@@ -145,6 +146,8 @@ def compare(
     plan, preset = planned(
         loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines
     )
+    for note in (note for suite in plan.suites.values() for note in notes_of(suite)):
+        console.print(note)
     found = _asked(
         plan, {"settings": _settings(plan, preset), "command": command}, folder, resume, scores, console
     )

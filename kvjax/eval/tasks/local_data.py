@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.benchmarks import LONGBENCH, OWN, RULER, Benchmark, Metric
+from kvjax.eval.tasks.cuts import Ids, Spans, cut_middle
 from kvjax.eval.tasks.reader import Reader, reader_of
 from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
 from kvjax.models.model import Model
@@ -164,7 +165,7 @@ def _record(where: str, line: str, file: Path) -> tuple[str, Benchmark, _Record]
         return name, LONGBENCH[name], _Record(*texts, _strings(data["answers"]), names)
     raise InputError(
         f"{where} has the keys {', '.join(sorted(keys)) or 'of no record'}, expected input and outputs "
-        "(RULER) or input, context and answers (LongBench)"
+        "(RULER), input, context and answers (LongBench), or those of a benchmark of docs/tasks.md"
     )
 
 
@@ -185,9 +186,8 @@ def _strings(values: Any) -> tuple[str, ...]:
     return tuple(map(str, values)) if isinstance(values, list | tuple) else (str(values),)
 
 
-Ids = tuple[int, ...]
 # Ids of the context, ids of the question, and where the needed words stand in the context.
-_Prompt = tuple[Ids, Ids, tuple[tuple[int, int], ...]]
+_Prompt = tuple[Ids, Ids, Spans]
 
 
 def _encode(reader: Reader, name: str, record: _Record) -> _Prompt:
@@ -199,18 +199,11 @@ def _encode(reader: Reader, name: str, record: _Record) -> _Prompt:
     return (*reader.bos, *itertools.chain(*parts)), question, tuple(itertools.pairwise(ends))[1::2]
 
 
-def _cut(
-    name: str, context: Ids, question: Ids, spans: tuple[tuple[int, int], ...], *, length: int
-) -> _Prompt:
+def _cut(name: str, context: Ids, question: Ids, spans: Spans, *, length: int) -> _Prompt:
     """The prompt without its middle where it is longer than `length`; the question stays whole."""
-    if len(context) + len(question) <= length:
-        return context, question, spans
     if len(question) >= length:
         raise InputError(
             f"a question of {name} has {len(question)} tokens, expected fewer than --length {length}"
         )
-    left = min(length // 2, length - len(question))
-    right = len(context) - max(length // 2 - len(question), 0)
-    kept = [span for span in spans if span[1] <= left]
-    kept += [(a - right + left, b - right + left) for a, b in spans if a >= right]
-    return context[:left] + context[right:], question, tuple(kept)
+    context, spans = cut_middle(context, question, spans, length)
+    return context, question, spans

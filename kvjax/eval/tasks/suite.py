@@ -12,6 +12,9 @@ from kvjax.eval.tasks import recall, recall_tasks
 from kvjax.eval.tasks.functions import Task, is_function, of_functions
 from kvjax.eval.tasks.local_data import read_local
 from kvjax.eval.tasks.plain_english import make_words
+from kvjax.eval.tasks.published.catalogue import Asked, asked_of, names_form
+from kvjax.eval.tasks.published.suite import Published, read_published
+from kvjax.eval.tasks.published.tables import KINDS, files_of
 from kvjax.eval.tasks.reader import speaks_recall
 from kvjax.eval.tasks.ruler.suite import is_ruler, make_ruler
 from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite
@@ -102,8 +105,8 @@ def make_suite(
 
     Args:
       tasks: built-in names (by default all), those of RULER ("ruler", "niah_single_1",
-        "qa_1:file=dev-v2.0.json"), paths of JSONL files, or of folders of them, and functions
-        (`kvjax.eval.tasks.functions`), also as "file.py:function".
+        "qa_1:file=dev-v2.0.json"), files of benchmarks ("kvpress:FILE" and so on, docs/tasks.md) or their
+        paths alone, and functions (`kvjax.eval.tasks.functions`), also as "file.py:function".
       length: bound on context and question together, and on the answer in RULER's tasks; by default 512
         tokens, 1024 in RULER's tasks, or the longest prompt in files.
       contexts: at most so many records of each file are read.
@@ -123,8 +126,8 @@ def make_suite(
         raise InputError(f"a task is {other[0]!r:.60}, expected a name, a path of a file, or a function")
     rulers = [t for t in texts if is_ruler(t) and not Path(t).exists()]
     texts = [t for t in texts if t not in rulers]
-    paths = tuple(Path(t) for t in texts if _is_path(t))
-    names = tuple(t for t in texts if not _is_path(t))
+    names = tuple(t for t in texts if not _is_path(t) and not names_form(t))
+    benchmarks, paths = _files([t for t in texts if t not in names])
     if length is not None and length > model.config.max_positions:
         raise InputError(
             f"--length {length} reaches beyond the model's {model.config.max_positions} positions: shorten it"
@@ -134,6 +137,8 @@ def make_suite(
         parts.append(_built_in(model, names, length, seed))
     if rulers:
         parts.append(make_ruler(model, rulers, length=length, seed=seed))
+    if benchmarks:
+        parts.append(read_published(model, benchmarks, length=length, contexts=contexts))
     if paths:
         parts.append(read_local(model, paths, length=length, contexts=contexts))
     if own:
@@ -146,8 +151,28 @@ def make_suite(
     return parts[0] if len(parts) == 1 else CombinedSuite(tuple(parts))
 
 
+def notes_of(suite: Suite) -> tuple[str, ...]:
+    """What a suite left out of its files."""
+    parts = suite.parts if isinstance(suite, CombinedSuite) else (suite,)
+    return tuple(note for part in parts if isinstance(part, Published) for note in part.notes)
+
+
+def _files(tasks: Sequence[str]) -> tuple[list[Asked], tuple[Path, ...]]:
+    """The files of benchmarks, and the paths of RULER and LongBench in their own form."""
+    benchmarks: list[Asked] = []
+    paths: list[Path] = []
+    for task in tasks:
+        found = asked_of(task)
+        benchmarks += found
+        if not names_form(task):
+            read = {one.file for one in found}
+            others = [file for file in files_of(Path(task)) if file not in read]
+            paths += others if read else [Path(task)]
+    return benchmarks, tuple(paths)
+
+
 def _is_path(task: str) -> bool:
-    looks = task.endswith(".jsonl") or os.sep in task
+    looks = task.endswith(KINDS) or os.sep in task
     return looks or (task not in recall_tasks.TASKS and Path(task).exists())
 
 

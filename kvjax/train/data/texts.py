@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from kvjax.base.errors import InputError
+from kvjax.io.json_rows import json_rows
 from kvjax.train.settings import Data
 
 BOM = "\ufeff"
@@ -137,7 +138,7 @@ def json_texts(
     Raises InputError for the first row that is no JSON, or whose field is no text, with its file and line.
     """
     for path in paths:
-        for place, row in _json_rows(path):
+        for place, row in json_rows(path):
             if not isinstance(row, dict):
                 said = json.dumps(row)[:40]
                 raise InputError(f"{path}, {place} is {said}, expected an object with {field!r}")
@@ -154,23 +155,6 @@ def json_texts(
                     f"{path}, {place} holds half of a pair of surrogates: correct its text"
                 ) from error
             yield {field: value}
-
-
-def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Where a row stands in its file, and the row; of a list of texts, each as the field `text`."""
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not (text := line.strip()):
-                continue
-            try:
-                if number == 1 and text.startswith("["):
-                    for row, item in enumerate(json.loads(line + file.read()), 1):
-                        yield f"row {row}", {"text": item} if isinstance(item, str) else item
-                    return
-                found = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}, line {number} is no JSON: {error}") from error
-            yield f"line {number}", found
 
 
 def standard_library() -> list[Path]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks import benchmarks
+from kvjax.eval.tasks.chats import around_user, chat_reader
 from kvjax.eval.tasks.functions import DRAWN
-from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.reader import Reader
 from kvjax.eval.tasks.ruler import chains, counts
 from kvjax.eval.tasks.ruler.documents import FILES, draw_documents, read_documents
 from kvjax.eval.tasks.ruler.needles import NEEDLES, draw_needles
@@ -24,14 +25,13 @@ from kvjax.eval.tasks.ruler.shipped import haystack, words_of
 from kvjax.eval.tasks.ruler.sizes import largest
 from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
 from kvjax.models.model import Model
-from kvjax.models.tokenizer import render_chat
 
 # The tasks that need no file, and all of them.
 GENERATED = (*NEEDLES, "vt", "cwe", "fwe")
 TASKS = (*GENERATED, *FILES)
 ALL, LENGTH = "ruler", 1024
 _ESSAY = tuple(name for name, task in NEEDLES.items() if task.haystack == "essay")
-_NO_LIMIT, _PLACE = 2**30, "kvjax-prompt"
+_NO_LIMIT = 2**30
 
 
 class Form(NamedTuple):
@@ -156,15 +156,7 @@ def make_ruler(model: Model, tasks: Sequence[str], *, length: int | None = None,
         for name, file in _asked(task):
             if files.setdefault(name, file) != file:
                 raise InputError(f"{name} was given with two files, {files[name]} and {file}: name one")
-    reader, chat = reader_of(model), ("", "")
-    if model.chat_template is not None:
-        head, place, tail = render_chat(model, [{"role": "user", "content": _PLACE}]).partition(_PLACE)
-        if not place:
-            raise InputError(
-                f"the chat template of {model.name} leaves out what the user says: mend it, or remove it"
-            )
-        # The template writes every special token itself.
-        reader, chat = reader._replace(bos=()), (head, tail)
+    reader, chat = chat_reader(model), around_user(model)
     length = length or min(LENGTH, model.config.max_positions)
     suite = Ruler(tuple(files), length, seed, reader, {}, chat)
     forms = {name: _form(suite, name, file) for name, file in files.items()}

@@ -1,0 +1,26 @@
+"""Prompts that are too long lose the middle or the end of their context; the question stays whole."""
+
+from __future__ import annotations
+
+Spans = tuple[tuple[int, int], ...]
+Ids = tuple[int, ...]
+
+
+def cut_middle(context: Ids, question: Ids, spans: Spans, length: int) -> tuple[Ids, Spans]:
+    """The context without its middle, so that the first and the last length // 2 tokens of the prompt stay.
+
+    Where the question is longer than that, it stays, and the context's start fills the rest. Source:
+    LongBench (arXiv:2308.14508), pred.py.
+    """
+    if len(context) + len(question) <= length:
+        return context, spans
+    left = min(length // 2, length - len(question))
+    right = len(context) - max(length // 2 - len(question), 0)
+    kept = [span for span in spans if span[1] <= left]
+    kept += [(a - right + left, b - right + left) for a, b in spans if a >= right]
+    return context[:left] + context[right:], tuple(kept)
+
+
+def cut_end(context: Ids, spans: Spans, length: int) -> tuple[Ids, Spans]:
+    """The first `length` tokens of a context, and the spans that lie in them."""
+    return context[:length], tuple(span for span in spans if span[1] <= length)

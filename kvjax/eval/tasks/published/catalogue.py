@@ -1,0 +1,120 @@
+"""Which benchmarks are read, and how `--tasks` names their files."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvjax.base.errors import InputError
+from kvjax.eval.tasks.published import (
+    babilong,
+    graphwalks,
+    kvpress,
+    longbench_v2,
+    longproc,
+    maths,
+    mrcr,
+    nolima,
+    scbench,
+)
+from kvjax.eval.tasks.published.record import Form
+from kvjax.eval.tasks.published.tables import Row, files_of, read_rows
+
+# In the order in which a file's fields are compared: the first form that has all of its own is taken.
+_ALL = (
+    kvpress.FORM, scbench.FORM, longbench_v2.FORM, mrcr.FORM, graphwalks.FORM, babilong.FORM, longproc.FORM,
+    nolima.FORM, maths.MATH, maths.GSM8K,
+)  # fmt: skip
+FORMS: Mapping[str, Form] = {form.name: form for form in _ALL}
+# An option of every form.
+NEW = "max_new_tokens"
+# Fields of a row that an error lists.
+_SHOWN = 20
+
+
+class Asked(NamedTuple):
+    """One file, how it is read, and what was said about it. max_new_tokens: in place of the published one."""
+
+    form: Form
+    file: Path
+    options: Mapping[str, str]
+    max_new_tokens: int | None = None
+
+
+def names_form(task: str) -> bool:
+    """Whether a task says which benchmark its file belongs to.
+
+    >>> names_form("kvpress:ruler.parquet"), names_form("ruler.parquet")
+    (True, False)
+    """
+    name, colon, _ = task.partition(":")
+    return bool(colon) and name in FORMS
+
+
+def asked_of(task: str) -> list[Asked]:
+    """The files that "FORM:PATH,option=value" or a path names; of a path only those whose fields are known.
+
+    Raises InputError for unknown options, paths that do not exist, and fields that are another form's.
+
+    >>> asked_of("kvpress:rows.jsonl,max_new_tokens=20")  # doctest: +SKIP
+    """
+    if not names_form(task):
+        path = Path(task)
+        forms = [(_form_of(file), file) for file in (files_of(path) if path.exists() else ())]
+        return [Asked(form, file, {}) for form, file in forms if form is not None]
+    name, _, rest = task.partition(":")
+    form = FORMS[name]
+    place, *given = re.split(r",(?=\w+=)", rest.removeprefix("file="))
+    options = {key: value for key, _, value in (option.partition("=") for option in given)}
+    known = (NEW, *form.options)
+    if wrong := [key for key in options if key not in known]:
+        near = difflib.get_close_matches(wrong[0], known, 1, cutoff=0.0)[0]
+        raise InputError(f"{name} has no option {wrong[0]!r}: did you mean {near!r}?")
+    new = options.pop(NEW, None)
+    if new is not None and not (new.isdecimal() and int(new)):
+        raise InputError(f"{task}: {NEW} is {new!r}, expected a whole number of at least 1")
+    files = files_of(Path(place)) if place and Path(place).exists() else []
+    if not files:
+        what = (
+            "holds no .parquet, .jsonl or .json file" if place and Path(place).is_dir() else "does not exist"
+        )
+        raise InputError(f"{place or repr(task)} {what}, expected {name}:FILE or {name}:FOLDER: check it")
+    for file in files:
+        _check_fields(form, next(read_rows(file)))
+    return [Asked(form, file, options, None if new is None else int(new)) for file in files]
+
+
+def _form_of(file: Path) -> Form | None:
+    """The form whose fields the first row has; None for JSONL that another reader may know."""
+    if file.suffix == ".jsonl":
+        try:
+            return _fitting(next(read_rows(file)))
+        except InputError:
+            return None
+    row = next(read_rows(file))
+    if (form := _fitting(row)) is None:
+        there = ", ".join(itertools.islice(row.data, _SHOWN)) or "none"
+        forms = "; ".join(f"{f.name}: {', '.join(f.fields)}" for f in FORMS.values())
+        raise InputError(
+            f"{row.where} has the fields {there}, expected those of a benchmark that is read ({forms})"
+        )
+    return form
+
+
+def _fitting(row: Row) -> Form | None:
+    return next((form for form in FORMS.values() if set(form.fields) <= set(row.data)), None)
+
+
+def _check_fields(form: Form, row: Row) -> None:
+    if missing := [field for field in form.fields if field not in row.data]:
+        other = _fitting(row)
+        hint = f"; these are fields of {other.name}" if other is not None else ""
+        there = ", ".join(itertools.islice(row.data, _SHOWN)) or "none"
+        raise InputError(
+            f"{row.where}: field {missing[0]!r} is missing; expected {', '.join(form.fields)} (its fields: "
+            f"{there}{hint})"
+        )

@@ -1,0 +1,54 @@
+r"""GSM8K, MATH and AIME: problems whose answer stands in \boxed{}.
+
+The problem is the context; the instruction follows it, as DeepSeek-R1 recommends
+(github.com/deepseek-ai/DeepSeek-R1, README, MIT). Data: openai/gsm8k (arXiv:2110.14168; MIT), MATH
+(arXiv:2103.03874; MIT) and what has its fields. No answer length is published: 2048 tokens for GSM8K, 4096
+for others, 32768 for AIME.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kvjax.eval.tasks.published.boxed import last_boxed, same_answer
+from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
+from kvjax.eval.tasks.published.tables import Row
+
+INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def _gsm8k(row: Row, _: Mapping[str, str]) -> Record:
+    answer = row.filled("answer")
+    right = answer.rpartition("####")[2].strip()
+    if "####" not in answer or not right:
+        raise row.wrong("answer", "a solution that ends in '#### NUMBER'")
+    return _asked(row, "gsm8k", row.filled("question"), right, 2048)
+
+
+def _math(row: Row, options: Mapping[str, str]) -> Record:
+    if row.data.get("answer") is not None:
+        right = row.texts("answer")[0]
+    elif (found := last_boxed(row.filled("solution"))) is not None:
+        right = found
+    else:
+        raise row.wrong("solution", "a text whose answer stands in \\boxed{}")
+    task = options.get("task") or _task_of(row)
+    return _asked(row, task, row.filled("problem"), right, 32768 if "aime" in task else 4096)
+
+
+def _task_of(row: Row) -> str:
+    """ "aime" or "math", with the number that a file's name or its folders' give them."""
+    for part in reversed(row.file.parts):
+        if found := re.search(r"(aime|math)\D?(\d+)", part.lower()):
+            return found[1] + found[2]
+    return "math"
+
+
+def _asked(row: Row, task: str, problem: str, right: str, new: int) -> Record:
+    score = lambda text: float(same_answer(last_boxed(text), right))  # noqa: E731
+    return Record(row.where, task, problem, (Turn(INSTRUCTION, (right,), new, score),))
+
+
+GSM8K = Form("gsm8k", ("question", "answer"), by_row(_gsm8k), cut="skip")
+MATH = Form("math", ("problem",), by_row(_math), cut="skip", options=("task",))

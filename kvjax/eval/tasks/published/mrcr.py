@@ -1,0 +1,55 @@
+"""OpenAI's MRCR: a conversation in which one of several equal requests must be answered as it was before.
+
+Data and metric: the dataset card of openai/mrcr (MIT). The messages before the last are the context. Rows
+that are too long are passed over, as on the card. The card bounds no answer: it may be twice as long as the
+right one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+
+from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
+from kvjax.eval.tasks.published.tables import Row
+
+
+def similarity(text: str, right: str, prefix: str) -> float:
+    """The ratio of difflib's SequenceMatcher after the prefix that the answer must open with; 0 without it.
+
+    >>> similarity("ab12 a poem", "ab12 a poem", "ab12"), similarity("a poem", "ab12 a poem", "ab12")
+    (1.0, 0.0)
+    """
+    if not text.startswith(prefix):
+        return 0.0
+    texts = text.removeprefix(prefix), right.removeprefix(prefix)
+    return difflib.SequenceMatcher(None, *texts).ratio()
+
+
+def _record(row: Row, _: Mapping[str, str]) -> Record:
+    right, prefix = row.filled("answer"), row.filled("random_string_to_prepend")
+    *before, last = _messages(row)
+    if not before or last["role"] != "user":
+        raise row.wrong("prompt", "messages of which the last is the user's")
+    turn = Turn(last["content"], (right,), None, lambda text: similarity(text, right, prefix))
+    task = f"mrcr_{row.whole('n_needles')}needle" if "n_needles" in row.data else "mrcr"
+    return Record(row.where, task, "", (turn,), before=tuple(before))
+
+
+def _messages(row: Row) -> list[dict[str, str]]:
+    """The conversation, which the file holds as JSON."""
+    try:
+        found = json.loads(row.filled("prompt"))
+    except ValueError as error:
+        raise row.wrong("prompt", "a list of messages in JSON") from error
+    right = isinstance(found, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in found
+    )
+    if not right or not found:
+        raise row.wrong("prompt", "a list of messages with role and content, in JSON")
+    return [{"role": m["role"], "content": m["content"]} for m in found]
+
+
+FORM = Form("mrcr", ("prompt", "answer", "random_string_to_prepend"), by_row(_record), cut="skip", mixed=True)

@@ -1,0 +1,170 @@
+"""Records as samples of a model's tokens: chat template around, cut as the benchmark cuts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+from kvjax.base.errors import InputError
+from kvjax.eval.tasks.chats import around_user, between_users, chat_reader
+from kvjax.eval.tasks.cuts import Ids, Spans, cut_end, cut_middle
+from kvjax.eval.tasks.published.record import Dialogue, Form, Record, Turn
+from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.sample import OpenSample
+from kvjax.models.model import Model
+
+
+class TooLong(Exception):
+    """A prompt that its benchmark does not cut; says what it takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Turns records of one form into samples. length: most tokens of a prompt, answers not included."""
+
+    model: Model
+    form: Form
+    length: int | None = None
+    max_new_tokens: int | None = None
+
+    @functools.cached_property
+    def reader(self) -> Reader:
+        return chat_reader(self.model)
+
+    @functools.cached_property
+    def _frames(self) -> dict[str, tuple[str, str]]:
+        return {}
+
+    def _frame(self, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, str]:
+        """What stands around a user's message after others; a long conversation is not kept."""
+        if len(before) > 1:
+            return around_user(self.model, before)
+        key = repr(before)
+        if key not in self._frames:
+            self._frames[key] = around_user(self.model, before)
+        return self._frames[key]
+
+    @functools.cached_property
+    def _between(self) -> tuple[str, str, str]:
+        return between_users(self.model)
+
+    def samples(self, record: Record, name: str) -> list[OpenSample]:
+        """One sample per question. InputError for one that does not fit; TooLong where the form skips it."""
+        head, tail = self._frame(record.before)
+        talk = any(message["role"] != "system" for message in record.before)
+        if talk and self.model.chat_template is None:
+            raise InputError(
+                f"{record.where} is a conversation, and {self.model.name} has no chat template: take a model "
+                "that chats, or leave the file out"
+            )
+        tail = tail if self.model.chat_template is not None else self.form.plain_end
+        many = len(record.turns) > 1
+        return [
+            self._sample(record, turn, f"{name}-{i}" if many else name, head, tail)
+            for i, turn in enumerate(record.turns, 1)
+        ]
+
+    def dialogue(self, record: Record, name: str) -> list[OpenSample]:
+        """One sample per question, after those before it and the right answers to them.
+
+        The first question belongs to the prompt that is compressed, but for its last token.
+        """
+        assert record.dialogue is not None
+        first, *later = self._dialogue_ids(record.dialogue)
+        new = [self._new_tokens(turn) for turn in record.turns]
+        follows = [*itertools.accumulate((len(ids) for ids in later), initial=0)]
+        most = max(a + b for a, b in zip(follows, new, strict=True))
+        limit = self._limit(record, most, 1)
+        kept, _ = cut_middle(first, (), (), limit)
+        return [
+            OpenSample(
+                f"{name}-turn-{i + 1}", turn.task or record.task, kept[:-1],
+                (kept[-1], *itertools.chain(*later[:i])), (), turn.references, new[i],
+            )
+            for i, turn in enumerate(record.turns)
+        ]  # fmt: skip
+
+    def _dialogue_ids(self, said: Dialogue) -> list[Ids]:
+        bos, read = self.reader.bos, lambda text: self.reader.split(text)[0]
+        if self.model.chat_template is None:
+            first, *later = said.plain
+            return [(*bos, *read(first)), *map(read, later)]
+        (head, tail), (before, between, after) = self._frame(), self._between
+        later = [
+            before + answer + between + user + after + said.opens
+            for answer, user in zip(said.answers, said.users[1:], strict=False)
+        ]
+        return [(*bos, *read(head + said.users[0] + tail)), *map(read, later)]
+
+    def _sample(self, record: Record, turn: Turn, name: str, head: str, tail: str) -> OpenSample:
+        end = tail + turn.prefix
+        context, question, spans = self._ids(record, head, turn.question + end)
+        new = self._new_tokens(turn)
+        limit = self._limit(record, new, len(question))
+        if len(context) + len(question) > limit:
+            context, spans = self._cut(context, question, spans, limit, head, end)
+        task = turn.task or record.task
+        return OpenSample(name, task, context, question, spans, turn.references, new)
+
+    def _cut(
+        self, context: Ids, question: Ids, spans: Spans, limit: int, head: str, end: str
+    ) -> tuple[Ids, Spans]:
+        if self.form.cut == "skip":
+            raise TooLong(f"{len(context) + len(question)} tokens, and {limit} fit")
+        if self.form.cut == "end":
+            return cut_end(context, spans, limit - len(question))
+        # The benchmark cuts what the user says, before the chat template.
+        before, after = (len(self.reader.split(text)[0]) for text in (head, end))
+        before, after = before + len(self.reader.bos), min(after, len(question))
+        inner = tuple((a - before, b - before) for a, b in spans)
+        kept, inner = cut_middle(
+            context[before:], question[: len(question) - after], inner, limit - before - after
+        )
+        return context[:before] + kept, tuple((a + before, b + before) for a, b in inner)
+
+    def _ids(self, record: Record, head: str, asked: str) -> tuple[Ids, Ids, Spans]:
+        """Ids of context and question, and where the needles stand in the context."""
+        needles = "|".join(re.escape(needle) for needle in record.needles if needle)
+        pieces = re.split(f"({needles})", record.context) if needles else [record.context]
+        pieces = [head + pieces[0], *pieces[1:]]
+        if self.form.apart:
+            parts, question = self.reader.split(*pieces), self.reader.split(asked)[0]
+        else:
+            *parts, question = self.reader.split(*pieces, asked)
+        context = (*self.reader.bos, *itertools.chain(*parts))
+        if not question:
+            context, question = context[:-1], context[-1:]
+        if not context:
+            raise InputError(f"{record.where}: context and question hold no two tokens, expected a text")
+        ends = [*itertools.accumulate((len(p) for p in parts), initial=len(self.reader.bos))]
+        spans = tuple((a, min(b, len(context))) for a, b in [*itertools.pairwise(ends)][1::2])
+        return context, question, tuple(span for span in spans if span[1] > span[0])
+
+    def _new_tokens(self, turn: Turn) -> int:
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if turn.new_tokens is not None:
+            return turn.new_tokens
+        return 2 * len(self.reader.split(turn.references[0])[0])
+
+    def _limit(self, record: Record, new: int, question: int) -> int:
+        """Most tokens of context and question; an error where a question leaves no place to a context."""
+        last = self.model.config.max_positions
+        limit = last - new if self.length is None else min(self.length, last - new)
+        if limit > question:
+            return limit
+        if self.form.cut == "skip" and last > new:
+            raise TooLong(f"a question of {question} tokens, and {limit} fit")
+        if self.length is not None and last - new > question:
+            raise InputError(
+                f"{record.where}: the question has {question} tokens, expected fewer than --length "
+                f"{self.length}: raise it"
+            )
+        raise InputError(
+            f"{record.where}: a question of {question} tokens and an answer of up to {new} leave nothing of "
+            f"the {last} positions of {self.model.name} to the context: give fewer tokens to the answer, as "
+            f"in {self.form.name}:FILE,max_new_tokens={max(last // 4, 1)}"
+        )

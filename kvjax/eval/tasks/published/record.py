@@ -1,0 +1,96 @@
+"""What a benchmark's file holds: records of one context each, with the questions about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from kvjax.eval.tasks.published.tables import Row, read_rows
+from kvjax.eval.tasks.reader import Reader
+
+# Written text -> score in [0, 1].
+Score = Callable[[str], float]
+
+
+class Turn(NamedTuple):
+    """A question: what follows the context, what opens the answer, and how the answer is scored.
+
+    new_tokens: most tokens of the answer; None: twice as many as the first reference has. task: the record's,
+    where empty.
+    """
+
+    question: str
+    references: tuple[str, ...]
+    new_tokens: int | None
+    score: Score
+    prefix: str = ""
+    task: str = ""
+
+
+class Dialogue(NamedTuple):
+    """The questions in turn, with the right answer to each before the next one.
+
+    users: messages, the first with the context. plain: the same for models without a chat template, texts
+    that follow one another, answers included. opens: how later answers begin in a chat.
+    """
+
+    users: tuple[str, ...]
+    answers: tuple[str, ...]
+    plain: tuple[str, ...]
+    opens: str = ""
+
+
+class Record(NamedTuple):
+    """A context and the questions about it; where: file and row. before: messages that precede the context.
+
+    needles: texts of the context that the answer needs. name: added to the ids of its samples.
+    """
+
+    where: str
+    task: str
+    context: str
+    turns: tuple[Turn, ...]
+    dialogue: Dialogue | None = None
+    before: tuple[Mapping[str, Any], ...] = ()
+    needles: tuple[str, ...] = ()
+    name: str = ""
+
+
+class Source(NamedTuple):
+    """A file to read records from. length: most tokens of a prompt; contexts: how many are wanted."""
+
+    file: Path
+    options: Mapping[str, str]
+    reader: Reader
+    length: int
+    contexts: int
+
+
+class Form(NamedTuple):
+    """How a benchmark's files are read.
+
+    fields: those by which a file is recognised. cut: what becomes of a prompt that is too long: it loses the
+    end of its context, or its middle, or is passed over. apart: context and question are tokenised by
+    themselves. plain_end: what follows the question where the model has no chat template. mixed: a file holds
+    several tasks. options: names that may follow the path.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    records: Callable[[Source], Iterator[Record]]
+    cut: Literal["end", "middle", "skip"]
+    apart: bool = False
+    plain_end: str = ""
+    mixed: bool = False
+    options: tuple[str, ...] = ()
+
+
+def by_row(read: Callable[[Row, Mapping[str, str]], Record]) -> Callable[[Source], Iterator[Record]]:
+    """Records of files whose every row is one."""
+    return lambda source: (read(row, source.options) for row in read_rows(source.file))
+
+
+def best(metric: Callable[[str, str], float], references: tuple[str, ...]) -> Score:
+    """The metric's largest value over the references."""
+    return lambda text: max(metric(text, reference) for reference in references)

@@ -1,0 +1,152 @@
+"""Records of benchmarks' files as a suite: prompts, answer lengths and scores of each row as published."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvjax.base.errors import InputError
+from kvjax.eval.tasks.published.catalogue import Asked
+from kvjax.eval.tasks.published.prompts import Encoder, TooLong
+from kvjax.eval.tasks.published.record import Record, Score, Source
+from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
+from kvjax.models.model import Model
+
+Context = list[OpenSample]
+# What tells the files of one table apart.
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """Samples by task and context number; those of conversations apart, where the benchmark has them.
+
+    scores: by the id of a sample. notes: what was left out.
+    """
+
+    tasks: tuple[str, ...]
+    length: int
+    sources: tuple[str, ...]
+    single: Mapping[str, Sequence[Context]]
+    turns: Mapping[str, Sequence[Context]]
+    scores: Mapping[str, Score]
+    reader: Reader
+    notes: tuple[str, ...] = ()
+
+    @property
+    def contexts(self) -> int:
+        return max(len(contexts) for contexts in self.single.values())
+
+    def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
+        """One row per question about context number `index` of each task.
+
+        multi-turn: each is asked after those before it and the right answers to them. Every other protocol
+        asks each of the compressed context alone. InputError for turns of a task that asks once.
+        """
+        found = self.turns if protocol == "multi-turn" else self.single
+        if missing := [task for task in self.single if task not in found]:
+            raise InputError(
+                f"{missing[0]} asks one question about a context: leave out the protocol multi-turn"
+            )
+        return [
+            [sample] for contexts in found.values() if index < len(contexts) for sample in contexts[index]
+        ]
+
+    def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
+        """The benchmark's metric of this row on the written text."""
+        assert isinstance(sample, OpenSample)
+        text = self.reader.text(prediction)
+        return Graded(text, " | ".join(sample.references), self.scores[sample.id](text))
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        return self.reader.words(ids)
+
+
+class _Made:
+    """What has been read so far."""
+
+    def __init__(self) -> None:
+        self.single: dict[str, list[Context]] = {}
+        self.turns: dict[str, list[Context]] = {}
+        self.scores: dict[str, Score] = {}
+        self.places: dict[str, Path] = {}
+        self.notes: list[str] = []
+
+    def add(self, record: Record, encoder: Encoder) -> None:
+        """Encodes a record into its task. TooLong where its form passes over it."""
+        number = len(self.single.get(record.task, ()))
+        name = f"{record.task}-{number}{record.name and '-' + record.name}"
+        one = encoder.samples(record, name)
+        self.single.setdefault(record.task, []).append(one)
+        made = [one]
+        if record.dialogue is not None:
+            made.append(encoder.dialogue(record, name))
+            self.turns.setdefault(record.task, []).append(made[-1])
+        for samples in made:
+            for sample, turn in zip(samples, record.turns, strict=True):
+                self.scores[sample.id] = turn.score
+
+
+def read_published(
+    model: Model, asked: Sequence[Asked], *, length: int | None = None, contexts: int = 32
+) -> Published:
+    """The questions of benchmarks' files; at most `contexts` records per task, in the order of the files.
+
+    length: most tokens of a prompt; by default as far as the model's positions reach.
+
+    Raises InputError for rows that lack a field, with file, row and field; for files that cannot be read or
+    hold nothing; for a task in two files; and where no row fits.
+
+    >>> read_published(model, asked("scbench_kv.jsonl"), contexts=4).tasks  # doctest: +SKIP
+    ('scbench_kv',)
+    """
+    made = _Made()
+    for one in asked:
+        _read(made, one, model, length, contexts)
+    samples = [s for group in (made.single, made.turns) for c in group.values() for x in c for s in x]
+    tasks = tuple(dict.fromkeys(sample.task for sample in samples))
+    most = max(len(s.context) + len(s.question) for c in made.single.values() for x in c for s in x)
+    most = max([most, *(len(x[0].context) + 1 for c in made.turns.values() for x in c)])
+    reader = Encoder(model, asked[0].form).reader
+    sources = tuple(f"{one.file.name}:{_digest(one.file)}" for one in asked)
+    return Published(tasks, most, sources, made.single, made.turns, made.scores, reader, tuple(made.notes))
+
+
+def _read(made: _Made, one: Asked, model: Model, length: int | None, contexts: int) -> None:
+    """Adds the records of one file."""
+    form = one.form
+    encoder = Encoder(model, form, length, one.max_new_tokens)
+    most = model.config.max_positions if length is None else length
+    options = {**one.options}
+    left_out, why, taken = 0, "", 0
+    for record in form.records(Source(one.file, options, encoder.reader, most, contexts)):
+        place = made.places.setdefault(record.task, one.file)
+        if place.with_name(_SHARD.sub("", place.name)) != one.file.with_name(_SHARD.sub("", one.file.name)):
+            raise InputError(
+                f"{one.file} holds the task {record.task}, and {place} does, too: name one of them"
+            )
+        if len(made.single.get(record.task, ())) >= contexts:
+            if form.mixed:
+                continue
+            break
+        try:
+            made.add(record, encoder)
+            taken += 1
+        except TooLong as error:
+            left_out, why = left_out + 1, why or f"{record.where} has {error}"
+    if not taken:
+        raise InputError(
+            f"no row of {one.file} fits ({why}): give a model of more positions, a higher --length, or fewer "
+            f"tokens to the answer ({form.name}:FILE,max_new_tokens=N)"
+        )
+    if left_out:
+        made.notes.append(f"{one.file}: {left_out} rows are too long and left out ({why})")
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()[:16]
