@@ -58,9 +58,10 @@ def _records(source: Source) -> Iterator[Record]:
     size = _size(source, tests)
     books = [read_book(source.reader, file.read_text(encoding="utf-8")) for file in files]
     for book, file in zip(books, files, strict=True):
-        if len(book.ids) < 2 * size:
+        needed = size + 2 + int(np.diff(book.ends, append=len(book.ids)).max())
+        if len(book.ids) < needed:
             raise InputError(
-                f"{file} has {len(book.ids)} tokens, expected at least {2 * size} for {size} of them"
+                f"{file} has {len(book.ids)} tokens, expected at least {needed} to take {size}: give tokens=N"
             )
     for turn, (at, test) in itertools.product(range(_DEPTHS * len(books)), enumerate(tests)):
         depth, number = (5 * at + turn) % _DEPTHS, turn // _DEPTHS
