@@ -52,7 +52,7 @@ from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
 from kvjax.models.placement import laid_out, leaves, map_leaves, placement
 from kvjax.models.quantised.reader import plain_tensors
-from kvjax.models.quantised.settings import quantisation_of
+from kvjax.models.quantised.settings import beside, quantisation_of
 from kvjax.models.tokenizer import Text, read_text, write_text
 
 LARGE_BYTES = 10**9
@@ -90,7 +90,7 @@ def load_hf(
         raise InputError(
             f"{folder} is not a model directory: it has no config.json (it has {_contents(folder)})"
         )
-    data, found = read_json(folder / "config.json"), _headers(folder)
+    data, found = beside(folder, read_json(folder / "config.json")), _headers(folder)
     check_layers(data, found)
     config = config_from_hf(data)
     if (quantisation := quantisation_of(data)) is not None:

@@ -95,8 +95,8 @@ def _grouped(
             f"{scales.name} has scales for {groups} groups of inputs, expected {-(-k // size)} of {size}: "
             "fetch the checkpoint again, or correct group_size in the quantization_config of config.json"
         )
-    shared = (Spread(Turned(x), (n, k), (1, size), order) for x in (Plain(scales), zeros))
-    return Affine(codes, *shared)
+    spread = Spread(Turned(Plain(scales)), (n, k), (1, size), order)
+    return Affine(codes, spread, spread._replace(numbers=Turned(zeros)))
 
 
 # --- zero points of GPTQ -----------------------------------------------------------------------------

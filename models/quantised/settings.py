@@ -7,9 +7,11 @@ of modules that were left alone (`ignore`, `modules_to_not_convert`) are not nee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.base.errors import InputError
+from kvjax.models.files import read_json
 
 GPTQ_BITS = (2, 3, 4, 8)
 # How compressed-tensors calls what its files hold; marlin-24 and the sparse ones lack numbers that are zero.
@@ -17,6 +19,7 @@ COMPRESSED_FORMATS = (
     "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
     "mxfp4-pack-quantized", "nvfp4-pack-quantized",
 )  # fmt: skip
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _ADVICE = "choose another checkpoint of the model, or one in float32, float16 or bfloat16"
 
 
@@ -48,6 +51,17 @@ def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
         )
     _CHECKS[method](given)
     return Quantisation(method, given)
+
+
+def beside(folder: Path, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A directory's config.json with what older writers put into a file beside it.
+
+    AutoGPTQ and AutoAWQ do so. Raises InputError for a file that is no JSON.
+    """
+    for name, method in _BESIDE.items():
+        if not data.get("quantization_config") and (folder / name).is_file():
+            return {**data, "quantization_config": {"quant_method": method, **read_json(folder / name)}}
+    return data
 
 
 def _check_fp8(given: Mapping[str, Any]) -> None:

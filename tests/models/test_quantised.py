@@ -114,3 +114,18 @@ def test_devices_read_their_pieces_a_few_rows_at_a_time(form, llama, tmp_path, m
     # No row twice, though four devices read.
     assert sum(x.size for x in pieces) == sum(x.size for n, x in plain.items() if is_quantised(n, x))
     assert max(len(x) for x in pieces) == 5
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "settings"),
+    [
+        ("gptq4_words", "quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM", "zero_point": True}),
+    ],
+)
+def test_settings_in_a_file_of_their_own_are_found(form, name, settings, llama, tmp_path):
+    config, stored, _ = quantise(LLAMA, llama, FORMATS[form])
+    expected = load(write(tmp_path / "a", config, stored))
+    folder = write(tmp_path / "b", LLAMA, stored)
+    (folder / name).write_text(json.dumps(settings))
+    assert_same_params(expected, load(folder))
