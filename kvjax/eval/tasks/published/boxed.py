@@ -35,8 +35,10 @@ def last_boxed(text: str) -> str | None:
 def same_answer(said: str | None, right: str) -> bool:
     r"""Whether an answer is the right one.
 
-    >>> same_answer("\\dfrac12", "0.5"), same_answer("1,000", "1000"), same_answer("x=3", "3"),
-    same_answer("4", "5") (True, True, True, False)
+    >>> same_answer("\\dfrac12", "0.5"), same_answer("1,000", "1000"), same_answer("x=3", "3")
+    (True, True, True)
+    >>> same_answer("4", "5")
+    False
     """
     if said is None:
         return False

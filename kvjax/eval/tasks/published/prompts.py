@@ -62,10 +62,20 @@ class Encoder:
             )
         tail = tail if self.model.chat_template is not None else self.form.plain_end
         many = len(record.turns) > 1
-        return [
-            self._sample(record, turn, f"{name}-{i}" if many else name, head, tail)
-            for i, turn in enumerate(record.turns, 1)
-        ]
+        new = [self._new_tokens(turn) for turn in record.turns]
+        ids = [self._ids(record, head, turn.question + tail + turn.prefix) for turn in record.turns]
+        # Questions about one context are asked of the same tokens.
+        room = min(
+            self._limit(record, n, len(question)) - len(question)
+            for n, (_, question, _) in zip(new, ids, strict=True)
+        )
+        found = []
+        for i, (turn, (context, question, spans)) in enumerate(zip(record.turns, ids, strict=True)):
+            if len(context) > room:
+                context, spans = self._cut(context, question, spans, room, head, tail + turn.prefix)
+            task, number = turn.task or record.task, f"{name}-{i + 1}" if many else name
+            found.append(OpenSample(number, task, context, question, spans, turn.references, new[i]))
+        return found
 
     def dialogue(self, record: Record, name: str) -> list[OpenSample]:
         """One sample per question, after those before it and the right answers to them.
@@ -99,29 +109,22 @@ class Encoder:
         ]
         return [(*bos, *read(head + said.users[0] + tail)), *map(read, later)]
 
-    def _sample(self, record: Record, turn: Turn, name: str, head: str, tail: str) -> OpenSample:
-        end = tail + turn.prefix
-        context, question, spans = self._ids(record, head, turn.question + end)
-        new = self._new_tokens(turn)
-        limit = self._limit(record, new, len(question))
-        if len(context) + len(question) > limit:
-            context, spans = self._cut(context, question, spans, limit, head, end)
-        task = turn.task or record.task
-        return OpenSample(name, task, context, question, spans, turn.references, new)
-
     def _cut(
-        self, context: Ids, question: Ids, spans: Spans, limit: int, head: str, end: str
+        self, context: Ids, question: Ids, spans: Spans, room: int, head: str, end: str
     ) -> tuple[Ids, Spans]:
+        """The `room` tokens of a context that stay, and the spans in them."""
         if self.form.cut == "skip":
-            raise TooLong(f"{len(context) + len(question)} tokens, and {limit} fit")
+            raise TooLong(f"{len(context) + len(question)} tokens, and {room + len(question)} fit")
         if self.form.cut == "end":
-            return cut_end(context, spans, limit - len(question))
+            return cut_end(context, spans, room)
+        if self.form.apart:
+            return cut_middle(context, (), spans, room)
         # The benchmark cuts what the user says, before the chat template.
         before, after = (len(self.reader.split(text)[0]) for text in (head, end))
         before, after = before + len(self.reader.bos), min(after, len(question))
         inner = tuple((a - before, b - before) for a, b in spans)
         kept, inner = cut_middle(
-            context[before:], question[: len(question) - after], inner, limit - before - after
+            context[before:], question[: len(question) - after], inner, room + len(question) - before - after
         )
         return context[:before] + kept, tuple((a + before, b + before) for a, b in inner)
 
