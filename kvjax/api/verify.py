@@ -78,7 +78,7 @@ def verify(
     width = int(batch.lengths.max())
     params, size = with_fitted(model.params, cache.method), _width(width)
     labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=run.on_mesh)
-    logits, new = _passes(run, params, bare_cache(cache), batch, size)
+    logits, new = passes(run, params, bare_cache(cache), batch, size)
     return logits[:, :width], dataclasses.replace(new, **labels)
 
 
@@ -87,7 +87,7 @@ def _width(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length() if tokens < 16 else bucket(tokens)
 
 
-def _passes(
+def passes(
     run: Run, params: dict, cache: Cache, batch: Batch, size: int
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """Logits at all tokens and the cache behind them; a pass ends where a step would flush a tail."""

@@ -81,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out the full cache, random and sink+recent, which otherwise run, too",
     )
+    parser.add_argument(
+        "--gold",
+        action="store_true",
+        help="feed the right answers in one pass (teacher forcing) instead of letting the model write: it is "
+        "faster, and also gives -log p of the right answer, which moves before answers break",
+    )
     add_mesh(parser)
     add_hosts(parser)
 
@@ -115,5 +121,6 @@ def run(args: argparse.Namespace) -> None:
         preset=args.preset,
         scores=args.scores,
         baselines=not args.no_baselines,
+        gold=args.gold,
         **mesh_options(args),
     )

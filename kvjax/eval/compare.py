@@ -53,6 +53,8 @@ from kvjax.steps import Prompt
 # 2: the question stays in "aware".
 SCHEMA = 2
 SAMPLES = 32
+# Answers that are fed have a multiple of so many tokens, so that tasks share programs.
+FED = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
 MORE = (
@@ -93,6 +95,7 @@ def compare(
     preset: str | None = None,
     scores: bool = False,
     baselines: bool = True,
+    gold: bool = False,
     console: Console | None = None,
     mesh: Any = None,
     rules: Any = None,
@@ -105,9 +108,11 @@ def compare(
     With several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
     results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
     on. mesh, rules: as in `kvjax.load`, where `model` is a name. scores: the report also shows what every
-    method scores and keeps of one prompt (`kvjax.scores`). On several hosts each runs a share of the methods,
-    unless they hold the model together; the first writes and prints. InputError, before any long work, for
-    anything that cannot run.
+    method scores and keeps of one prompt (`kvjax.scores`). gold: right answers are fed in one pass over the
+    compressed cache (teacher forcing) and not written by the model, which is faster; a score is the share of
+    references whose tokens are all the model's likeliest, and rows also hold `nll`, the mean of -log p over
+    these tokens. On several hosts each runs a share of the methods, unless they hold the model together; the
+    first writes and prints. InputError, before any long work, for anything that cannot run.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """
@@ -121,7 +126,7 @@ def compare(
         methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
         budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
         protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
-        preset=preset, scores=scores, baselines=baselines, mesh=mesh, rules=rules,
+        preset=preset, scores=scores, baselines=baselines, gold=gold, mesh=mesh, rules=rules,
     )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     protocols = tuple(dict.fromkeys(protocols))
@@ -144,7 +149,7 @@ def compare(
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
     plan, preset = planned(
-        loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines
+        loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines, gold
     )
     for note in (note for suite in plan.suites.values() for note in notes_of(suite)):
         console.print(note)
@@ -207,15 +212,21 @@ def _settings(plan: Plan, preset: str) -> dict[str, Any]:
         "length": plan.suite.length,
         "seed": seeds[0] if len(seeds) == 1 else seeds,
         "preset": {"name": preset, **load_preset(preset)},
+        **({"gold": True} if plan.gold else {}),
     }
 
 
 def _arrays(plan: Plan, batches: list[Batch]) -> list[Rows]:
-    forced = bucket(max(forced_length(b.rows) for b in batches))
+    forced = [bucket(max(forced_length(b.rows) for b in batches))] * len(batches)
+    if plan.gold:
+        forced = [-(-forced_length(b.rows, b.protocol) // FED) * FED for b in batches]
     size: dict[str, int] = {}
     for b in batches:
         size[b.protocol] = max(size.get(b.protocol, 0), len(b.rows))
-    return [make_rows(b.rows, b.protocol, plan.tokens, forced, size[b.protocol], b.newest) for b in batches]
+    return [
+        make_rows(b.rows, b.protocol, plan.tokens, width, size[b.protocol], b.newest)
+        for b, width in zip(batches, forced, strict=True)
+    ]
 
 
 def _key(protocol: str, number: int, entry: Entry) -> str:
@@ -224,9 +235,9 @@ def _key(protocol: str, number: int, entry: Entry) -> str:
 
 def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
     arrays = _arrays(plan, batches)
-    room = arrays[0].forced.shape[1] + max(most_new_tokens(b.rows) for b in batches)
+    room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)
-    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room)
+    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold)
     with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for cells in _groups(entries, len(batches)):

@@ -1,18 +1,23 @@
-"""How questions are answered: the right answer is fed, or the model writes its own, in one program."""
+"""How questions are answered: the model writes, in one program, or the right answer is fed in one pass."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
-from kvjax.eval.tasks.rows import Rows
+from kvjax.api.prefill import Batch
+from kvjax.api.verify import one_pass_refused, passes
+from kvjax.eval.tasks.rows import Rows, targets_of
 from kvjax.eval.tasks.sample import Sample, new_tokens
+from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
+from kvjax.models.model import Model
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
@@ -83,3 +88,89 @@ def generate_answers(
 
     start = jnp.zeros((), jnp.int32), cache, jnp.full_like(fed, -1), jnp.zeros(count.shape, bool)
     return jax.lax.while_loop(unfinished, body, start)[2]
+
+
+class Expected(NamedTuple):
+    """What a model expects after each token that it is fed.
+
+    likeliest: the most probable next token, `NOT_A_NUMBER` where logits are none; -1 where nothing was fed.
+    nll: -log p of the answer's token there, in nats; 0 where none has to follow.
+    """
+
+    likeliest: Int[np.ndarray, "B F"]
+    nll: Float[np.ndarray, "B F"]
+
+
+def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Rows) -> Expected:
+    """Feeds the forced tokens of a batch whose answers are all given, in one pass where that equals steps.
+
+    It takes single steps where a method evicts or reads by each of them. The cache is consumed.
+    """
+    targets = jnp.asarray(targets_of(rows))
+    tokens, count, again = rows.forced, rows.count, rows.again
+    if one_pass_refused(model, run, cache, count):
+        given = map(jnp.asarray, (tokens, count, again))
+        found = _stepped(run, params, cache, *given, targets)
+        return Expected(*map(fetch, found))
+    if not again.any():
+        logits, _ = passes(run, params, cache, Batch(tokens, count), tokens.shape[1])
+        return Expected(*map(fetch, _expected(logits, jnp.asarray(count), targets)))
+    # The prompt's last token is asked again, and stored no second time.
+    logits, cache = _asked_again(run, params, cache, jnp.asarray(tokens[:, 0]))
+    first = _expected(logits[:, None], jnp.asarray(count), targets[:, :1])
+    if (count < 2).all():
+        rest = Expected(np.full_like(tokens[:, 1:], -1), np.zeros(tokens[:, 1:].shape, np.float32))
+    else:
+        logits, _ = passes(run, params, cache, Batch(tokens[:, 1:], count - 1), tokens.shape[1] - 1)
+        rest = _expected(logits, jnp.asarray(count - 1), targets[:, 1:])
+    pairs = zip(map(fetch, first), map(fetch, rest), strict=True)
+    return Expected(*(np.concatenate(pair, 1) for pair in pairs))
+
+
+@jax.jit
+def _expected(
+    logits: Float[Array, "B F V"], count: Int[Array, "B"], targets: Int[Array, "B F"]
+) -> tuple[Int[Array, "B F"], Float[Array, "B F"]]:
+    """The likeliest token after each of the first `count`, and -log p of the targets."""
+    wide = logits.astype(jnp.float32)
+    best = jnp.argmax(wide, -1).astype(jnp.int32)
+    # The largest is the first NaN where there is one.
+    top = jnp.take_along_axis(wide, best[..., None], -1)[..., 0]
+    best = jnp.where(jnp.isnan(top), NOT_A_NUMBER, best)
+    best = jnp.where(jnp.arange(best.shape[1]) < count[:, None], best, -1)
+    right = jnp.take_along_axis(wide, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    nll = jax.nn.logsumexp(wide, -1) - right
+    return best, jnp.where(targets < 0, 0.0, nll)
+
+
+@partial(jax.jit, static_argnames=("run",))
+def _asked_again(
+    run: Run, params: Params, cache: Cache, token: Int[Array, "B"]
+) -> tuple[Float[Array, "B V"], Cache]:
+    return steps.step_fn(run, params, cache, token, jnp.zeros(token.shape, bool))
+
+
+@partial(jax.jit, static_argnames=("run",))
+def _stepped(
+    run: Run,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B F"],
+    count: Int[Array, "B"],
+    again: Bool[Array, "B"],
+    targets: Int[Array, "B F"],
+) -> tuple[Int[Array, "B F"], Float[Array, "B F"]]:
+    """As `_expected`, one step per token."""
+
+    def unfinished(carry: tuple[Array, Cache, Array, Array]) -> Array:
+        return (carry[0] < count).any()
+
+    def body(carry: tuple[Array, Cache, Array, Array]) -> tuple[Array, Cache, Array, Array]:
+        i, cache, best, nll = carry
+        live = i < count
+        logits, cache = steps.step_fn(run, params, cache, tokens[:, i], live & ~(again & (i == 0)))
+        found, lost = _expected(logits[:, None], live.astype(jnp.int32), targets[:, i, None])
+        return i + 1, cache, best.at[:, i].set(found[:, 0]), nll.at[:, i].set(lost[:, 0])
+
+    start = jnp.zeros((), jnp.int32), cache, jnp.full_like(tokens, -1), jnp.zeros(tokens.shape, jnp.float32)
+    return jax.lax.while_loop(unfinished, body, start)[2:]

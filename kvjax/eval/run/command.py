@@ -21,6 +21,7 @@ def command_of(
     preset: str | None = None,
     scores: bool = False,
     baselines: bool = True,
+    gold: bool = False,
     mesh: Any = None,
     rules: Any = None,
 ) -> str:
@@ -46,4 +47,5 @@ def command_of(
     }
     words = [str(word) for name, values in options.items() if values for word in (name, *values)]
     flags = [*(["--scores"] if scores else []), *([] if baselines else ["--no-baselines"])]
+    flags += ["--gold"] if gold else []
     return shlex.join(["kvjax", "compare", *words, *flags])

@@ -12,6 +12,8 @@ from kvjax.hosts.messages import gathered
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 
+# More rows at once are no faster on a CPU, whose cores are busy with these.
+CPU_BYTES = 2**31
 # Share of the free memory a comparison may plan to use; the rest is for compilation and the system.
 SHARE = 0.6
 
@@ -34,7 +36,7 @@ def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int
             f"a prompt of {tokens} tokens needs about {one / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "
             "shorten --length, or use a smaller model or a larger machine"
         )
-    return rows
+    return rows if jax.default_backend() != "cpu" else max(1, min(rows, CPU_BYTES // one))
 
 
 def peak_bytes() -> int:

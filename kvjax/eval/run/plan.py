@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,10 @@ BATCH_ROWS = 40
 
 
 class Plan(NamedTuple):
-    """What runs; `suites` by seed differ in what they draw, `contexts` is how many each draws."""
+    """What runs; `suites` by seed differ in what they draw, `contexts` is how many each draws.
+
+    gold: right answers are fed in one pass, and the model writes none.
+    """
 
     model: Model
     suites: dict[int, Suite]
@@ -38,6 +41,7 @@ class Plan(NamedTuple):
     protocols: tuple[str, ...]
     contexts: int
     tokens: int
+    gold: bool = False
 
     @property
     def suite(self) -> Suite:
@@ -95,9 +99,11 @@ def planned(
     seeds: tuple[int, ...],
     preset: str | None,
     baselines: bool = True,
+    gold: bool = False,
 ) -> tuple[Plan, str]:
     """What runs, and the preset; InputError for tasks, protocols or methods that cannot."""
-    suites = [make_suite(model, tasks, length=length, seed=one, contexts=samples) for one in seeds]
+    asked = dict(length=length, contexts=samples, gold=gold)
+    suites = [make_suite(model, tasks, seed=one, **asked) for one in seeds]  # type: ignore[arg-type]
     suite = suites[0]
     if len(suites) > 1 and not all(source.startswith(DRAWN) for source in suite.sources):
         raise InputError(
@@ -111,11 +117,14 @@ def planned(
     check_traced(model, entries, bucket(suite.length))
     samples = min(samples, suite.contexts or samples)
     drawn = dict(zip(seeds, suites, strict=True))
-    return Plan(model, drawn, entries, protocols, samples, bucket(suite.length)), preset
+    return Plan(model, drawn, entries, protocols, samples, bucket(suite.length), gold), preset
 
 
 def batches_of(plan: Plan) -> list[Batch]:
-    """Every batch; a batch holds whole contexts. InputError where positions or a budget do not suffice."""
+    """Every batch. InputError where positions or a budget do not suffice.
+
+    A batch holds whole contexts, or with `gold` rows of one task, whose answers are about equally long.
+    """
     itemsize = jax.tree.leaves(plan.model.params)[0].dtype.itemsize
     out = []
     for protocol in plan.protocols:
@@ -128,13 +137,27 @@ def batches_of(plan: Plan) -> list[Batch]:
         for entry in plan.entries:
             check_newest(entry, protocol, newest, (len(row[0].context) for c in rows for row in c))
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
-        per = max(1, size // max(len(r) for r in rows))
-        pieces = [(s, at) for s in drawn for at in range(0, plan.contexts, per)]
-        for number, (seed, start) in enumerate(pieces):
-            several = [r for context in drawn[seed][start : start + per] for r in context]
+        pieces = [(s, piece) for s in drawn for piece in _pieces(plan, drawn[s], size)]
+        for number, (seed, several) in enumerate(pieces):
             out.append(Batch(protocol, number, seed, several, newest))
     # Protocols in turn, so that a look at a half-finished run shows all of them.
     return sorted(out, key=lambda b: b.number)
+
+
+def _pieces(
+    plan: Plan, contexts: list[list[Sequence[Sample]]], size: int
+) -> Iterator[list[Sequence[Sample]]]:
+    """The rows of each batch, about `size` of them."""
+    if not plan.gold:
+        per = max(1, size // max(len(context) for context in contexts))
+        for start in range(0, len(contexts), per):
+            yield [row for context in contexts[start : start + per] for row in context]
+        return
+    for start in range(0, len(contexts), size):
+        for task in plan.suite.tasks:
+            rows = [row for context in contexts[start : start + size] for row in context]
+            if mine := [row for row in rows if row[0].task == task]:
+                yield mine
 
 
 def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:

@@ -26,7 +26,13 @@ from kvjax.api.program_limit import forget_if_crowded
 from kvjax.compat.layout_class import mesh_for
 from kvjax.compress.capacity import as_used
 from kvjax.compress.segments import unread_bytes
-from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
+from kvjax.eval.run.answers import (
+    NOT_A_NUMBER,
+    feed_answers,
+    generate_answers,
+    predicted,
+    row_new_tokens,
+)
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.eval.tasks.rows import Rows
@@ -139,11 +145,14 @@ class Given(NamedTuple):
 class Runner:
     """Runs cells of one model over batches of rows; holds no results.
 
-    together: whether other hosts hold parts of the model and run every cell with this one, in one order.
+    gold: right answers are fed in one pass. together: whether other hosts hold parts of the model and run
+    every cell with this one, in one order.
     """
 
-    def __init__(self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int):
-        self.model, self.suite, self.entries = model, suite, entries
+    def __init__(
+        self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int, gold: bool = False
+    ):
+        self.model, self.suite, self.entries, self.gold = model, suite, entries, gold
         self.together = is_shared(model.params)
         self.tokens, self.room = tokens, room
         self.plain = Run(model.config, Method(), on_mesh=model.on_mesh)
@@ -268,17 +277,13 @@ class Runner:
 
         Timed where it runs alone on the machine, and not for the first time, when it compiles.
         """
-        params, decode = self.given(entry).params, self.decoding(entry)
         prompt, read = self.own(entry, prompt, rows)
         start = time.perf_counter()
         cache = self.compressed(entry, prompt, rows.newest)
         settled = time.perf_counter()
         kept = _given(kept_positions(cache), prompt.source)
         asked = time.perf_counter()
-        new, stop = row_new_tokens(rows), np.array(self.model.stop_ids or (-1,), np.int32)
-        given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
-        said = generate_answers(decode, params, cache, *given, width=self.room - rows.forced.shape[1])
-        said = fetch(said)
+        said, nll = self._answers(entry, cache, rows)
         if (said == NOT_A_NUMBER).any():
             refuse_step(int(np.argwhere(said == NOT_A_NUMBER)[:, 1].min()), entry.label)
         seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
@@ -292,15 +297,27 @@ class Runner:
             "seconds": sum(seconds.values()) / len(rows.turns),
         }
         out = [
-            self._row(sample, prediction, common, _span_kept(kept, row, sample.spans))
+            self._row(sample, predicted(sample, said[row], at), common, _span_kept(kept, row, sample.spans))
+            | ({} if nll is None else {"nll": _nll(sample, nll[row, at:])})
             for row, turns in enumerate(rows.turns)
-            for sample, prediction in ((x, predicted(x, said[row], at)) for at, x in turns)
+            for at, sample in turns
         ]
         timed = alone and self.times_run(entry, rows) > 0
         self.runs[entry, rows.prompt.shape[0]] += 1
         share = _held(kept, 0, int(rows.length[0])).mean(0)
-        steps_run = int((said >= 0).any(0).sum()) * rows.prompt.shape[0]
+        steps_run = 0 if self.gold else int((said >= 0).any(0).sum()) * rows.prompt.shape[0]
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
+
+    def _answers(self, entry: Entry, cache: Cache, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+        """What is said after each token of a batch, and -log p of right answers where these are fed."""
+        (model, params), decode = self.given(entry), self.decoding(entry)
+        if self.gold:
+            found = feed_answers(model, decode, params, cache, rows)
+            return found.likeliest, found.nll
+        new, stop = row_new_tokens(rows), np.array(self.model.stop_ids or (-1,), np.int32)
+        given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
+        said = generate_answers(decode, params, cache, *given, width=self.room - rows.forced.shape[1])
+        return fetch(said), None
 
     def _row(
         self, sample: Sample, prediction: list[int], common: dict[str, Any], span: float | None
@@ -325,6 +342,12 @@ def _held(kept: list[np.ndarray], row: int, tokens: int) -> np.ndarray:
     for i, pos in enumerate(lists):
         out[i, np.where((pos >= 0) & (pos < tokens), pos, tokens)] = True
     return out[:, :tokens]
+
+
+def _nll(sample: Sample, nll: np.ndarray) -> float:
+    """The mean of -log p over the graded tokens of an answer, in nats."""
+    parts = getattr(sample, "parts", ()) or ((0, len(sample.answer)),)
+    return float(np.mean(np.concatenate([nll[a:b] for a, b in parts])))
 
 
 def _span_kept(kept: list[np.ndarray], row: int, spans: tuple[tuple[int, int], ...]) -> float | None:

@@ -30,7 +30,7 @@ def timings_of(entries: Iterable[Entry], done: Mapping[str, Mapping[str, Any]]) 
             for u in timed
             if u["read_s"] or "read" in u["seconds"]
         ]
-        speeds = [u["steps"] / u["seconds"]["ask"] for u in timed]
+        speeds = [u["steps"] / u["seconds"]["ask"] for u in timed if u["steps"]]
         out[entry.label, entry.budget] = {
             **_spread("prefill_ms", [1000 * seconds for seconds in read]),
             **_spread("decode_tokens_per_s", speeds),

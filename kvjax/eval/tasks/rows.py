@@ -74,6 +74,17 @@ def make_rows(
     return Rows(prompt, length, forced, count, again, turns, newest)
 
 
-def forced_length(rows: Sequence[Sequence[Sample]]) -> int:
-    """Most tokens that any protocol feeds after a prompt."""
+def targets_of(rows: Rows) -> Int[np.ndarray, "B F"]:
+    """The token of an answer that has to follow each forced token; -1 where none does."""
+    out = np.full(rows.forced.shape, -1, np.int32)
+    for i, turns in enumerate(rows.turns):
+        for start, sample in turns:
+            out[i, start : start + len(sample.answer)] = sample.answer
+    return out
+
+
+def forced_length(rows: Sequence[Sequence[Sample]], protocol: str | None = None) -> int:
+    """Most tokens that a protocol feeds after a prompt; by default that any does."""
+    if protocol in ASKED_FIRST:
+        return max(len(row[0].answer) for row in rows)
     return max(sum(len(s.question) + len(s.answer) for s in row) for row in rows)

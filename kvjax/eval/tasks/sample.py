@@ -36,7 +36,8 @@ class Sample(Protocol):
 class ForcedSample:
     """A question whose right answer is fed token by token and compared with what the model would have said.
 
-    spans are the [start, end) of the needed records in the context.
+    spans are the [start, end) of the needed records in the context; parts those of the answer that are
+    graded, () where all of it is.
     """
 
     id: str
@@ -45,6 +46,7 @@ class ForcedSample:
     question: tuple[int, ...]
     answer: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

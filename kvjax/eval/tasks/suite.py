@@ -17,7 +17,7 @@ from kvjax.eval.tasks.published.suite import Published, read_published
 from kvjax.eval.tasks.published.tables import KINDS, files_of
 from kvjax.eval.tasks.reader import speaks_recall
 from kvjax.eval.tasks.ruler.suite import is_ruler, make_ruler
-from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite
+from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite, new_tokens
 from kvjax.models.model import Model
 
 
@@ -100,6 +100,7 @@ def make_suite(
     length: int | None = None,
     seed: int = 0,
     contexts: int = 32,
+    gold: bool = False,
 ) -> Suite:
     """The questions of a comparison: built-in tasks in the model's language, and those of local files.
 
@@ -110,6 +111,8 @@ def make_suite(
       length: bound on context and question together, and on the answer in RULER's tasks; by default 512
         tokens, 1024 in RULER's tasks, or the longest prompt in files.
       contexts: at most so many records of each file are read.
+      gold: a right answer is fed to the model, and what it expects at each token is graded, also in tasks
+        whose answers it would write.
 
     Raises InputError for whatever cannot be asked: unknown tasks, unreadable files, lengths that are too
     short for the questions or beyond the model's positions, a model without a tokenizer.
@@ -136,7 +139,7 @@ def make_suite(
     if names:
         parts.append(_built_in(model, names, length, seed))
     if rulers:
-        parts.append(make_ruler(model, rulers, length=length, seed=seed))
+        parts.append(make_ruler(model, rulers, length=length, seed=seed, gold=gold))
     if benchmarks:
         parts.append(read_published(model, benchmarks, length=length, contexts=contexts))
     if paths:
@@ -148,7 +151,19 @@ def make_suite(
         raise InputError(
             f"the task {doubled[0]} is named twice, built in, in a file or by a function: rename one of them"
         )
-    return parts[0] if len(parts) == 1 else CombinedSuite(tuple(parts))
+    suite = parts[0] if len(parts) == 1 else CombinedSuite(tuple(parts))
+    if gold:
+        _check_gold(suite)
+    return suite
+
+
+def _check_gold(suite: Suite) -> None:
+    written = [row[-1].task for row in suite.rows(0, "agnostic") if new_tokens(row[-1])]
+    if written:
+        raise InputError(
+            f"{written[0]} has no one right answer that could be fed, expected built-in tasks or RULER's: "
+            "leave --gold away"
+        )
 
 
 def notes_of(suite: Suite) -> tuple[str, ...]:

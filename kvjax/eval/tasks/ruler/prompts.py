@@ -79,6 +79,19 @@ class Draft(NamedTuple):
     prefix: str
     references: tuple[str, ...]
 
+    def gold(self, task: str) -> tuple[str, ...]:
+        """A right answer in pieces, written as the solved examples of RULER's prompts write theirs.
+
+        >>> Draft(("",), "", "", ("a", "b")).gold("cwe")
+        (' 1. ', 'a', ' 2. ', 'b')
+        """
+        if task == "cwe":
+            before = [f" {i}. " for i in range(1, len(self.references) + 1)]
+        else:
+            before = [" ", *[" " if task == "vt" else ", "] * (len(self.references) - 1)]
+        found = self.references[:1] if task == "qa" else self.references
+        return tuple(piece for pair in zip(before, found, strict=False) for piece in pair)
+
 
 def draft(
     prompt: Prompt,

@@ -23,7 +23,7 @@ from kvjax.eval.tasks.ruler.needles import NEEDLES, draw_needles
 from kvjax.eval.tasks.ruler.prompts import Draft
 from kvjax.eval.tasks.ruler.shipped import haystack, words_of
 from kvjax.eval.tasks.ruler.sizes import largest
-from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
+from kvjax.eval.tasks.sample import ForcedSample, Graded, OpenSample, Sample
 from kvjax.models.model import Model
 
 # The tasks that need no file, and all of them.
@@ -49,7 +49,8 @@ class Ruler:
     """Samples of RULER's tasks. length bounds context, question and the tokens of the answer together.
 
     chat: what the model's chat template puts around a prompt; the answer's prefix follows it, as in RULER and
-    kvpress.
+    kvpress. gold: a right answer is fed, and the score is the share of references whose tokens are all the
+    model's likeliest; without it the model writes.
     """
 
     tasks: tuple[str, ...]
@@ -58,7 +59,8 @@ class Ruler:
     reader: Reader
     forms: Mapping[str, Form]
     chat: tuple[str, str] = ("", "")
-    drawn: dict[tuple[str, int], OpenSample] = dataclasses.field(default_factory=dict, repr=False)
+    gold: bool = False
+    drawn: dict[tuple[str, int], Sample] = dataclasses.field(default_factory=dict, repr=False)
     found: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -76,16 +78,19 @@ class Ruler:
         return [[self.sample(task, index)] for task, most in limits.items() if most is None or index < most]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        """RULER's metric on the written text."""
-        assert isinstance(sample, OpenSample)
+        """RULER's metric on the written text, or how many references of a fed answer were predicted."""
         text = self.reader.text(prediction)
+        if isinstance(sample, ForcedSample):
+            right = [tuple(prediction[a:b]) == sample.answer[a:b] for a, b in sample.parts]
+            return Graded(text, self.reader.text(sample.answer), sum(right) / len(right))
+        assert isinstance(sample, OpenSample)
         score = _benchmark(sample.task).score(text, sample.references, ())
         return Graded(text, " | ".join(sample.references), score)
 
     def words(self, ids: Sequence[int]) -> list[str]:
         return self.reader.words(ids)
 
-    def sample(self, task: str, index: int) -> OpenSample:
+    def sample(self, task: str, index: int) -> Sample:
         """Sample `index` of a task; InputError where its shortest prompt does not fit."""
         if (task, index) not in self.drawn:
             self.drawn[task, index] = self._encoded(task, index, self.draft(task, index))
@@ -121,15 +126,25 @@ class Ruler:
         whole = head + "".join(made.context) + made.question + tail + made.prefix
         return len(self.reader.bos) + len(self.reader.split(whole)[0])
 
-    def _encoded(self, task: str, index: int, made: Draft) -> OpenSample:
+    def _encoded(self, task: str, index: int, made: Draft) -> Sample:
         head, tail = self.chat
         first, *rest = made.context
-        *parts, question = self.reader.split(head + first, *rest, made.question + tail + made.prefix)
-        ends = [*itertools.accumulate((len(p) for p in parts), initial=len(self.reader.bos))]
-        spans = tuple((a, b) for a, b in [*itertools.pairwise(ends)][1::2] if b > a)
+        gold = made.gold(task.partition("_")[0]) if self.gold else ()
+        pieces = self.reader.split(head + first, *rest, made.question + tail + made.prefix, *gold)
+        parts, question, answer = pieces[: 1 + len(rest)], pieces[1 + len(rest)], pieces[2 + len(rest) :]
         context = (*self.reader.bos, *itertools.chain(*parts))
+        spans, name = _odd(parts, len(self.reader.bos)), f"{task}-{index}"
+        if self.gold:
+            said = tuple(itertools.chain(*answer))
+            return ForcedSample(name, task, context, question, said, spans, _odd(answer))
         new = _benchmark(task).new_tokens
-        return OpenSample(f"{task}-{index}", task, context, question, spans, made.references, new)
+        return OpenSample(name, task, context, question, spans, made.references, new)
+
+
+def _odd(pieces: Sequence[tuple[int, ...]], first: int = 0) -> tuple[tuple[int, int], ...]:
+    """Where the pieces at odd places lie, [start, end) of all tokens, of which `first` come before them."""
+    ends = itertools.accumulate((len(p) for p in pieces), initial=first)
+    return tuple((a, b) for a, b in [*itertools.pairwise(ends)][1::2] if b > a)
 
 
 def is_ruler(task: str) -> bool:
@@ -141,7 +156,9 @@ def is_ruler(task: str) -> bool:
     return task.partition(":")[0] in (ALL, *TASKS)
 
 
-def make_ruler(model: Model, tasks: Sequence[str], *, length: int | None = None, seed: int = 0) -> Ruler:
+def make_ruler(
+    model: Model, tasks: Sequence[str], *, length: int | None = None, seed: int = 0, gold: bool = False
+) -> Ruler:
     """The tasks of these texts: "ruler" (all that need no file), names, and options as in the examples.
 
     Raises InputError for options that a task does not have, a model without a tokenizer, files that cannot be
@@ -158,7 +175,7 @@ def make_ruler(model: Model, tasks: Sequence[str], *, length: int | None = None,
                 raise InputError(f"{name} was given with two files, {files[name]} and {file}: name one")
     reader, chat = chat_reader(model), around_user(model)
     length = length or min(LENGTH, model.config.max_positions)
-    suite = Ruler(tuple(files), length, seed, reader, {}, chat)
+    suite = Ruler(tuple(files), length, seed, reader, {}, chat, gold)
     forms = {name: _form(suite, name, file) for name, file in files.items()}
     suite = dataclasses.replace(suite, forms=forms)
     suite.rows(0, "agnostic")
