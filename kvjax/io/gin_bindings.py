@@ -1,4 +1,4 @@
-"""Reads *.gin files: hyper-parameters of methods, and the settings of a training run.
+"""Reads *.gin files: hyper-parameters of methods, and the settings of comparisons and of training runs.
 
 Values are read before anything is traced; nothing called under jit is configured by a file.
 """
@@ -30,7 +30,7 @@ def _folders() -> dict[str, Path]:
     import kvjax.configs
 
     where = Path(next(iter(kvjax.configs.__path__)))
-    return {name: where / name for name in ("compare", "train")}
+    return {name: where / name for name in ("compare", "eval", "train")}
 
 
 def _shipped(folder: str) -> dict[str, Path]:
@@ -91,6 +91,37 @@ def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, di
     for section, name, value in map(_change, changes):
         found[section][name] = value
     return found
+
+
+def load_comparison(path: str | Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """What a file binds of the arguments of `kvjax.compare` that are `allowed`, as `compare.NAME = VALUE`.
+
+    A shipped file (`configs/eval`) may be given by its name. Raises InputError as `load_preset` does, and for
+    methods and tasks of Python files.
+
+    >>> load_comparison("pilot", ["model", "tasks", "length", "methods", "budgets", "protocols", "samples",
+    ...                           "baselines", "gold"])["length"]
+    1024
+    """
+    known = _shipped("eval")
+    file = known.get(str(path), Path(path))
+    if not file.is_file():
+        near = difflib.get_close_matches(str(path), known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}, or a file's path"
+        raise InputError(f"no file of a comparison {str(path)!r}: {hint}")
+    form = "write compare.NAME = VALUE, with plain values"
+    found = read_bindings(file, ["compare"], form, [*_folders().values()])["compare"]
+    for name, bound in found.items():
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(allowed)}"
+            raise InputError(f"{bound.place}: compare.{name} is no argument of a comparison: {hint}")
+        if name in ("methods", "tasks") and any(".py" in str(one) for one in bound.value or ()):
+            raise InputError(
+                f"{bound.place}: compare.{name} is {bound.value!r}, which would run Python code, expected "
+                "names: call kvjax.compare with a file of your own"
+            )
+    return {name: bound.value for name, bound in found.items()}
 
 
 def training_files() -> dict[str, Path]:

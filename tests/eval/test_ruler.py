@@ -367,3 +367,34 @@ def test_the_largest_size_is_found_from_any_guess(limit, guess):
     assert largest(lambda size: size <= limit, 1, 10**6, guess) == limit
     assert largest(lambda size: size <= limit, limit + 1, 10**6, guess) is None
     assert largest(lambda size: True, 1, limit, guess) == limit
+
+
+# --- right answers that are fed ----------------------------------------------------------------------
+
+
+def test_a_fed_answer_follows_the_prompt_in_the_same_tokens(model, qa):
+    """Context, question and answer are the tokens of their text; parts of the answer are the references."""
+    made = make_ruler(model, ["ruler", *qa], length=LENGTH, gold=True)
+    for task in made.tasks:
+        sample, drawn = made.sample(task, 0), made.draft(task, 0)
+        head, tail = made.chat
+        gold = "".join(drawn.gold(task.partition("_")[0]))
+        text = head + "".join(drawn.context) + drawn.question + tail + drawn.prefix + gold
+        assert (*sample.context, *sample.question, *sample.answer) == (
+            *made.reader.bos,
+            *made.reader.split(text)[0],
+        )
+        said = [made.reader.text(sample.answer[a:b]).strip() for a, b in sample.parts]
+        assert said == [*drawn.references[: 1 if task.startswith("qa") else None]]
+        assert made.grade(sample, sample.answer).score == 1.0
+        spoilt = [*sample.answer]
+        spoilt[sample.parts[0][0]] += 1
+        assert made.grade(sample, spoilt).score == pytest.approx(1 - 1 / len(said))
+
+
+def test_a_fed_answer_is_as_long_as_its_task_allows(model):
+    suite = make_ruler(model, ["ruler"], length=LENGTH, gold=True)
+    for task in suite.tasks:
+        sample = suite.sample(task, 0)
+        assert len(sample.answer) <= RULER[task.partition("_")[0]].new_tokens
+        assert len(sample.context) + len(sample.question) + len(sample.answer) <= LENGTH

@@ -137,7 +137,7 @@ def _expected(
     # The largest is the first NaN where there is one.
     top = jnp.take_along_axis(wide, best[..., None], -1)[..., 0]
     best = jnp.where(jnp.isnan(top), NOT_A_NUMBER, best)
-    best = jnp.where(jnp.arange(best.shape[1]) < count[:, None], best, -1)
+    best = jnp.where(jnp.arange(best.shape[1])[None] < count[:, None], best, -1)
     right = jnp.take_along_axis(wide, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
     nll = jax.nn.logsumexp(wide, -1) - right
     return best, jnp.where(targets < 0, 0.0, nll)

@@ -1,0 +1,76 @@
+"""Right answers that are fed in one pass: the same predictions as step by step, and -log p as elsewhere."""
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kvjax
+from kvjax.base.errors import InputError
+from kvjax.commands.main import main
+from kvjax.eval.compare import compare
+from kvjax.eval.run.plan import batches_of, planned
+from kvjax.eval.tasks.rows import make_rows, targets_of
+from kvjax.eval.tasks.sample import ForcedSample
+from kvjax.eval.tasks.suite import make_suite
+
+QUIET = Console(quiet=True)
+ASKED = dict(budgets=[0.5], samples=2, length=128, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load("recall-tiny")
+
+
+@pytest.mark.parametrize("protocol", ["agnostic", "aware", "multi-turn"])
+def test_one_pass_predicts_what_steps_predict(model, protocol, tmp_path):
+    """snapkv takes one pass, kivi several (its tail is encoded between two), h2o and quest single steps."""
+    asked = ASKED | dict(methods=["snapkv", "kivi", "h2o", "quest"], protocols=(protocol,))
+    written = compare(model, out=tmp_path / "written", **asked)
+    gold = compare(model, out=tmp_path / "gold", gold=True, **asked)
+    name = lambda row: (row["method"], row["budget"], row["task"], row["id"])  # noqa: E731
+    for mine, other in zip(sorted(gold.rows, key=name), sorted(written.rows, key=name), strict=True):
+        assert name(mine) == name(other)
+        assert [mine[k] for k in ("prediction", "score")] == [other[k] for k in ("prediction", "score")]
+        assert (mine["kept_bytes"], mine["span_kept"]) == (other["kept_bytes"], other["span_kept"])
+        assert (mine["score"] == 1.0) <= (mine["nll"] < np.log(model.config.vocab))
+    assert not any(key.startswith("decode") for cell in gold.metrics["cells"] for key in cell)
+
+
+def test_nll_of_the_full_cache_is_the_likelihood_of_the_answer(model, tmp_path):
+    found = compare(model, ["full"], out=tmp_path / "a", gold=True, protocols=("agnostic", "aware"), **ASKED)
+    suite = make_suite(model, length=128, contexts=2)
+    samples = {s.id: s for i in range(2) for row in suite.rows(i, "agnostic") for s in row}
+    rows = [row for row in found.rows if row["method"] == "full"]
+    assert len(rows) == 2 * len(samples)
+    for row in rows:
+        sample = samples[row["id"]]
+        text = [*sample.context, *sample.question, *sample.answer]
+        told = kvjax.likelihood(model, [text]).logprobs[0, -len(sample.answer) :]
+        assert row["nll"] == pytest.approx(-told.mean(), abs=2e-4)
+
+
+def test_rows_of_one_batch_are_of_one_task(model):
+    asked = (["full"], [0.5], ["get", "copy"], ("agnostic",), 3, 128, (0,), None)
+    plan, _ = planned(model, *asked, gold=True)
+    batches = batches_of(plan)
+    assert [{s.task for row in b.rows for s in row} for b in batches] == [{"get"}, {"copy"}]
+    assert sum(len(b.rows) for b in batches) == 6
+
+
+def test_targets_stand_where_they_are_predicted():
+    sample = ForcedSample("a", "t", (5, 6), (7, 8), (1, 2, 3), ())
+    late = targets_of(make_rows([[sample]], "agnostic", 4, 6, 1))
+    assert late.tolist() == [[-1, 1, 2, 3, -1, -1]]
+    early = targets_of(make_rows([[sample]], "aware", 4, 6, 1))
+    assert early.tolist() == [[1, 2, 3, -1, -1, -1]]
+
+
+def test_answers_without_one_right_form_are_refused(model, tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"input": "<bos> brave\\n<get> brave", "outputs": ["otter"]}\n')
+    with pytest.raises(InputError, match="no one right answer that could be fed"):
+        make_suite(model, [str(file)], gold=True)
+    with pytest.raises(SystemExit):
+        main(["compare", "--tasks", str(file), "--gold", "--samples", "1"])
+    assert "leave --gold away" in capsys.readouterr().err
