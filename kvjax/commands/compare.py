@@ -44,19 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK|FILE",
         help="what is asked: built-in tasks; ruler, or RULER's tasks by name, as niah_single_1 or "
         "qa_1:file=dev-v2.0.json; files of benchmarks: their path, or kvpress:FILE, scbench:FILE and so on "
-        "(docs/tasks.md); or your own as my_file.py:my_task (default: get chase all copy multikey)",
+        "(docs/tasks.md); or your own as my_file.py:my_task (default: get chase all copy multikey; needles of "
+        "RULER, whose right answers are fed, for models that read English)",
     )
     parser.add_argument(
         "--protocol",
         nargs="+",
-        default=["agnostic", "aware"],
         choices=("agnostic", "aware", "aware-unprotected", "multi-turn"),
         help="when the question is seen: after compression, before it, or several in turn; its tokens stay "
         "in aware, whatever the method and within its budget, and may be dropped in aware-unprotected "
-        "(default: agnostic aware)",
+        "(default: agnostic aware; aware for models that read English)",
     )
-    parser.add_argument("--samples", type=whole(1), metavar="N", help="contexts per protocol (default: 32)")
-    parser.add_argument("--length", type=whole(1), metavar="T", help="tokens per context (default: 512)")
+    parser.add_argument(
+        "--samples", type=whole(1), metavar="N", help="contexts per protocol (default: 32; 8)"
+    )
+    parser.add_argument(
+        "--length", type=whole(1), metavar="T", help="tokens per context (default: 512; 1024)"
+    )
     parser.add_argument("--text", metavar="FILE", help="measure likelihood on this text instead of asking")
     parser.add_argument("--out", metavar="DIR", help="where results go (default: kvjax-results/TIME)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         methods=args.methods,
         budgets=budgets,
         tasks=args.tasks,
-        protocols=tuple(args.protocol),
+        protocols=args.protocol and tuple(args.protocol),
         samples=args.samples,
         length=args.length,
         text=args.text,
@@ -121,6 +125,6 @@ def run(args: argparse.Namespace) -> None:
         preset=args.preset,
         scores=args.scores,
         baselines=not args.no_baselines,
-        gold=args.gold,
+        gold=args.gold or None,
         **mesh_options(args),
     )

@@ -33,13 +33,14 @@ from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.perplexity import compare_text
 from kvjax.eval.run.pictures import draw_pictures
-from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planned, seeds_of
+from kvjax.eval.run.plan import Batch, Plan, arrays_of, batches_of, check_protocols, planned, seeds_of
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner, Unit, programs
 from kvjax.eval.run.timings import CellTimings, timings_of
 from kvjax.eval.run.traced import check_traced
+from kvjax.eval.run.usual import usual_of
 from kvjax.eval.tasks.functions import Task, spelled
-from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
+from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
 from kvjax.eval.tasks.suite import notes_of
 from kvjax.grammar import Method
@@ -52,9 +53,6 @@ from kvjax.steps import Prompt
 
 # 2: the question stays in "aware".
 SCHEMA = 2
-SAMPLES = 32
-# Answers that are fed have a multiple of so many tokens, so that tasks share programs.
-FED = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
 MORE = (
@@ -84,7 +82,7 @@ def compare(
     *,
     budgets: Sequence[float | int] | None = None,
     tasks: Sequence[str | Task] | None = None,
-    protocols: Sequence[str] = ("agnostic", "aware"),
+    protocols: Sequence[str] | None = None,
     samples: int | None = None,
     length: int | None = None,
     text: str | Path | None = None,
@@ -95,16 +93,17 @@ def compare(
     preset: str | None = None,
     scores: bool = False,
     baselines: bool = True,
-    gold: bool = False,
+    gold: bool | None = None,
     console: Console | None = None,
     mesh: Any = None,
     rules: Any = None,
 ) -> Comparison:
     """Runs methods on the same questions and prints quality against measured bytes.
 
-    Without `methods`, five run, one of each kind (`FIRST`); "well-known" stands for a few of every family,
-    and "all" for every one that needs no fit. Answers are asked from the compressed cache; full cache, random
-    and sink+recent run, too, unless `baselines` is False; then no differences to the full cache are reported.
+    Without arguments, models that read English are asked RULER's needles, others recall (`usual_of`), with a
+    few methods of each kind; "well-known" stands for more, and "all" for every one that needs no fit. Answers
+    are asked from the compressed cache; full cache, random and sink+recent run, too, unless `baselines` is
+    False; then no differences to the full cache are reported.
     With several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
     results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
     on. mesh, rules: as in `kvjax.load`, where `model` is a name. scores: the report also shows what every
@@ -125,18 +124,20 @@ def compare(
         model=model if isinstance(model, str) else model.name,
         methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
         budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
-        protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
-        preset=preset, scores=scores, baselines=baselines, gold=gold, mesh=mesh, rules=rules,
+        protocols=() if text else protocols or (), samples=samples, length=length, text=text, seeds=seeds,
+        preset=preset, scores=scores, baselines=baselines, gold=bool(gold), mesh=mesh, rules=rules,
     )  # fmt: skip
-    samples = SAMPLES if samples is None else samples
-    protocols = tuple(dict.fromkeys(protocols))
-    check_protocols(protocols, samples)
+    check_protocols(protocols or (), 1 if samples is None else samples)
     if scores and text is not None:
         raise InputError(
             "--scores was given with --text, expected questions, whose answers attend: remove one of both"
         )
     check_out(out)
     loaded = _loaded(model, mesh, rules)
+    usual = usual_of(loaded)
+    samples = usual.samples if samples is None else samples
+    protocols = tuple(dict.fromkeys(protocols or usual.protocols))
+    gold = usual.gold and tasks is None if gold is None else gold
     folder = Path(out or by_first(lambda: f"kvjax-results/{time.strftime('%Y%m%d-%H%M%S')}"))
     if text is not None:
         length = length or LENGTH
@@ -149,8 +150,9 @@ def compare(
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
     plan, preset = planned(
-        loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines, gold
-    )
+        loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines, gold,
+        usual.methods,
+    )  # fmt: skip
     for note in (note for suite in plan.suites.values() for note in notes_of(suite)):
         console.print(note)
     found = _asked(
@@ -216,25 +218,12 @@ def _settings(plan: Plan, preset: str) -> dict[str, Any]:
     }
 
 
-def _arrays(plan: Plan, batches: list[Batch]) -> list[Rows]:
-    forced = [bucket(max(forced_length(b.rows) for b in batches))] * len(batches)
-    if plan.gold:
-        forced = [-(-forced_length(b.rows, b.protocol) // FED) * FED for b in batches]
-    size: dict[str, int] = {}
-    for b in batches:
-        size[b.protocol] = max(size.get(b.protocol, 0), len(b.rows))
-    return [
-        make_rows(b.rows, b.protocol, plan.tokens, width, size[b.protocol], b.newest)
-        for b, width in zip(batches, forced, strict=True)
-    ]
-
-
 def _key(protocol: str, number: int, entry: Entry) -> str:
     return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
 
 
 def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
-    arrays = _arrays(plan, batches)
+    arrays = arrays_of(plan, batches)
     room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)
     runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold)
@@ -311,7 +300,7 @@ def _examples(plan: Plan, batches: list[Batch], log: UnitLog) -> list[dict[str, 
     found = []
     for protocol in plan.protocols:
         batch = next(b for b in batches if b.protocol == protocol and b.number == 0)
-        sample, rows = batch.rows[0][0], _arrays(plan, [batch])[0]
+        sample, rows = batch.rows[0][0], arrays_of(plan, [batch])[0]
         ids = [int(i) for i in rows.prompt[0][: rows.length[0]]]
         need = np.zeros(len(ids), bool)
         for a, b in sample.spans:

@@ -131,9 +131,9 @@ def test_compare_without_arguments_leaves_the_defaults(compared):
     assert main(["compare"]) == 0
     (call,) = compared
     assert call == dict(
-        model="recall-tiny", methods=None, budgets=None, tasks=None, protocols=("agnostic", "aware"),
+        model="recall-tiny", methods=None, budgets=None, tasks=None, protocols=None,
         samples=None, length=None, text=None, out=None, resume=False, seed=0, seeds=None, preset=None,
-        scores=False, baselines=True,
+        scores=False, baselines=True, gold=None,
     )  # fmt: skip
 
 
@@ -145,14 +145,14 @@ def test_compare_passes_everything_on(compared, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     words = f"compare --model m --methods knorm snapkv+kivi:bits=4 --budgets 0.5 64 --tasks get \
         --protocol aware --samples 3 --length 600 --text {tmp_path}/a.txt --out o --resume --seed 5 \
-        --preset long --scores --no-baselines"
+        --preset long --scores --no-baselines --gold"
     assert main(words.split()) == 0
     (call,) = compared
     assert call == dict(
         model="m", methods=["knorm", "snapkv+kivi:bits=4"], budgets=[0.5, 64],
         tasks=["get"], protocols=("aware",), samples=3, length=600,
         text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, seeds=None, preset="long",
-        scores=True, baselines=False,
+        scores=True, baselines=False, gold=True,
     )  # fmt: skip
 
 

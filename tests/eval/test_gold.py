@@ -71,6 +71,5 @@ def test_answers_without_one_right_form_are_refused(model, tmp_path, capsys):
     file.write_text('{"input": "<bos> brave\\n<get> brave", "outputs": ["otter"]}\n')
     with pytest.raises(InputError, match="no one right answer that could be fed"):
         make_suite(model, [str(file)], gold=True)
-    with pytest.raises(SystemExit):
-        main(["compare", "--tasks", str(file), "--gold", "--samples", "1"])
+    assert main(["compare", "--tasks", str(file), "--gold", "--samples", "1"])
     assert "leave --gold away" in capsys.readouterr().err

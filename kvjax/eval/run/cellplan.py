@@ -25,6 +25,11 @@ ALWAYS = ("full", "random", "sink-recent")
 # What a comparison runs beside those where no methods are named, so that it takes a minute or two: eviction
 # in steps, after a prompt and for any question, codes, and reads of a few pages.
 FIRST = ("h2o", "snapkv", "kvzip", "kivi", "quest")
+# The same on a model that reads English, where a method's share of the time is small.
+FIRST_IN_ENGLISH = (
+    *("streamingllm", "h2o", "tova", "snapkv", "adakv", "expected-attention", "keydiff", "kvzip"),
+    *("int4", "kivi", "snapkv + kivi", "quest"),
+)
 # "well-known": a few of every family, those that people ask for first.
 WELL_KNOWN = (
     *("streamingllm", "h2o", "tova"),
@@ -86,12 +91,13 @@ def plan_cells(
     budgets: Sequence[float | int] | None,
     preset: str,
     baselines: bool = True,
+    first: Sequence[str] = FIRST,
 ) -> list[Entry]:
     """Every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
 
     Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None stands for
-    FIRST, "well-known" for WELL_KNOWN, and "all" for every method that need not be fitted first or comes with
-    its fit for this model; all three leave out methods that rewrite weights which the model does not have.
+    `first`, "well-known" for WELL_KNOWN, and "all" for every method that need not be fitted first or comes
+    with its fit for this model; all three leave out methods that rewrite weights which the model has not.
     `budgets` apply to every text without a budget of its own; without them, a preset's budget of a method
     holds before the default ones. ValueError for unknown names, hyper-parameters or budgets.
     """
@@ -106,7 +112,7 @@ def plan_cells(
     found: dict[str, Custom] = {}
     groups = {"all": tuple(METHODS), "well-known": WELL_KNOWN}
     chosen = (
-        FIRST if methods is None else [id for m in methods if isinstance(m, str) for id in groups.get(m, ())]
+        first if methods is None else [id for m in methods if isinstance(m, str) for id in groups.get(m, ())]
     )
     named = [m for m in methods or () if not (isinstance(m, str) and m in groups)]
     for item in (*(ALWAYS if baselines else ()), *chosen, *named):

@@ -12,12 +12,12 @@ import numpy as np
 from kvjax.api.chunks import bucket
 from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
-from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
+from kvjax.eval.run.cellplan import FIRST, Custom, Entry, plan_cells
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.newest import check_newest, newest_of
 from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.functions import DRAWN, Task
-from kvjax.eval.tasks.rows import PROTOCOLS
+from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
@@ -25,6 +25,8 @@ from kvjax.models.model import Model
 
 # All contexts are drawn before anything runs, and held.
 MOST_SAMPLES = 100_000
+# Answers that are fed have a multiple of so many tokens, so that tasks share programs.
+FED = 32
 # Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
 BATCH_ROWS = 40
 
@@ -100,6 +102,7 @@ def planned(
     preset: str | None,
     baselines: bool = True,
     gold: bool = False,
+    first: Sequence[str] = FIRST,
 ) -> tuple[Plan, str]:
     """What runs, and the preset; InputError for tasks, protocols or methods that cannot."""
     asked = dict(length=length, contexts=samples, gold=gold)
@@ -113,7 +116,7 @@ def planned(
     for p in protocols:
         suite.rows(0, p)
     preset = preset or ("short" if suite.length <= 1024 else "long")
-    entries = plan_cells(model, methods, budgets, preset, baselines)
+    entries = plan_cells(model, methods, budgets, preset, baselines, first)
     check_traced(model, entries, bucket(suite.length))
     samples = min(samples, suite.contexts or samples)
     drawn = dict(zip(seeds, suites, strict=True))
@@ -142,6 +145,20 @@ def batches_of(plan: Plan) -> list[Batch]:
             out.append(Batch(protocol, number, seed, several, newest))
     # Protocols in turn, so that a look at a half-finished run shows all of them.
     return sorted(out, key=lambda b: b.number)
+
+
+def arrays_of(plan: Plan, batches: list[Batch]) -> list[Rows]:
+    """The rows of every batch as arrays, which have one shape within a protocol."""
+    forced = [bucket(max(forced_length(b.rows) for b in batches))] * len(batches)
+    if plan.gold:
+        forced = [-(-forced_length(b.rows, b.protocol) // FED) * FED for b in batches]
+    size: dict[str, int] = {}
+    for b in batches:
+        size[b.protocol] = max(size.get(b.protocol, 0), len(b.rows))
+    return [
+        make_rows(b.rows, b.protocol, plan.tokens, width, size[b.protocol], b.newest)
+        for b, width in zip(batches, forced, strict=True)
+    ]
 
 
 def _pieces(

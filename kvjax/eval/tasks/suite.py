@@ -16,6 +16,7 @@ from kvjax.eval.tasks.published.catalogue import Asked, asked_of, names_form
 from kvjax.eval.tasks.published.suite import Published, read_published
 from kvjax.eval.tasks.published.tables import KINDS, files_of
 from kvjax.eval.tasks.reader import speaks_recall
+from kvjax.eval.tasks.ruler.suite import LENGTH as RULER_LENGTH
 from kvjax.eval.tasks.ruler.suite import is_ruler, make_ruler
 from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite, new_tokens
 from kvjax.models.model import Model
@@ -93,6 +94,23 @@ class CombinedSuite:
         return self.parts[0].words(ids)
 
 
+# Tasks of RULER that a model of a hundred million parameters answers, and the length at which it does.
+FIRST_IN_ENGLISH = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multiquery")
+# Tokenizers of fewer tokens were made for an experiment, and not for English.
+ENGLISH_VOCAB = 8000
+
+
+def default_tasks(model: Model) -> tuple[str, ...]:
+    """What is asked where no task is named: RULER's needles of models that may read English, else recall.
+
+    >>> from kvjax.io.load import load
+    >>> default_tasks(load("recall-tiny"))
+    ('get', 'chase', 'all', 'copy', 'multikey')
+    """
+    reads = model.tokenizer is not None and model.config.vocab >= ENGLISH_VOCAB
+    return FIRST_IN_ENGLISH if reads and model.config.max_positions >= RULER_LENGTH else TASKS
+
+
 def make_suite(
     model: Model,
     tasks: Sequence[str | Task] | None = None,
@@ -105,7 +123,7 @@ def make_suite(
     """The questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
-      tasks: built-in names (by default all), those of RULER ("ruler", "niah_single_1",
+      tasks: built-in names (by default `default_tasks`), those of RULER ("ruler", "niah_single_1",
         "qa_1:file=dev-v2.0.json"), files of benchmarks ("kvpress:FILE" and so on, docs/tasks.md) or their
         paths alone, and functions (`kvjax.eval.tasks.functions`), also as "file.py:function".
       length: bound on context and question together, and on the answer in RULER's tasks; by default 512
@@ -122,7 +140,7 @@ def make_suite(
     >>> suite.tasks, suite.length, len(suite.rows(0, "aware"))
     (('get', 'copy'), 512, 2)
     """
-    given = tuple(dict.fromkeys(TASKS if tasks is None else tasks))
+    given = tuple(dict.fromkeys(default_tasks(model) if tasks is None else tasks))
     own = tuple(t for t in given if is_function(t))
     texts = [t for t in given if isinstance(t, str) and t not in own]
     if other := [t for t in given if t not in own and t not in texts]:
