@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK|FILE",
         help="what is asked: built-in tasks; ruler, or RULER's tasks by name, as niah_single_1 or "
         "qa_1:file=dev-v2.0.json; files of benchmarks: their path, or kvpress:FILE, scbench:FILE and so on "
-        "(docs/tasks.md); or your own as my_file.py:my_task (default: get chase all copy multikey; needles of "
-        "RULER, whose right answers are fed, for models that read English)",
+        "(docs/tasks.md); or your own as my_file.py:my_task (default: get chase all copy multikey; needles "
+        "of RULER, whose right answers are fed, for models that read English)",
     )
     parser.add_argument(
         "--protocol",
