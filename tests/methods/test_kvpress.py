@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -28,12 +28,13 @@ from kvjax.keep.observations.observe import Mass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.chunk_wise import EntropyGated
 from kvjax.keep.scores.geometry import Leverage
-from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, WindowAttention
+from kvjax.keep.scores.score import KeyNorm, WindowAttention
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.state.cache import NOTHING
 from kvjax.steps import Run
 from kvjax.steps.prefilling.settle import scored
+from scripts.studies import presses as beside_kvpress
 from tests.sweep import sweep
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kvpress_tiny_llama.npz"
@@ -98,16 +99,17 @@ def half(score, allocate=None, *protect) -> Method:
     return Method(Keep(score, Budget(0.5), allocate or Uniform(), protect))
 
 
-def ea(**hyper) -> Method:
-    return kvjax.method("expected-attention", budget=0.5, future=512, sinks=4, **hyper)
+def beside(press: str, **hyper) -> Method:
+    """The sentence that docs/beside-kvpress.md holds beside a press on a real model, here at another size."""
+    return beside_kvpress.PRESSES[press].ours(0.5, **hyper)
 
 
 def knorm() -> Method:
-    return kvjax.method("l2compress", budget=0.5, skip_layers=0)
+    return beside("knorm")
 
 
 def kvzip(**hyper) -> Method:
-    return kvjax.method("kvzip", budget=0.5, sinks=4, page=16, prefix=repeat_prefix(), **hyper)
+    return beside("kvzip", page=16, prefix=repeat_prefix(), **hyper)
 
 
 def layer_shares() -> list[float]:
@@ -116,27 +118,23 @@ def layer_shares() -> list[float]:
     return [2 * (1 - r) for r in removed]
 
 
-SNAP = dict(budget=0.5, kernel=5, variant="kvpress")
 PRESSES = {
     "random": lambda: half(Recorded()),
-    "knorm": lambda: knorm(),
-    "snapkv": lambda: kvjax.method("snapkv", window=64, **SNAP),
-    # kvpress never drops the newest token; the paper does not say so.
-    "tova": lambda: kvjax.method("tova", budget=0.5).protecting(Recent(1)),
-    "streaming_llm": lambda: kvjax.method("sink-recent", budget=0.5, sinks=4),
-    "observed_attention": lambda: half(AccumulatedAttention(per_query=True)),
-    "pyramidkv": lambda: kvjax.method("pyramidkv", window=32, page=16, **SNAP),
-    "adakv_snapkv": lambda: kvjax.method("adakv", window=64, page=16, **SNAP),
+    **{
+        press: partial(beside, press)
+        for press in (
+            "knorm", "snapkv", "tova", "streaming_llm", "observed_attention", "expected_attention", "keydiff",
+            "cur", "cap",
+        )
+    },
+    "pyramidkv": lambda: beside("pyramidkv", window=32, page=16),
+    "adakv_snapkv": lambda: beside("adakv_snapkv", page=16),
     "adakv_knorm": lambda: half(KeyNorm(), AcrossHeads(0.2, blend=False)),
-    "expected_attention": ea,
-    "expected_attention_eps": lambda: ea(epsilon=1e-2),
-    "expected_attention_nocov": lambda: ea(covariance=False, value_norm=False),
-    "expected_attention_stats": lambda: ea(fitted=statistics()),
-    "keydiff": lambda: kvjax.method("keydiff", budget=0.5),
-    "cur": lambda: kvjax.method("curdkv", budget=0.5),
-    "cap": lambda: kvjax.method("capkv", budget=0.5),
+    "expected_attention_eps": lambda: beside("expected_attention", epsilon=1e-2),
+    "expected_attention_nocov": lambda: beside("expected_attention", covariance=False, value_norm=False),
+    "expected_attention_stats": lambda: beside("expected_attention", fitted=statistics()),
     "leverage": lambda: half(standardised(Sketched())),
-    "non_causal": lambda: kvjax.method("compactor", budget=0.5, blend=0.0, chunk=64, sinks=0, newest=0),
+    "non_causal": lambda: beside("non_causal", chunk=64),
     "qfilter": lambda: kvjax.method("q-filters", budget=0.5, newest=0, fitted=filters()),
     "kvzip": lambda: kvzip(),
     "kvzip_layerwise": lambda: kvzip(over="layer"),
@@ -147,10 +145,10 @@ PRESSES = {
     ),
     "per_layer_knorm": lambda: kvjax.per_layer(knorm(), layer_shares(), page=16),
     "chunk_knorm": lambda: kvjax.in_chunks(knorm(), T // 4),
-    "block_keydiff": lambda: kvjax.in_blocks(kvjax.method("keydiff", budget=0.5), T // 8),
+    "block_keydiff": lambda: kvjax.in_blocks(beside("keydiff"), T // 8),
     "merging_knorm": lambda: kvjax.merging(knorm()),
     "entropy_chunkkv_snapkv": lambda: half(EntropyGated(Recorded("entropy_chunkkv_snapkv"))),
-}
+}  # fmt: skip
 # kvpress averages over a group where we sum, or over what we leave as 0 and 1.
 SCALE = {"observed_attention": lambda c: c.kv_heads / c.heads}
 # Here ours is the position and theirs is 1 or 0: the same set, other numbers.
