@@ -29,6 +29,7 @@ from kvjax.eval.report.progress import Bars
 from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import Custom, Entry, my_cells, plan_cells
 from kvjax.eval.run.command import command_of
+from kvjax.eval.run.estimate import estimate
 from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.perplexity import compare_text
@@ -169,6 +170,8 @@ def _asked(
     """Asks all questions of a plan, and reports; given: the settings and the command of metrics.json."""
     started, batches = time.time(), batches_of(plan)
     log = UnitLog(folder, given["settings"], resume, (*Unit._fields, "read_s", "batch"))
+    if not log.done and (told := estimate(plan, batches)):
+        console.print(told)
     try:
         _run(plan, batches, log, console)
         log.join()

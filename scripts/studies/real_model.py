@@ -3,7 +3,7 @@
     kvjax get smollm2-135m
     python -m scripts.eval --gin pilot-full --out runs/pilot-full   # about 20 minutes of two cores
     python -m scripts.eval --gin pilot --out runs/pilot             # about 90; --minutes, --resume
-    python -m scripts.studies.real_model collect --out runs/pilot-full runs/pilot
+    python -m scripts.studies.real_model collect --out runs/pilot runs/pilot-full
         # what they found, finished or not, becomes the data
     python -m scripts.studies.real_model                            # prints the tables
     python -m scripts.studies.real_model --write                    # writes them into docs/real-model.md
@@ -50,7 +50,10 @@ def main() -> None:
 
 
 def collect(folders: Sequence[Path]) -> list[Line]:
-    """A line per cell and task of what runs found so far; the first folder that has a sample counts."""
+    """A line per cell and task of what runs found so far; the first folder that has a sample counts.
+
+    Scores stand in the order in which contexts were read, the same for all methods.
+    """
     found: dict[tuple[str, str, str, str], dict[str, Line]] = {}
     about: dict[tuple[str, str, str, str], Line] = {}
     for folder in folders:
@@ -63,8 +66,7 @@ def collect(folders: Sequence[Path]) -> list[Line]:
             about.setdefault(key, {**same, "sentence": sentences[key[2:]]})
     lines = []
     for key, rows in sorted(found.items()):
-        samples = [rows[name] for name in sorted(rows, key=lambda name: int(name.rsplit("-", 1)[1]))]
-        lines.append({**_line(samples), **about[key]})
+        lines.append({**_line([*rows.values()]), **about[key]})
     return lines
 
 
@@ -86,7 +88,6 @@ def _line(rows: Sequence[Line]) -> Line:
         "nll": [round(row["nll"], 4) for row in rows],
         "kept": round(float(np.mean([row["kept_bytes"] / row["full_bytes"] for row in rows])), 4),
         "span_kept": round(float(np.mean(spans)), 4) if spans else None,
-        "seconds": round(float(np.mean([row["seconds"] for row in rows])), 2),
     }
 
 
