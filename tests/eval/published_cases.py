@@ -205,6 +205,31 @@ CASES = [
         )
     ),
     *(
+        ("kvpress", task, ["5217940", "Ada"], text)
+        for task in ("niah_multivalue", "vt", "qa_2")
+        for text in ("5217940 and ada.", "521\n7940", "\x00 ADA", "ADA", "", "5217")
+    ),
+    *(
+        ("kvpress", "shortdep_cloze", ["{'<mask-0>': 'Ada', '<mask-1>': 'Ulm'}"], text)
+        for text in (
+            "{'<mask-0>': 'Ada', '<mask-1>': 'Ulm'}",
+            " {'<mask-0>': 'Ada', '<mask-1>': 'Bonn', '<mask-2>': 'x'}",
+            "{'<mask-0>': 'Ada'",
+            "['Ada']",
+            "",
+            "{'<mask-1>': 'Ulm'}",
+        )
+    ),
+    *(
+        ("kvpress", "longbench-v2", ["B"], text)
+        for text in (
+            "The correct answer is (B)",
+            "The correct answer is B",
+            "(B)",
+            "**The correct answer is** (B)",
+        )
+    ),
+    *(
         ("boxed", "math", [right], said)
         for said, right in (
             ("\\frac{1}{2}", "0.5"),

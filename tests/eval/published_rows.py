@@ -63,6 +63,16 @@ SUMMARY = {
     ],
 }
 
+# One row of every task of SCBench.
+SCBENCH = {
+    **dict.fromkeys(("kv", "kv_hard", "kv_compressible", "hashhop", "prefix_suffix", "passkey"), KV),
+    **dict.fromkeys(("qa_eng", "qa_chn", "many_shot", "summary"), KV),
+    "choice_eng": CHOICE,
+    "mf": FIND,
+    "vt": TRACE,
+    "summary_with_needles": SUMMARY,
+}
+
 V2 = {
     "_id": "66f36490821e116aacb2cc22",
     "domain": "Single-Document QA",

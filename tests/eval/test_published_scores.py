@@ -27,7 +27,7 @@ GROUPS = {key: [*lines] for key, lines in groupby(RECORDED, lambda line: f"{line
 
 
 def kvpress_score(task, answer, text):
-    row = Row("row 1", {"answer": answer[0]}, Path("x.jsonl"))
+    row = Row("row 1", {"answer": answer if len(answer) > 1 else answer[0]}, Path("x.jsonl"))
     return kvpress._family(row, task)(row, task)[1](text)
 
 

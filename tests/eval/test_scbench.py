@@ -1,5 +1,8 @@
 """SCBench's two modes: each question of the compressed context alone, or after those before it."""
 
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +17,9 @@ from kvjax.steps import Run
 from tests.eval import published_rows as rows
 from tests.eval.published_rows import CHAT, chatting, write
 
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "fixtures/authors/scbench.json").read_text(encoding="utf-8")
+)
 KV = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
 
 
@@ -66,31 +72,23 @@ def test_turns_follow_the_right_answers_to_those_before(model, plain, tmp_path):
     assert [sample.id for *_, sample in found] == [f"scbench_kv-0-turn-{i}" for i in (1, 2, 3)]
 
 
-def test_prompts_of_other_tasks_are_the_published_ones(model, plain, tmp_path):
-    options = "Question: {}\nA. {}\nB. {}\nC. {}\nD. {}\n\n{} correct answer is"
-    asks = [(t["input"], *t["options"]) for t in rows.CHOICE["multi_turns"]]
-    path = write(tmp_path / "scbench_choice_eng.jsonl", rows.CHOICE)
-    opens = f"Read the book and answer the question.\n\n{rows.CHOICE['context']}"
-    first, second = asked(model, path, "agnostic")
-    assert first[0] + first[1] == chat(opens + options.format(*asks[0], "The the"))
-    assert first[2].references == ("a tower", "B") and second[2].references == ("the sea", "A")
-    later = asked(plain, path, "multi-turn")[1]
-    turns = options.format(*asks[0], "The the"), options.format(*asks[1], "The letter of the")
-    assert later[0] + later[1] == f"<s>{opens}\n\n{turns[0]}a tower\n\n{turns[1]}"
-
-    path = write(tmp_path / "multi_turn_mf" / "test.jsonl", rows.FIND)
-    ask = "What is the {0} number of the list?\n\nThe {0} number of the list is:"
-    (context, question, sample), _ = asked(plain, path, "agnostic")
-    assert context == "<s>The largest number of the list is:\n\n[4, 9, 2]"
-    assert question == ask.format("largest") and sample.max_new_tokens == 5
-    turn = asked(plain, path, "multi-turn")[1]
-    opened = ask.format("largest").replace("\n\n", "\n\n[4, 9, 2]\n\n")
-    assert turn[0] + turn[1] == f"<s>{opened}9\n\n{ask.format('smallest')}"
-
-    path = write(tmp_path / "scbench_vt.parquet", rows.TRACE)
-    turn = asked(plain, path, "multi-turn")[1]
-    ask = rows.TRACE["multi_turns"][0]["input"]
-    assert turn[0] + turn[1] == f"<s>{rows.TRACE['input']}\n\n{ask}['A', 'B']\n\n{ask}"
+@pytest.mark.parametrize("chats", [True, False])
+def test_prompts_are_those_of_the_authors_code(model, plain, tmp_path, chats):
+    for task, row in rows.SCBENCH.items():
+        write(tmp_path / f"scbench_{task}.jsonl", row)
+    asks, where, start = (model, " in a chat", "") if chats else (plain, "", "<s>")
+    suite = make_suite(asks, [str(tmp_path)])
+    text = lambda ids: asks.tokenizer.decode(list(ids), skip_special_tokens=False)  # noqa: E731
+    alone, turns = ([row[0] for row in suite.rows(0, p)] for p in ("agnostic", "multi-turn"))
+    for task, record in RECORDED.items():
+        mine = [s for s in alone if s.task.split(".")[0] == f"scbench_{task}"]
+        context, *questions = record[f"requests{where}"]
+        assert [text(s.context) for s in mine] == [start + context] * len(questions)
+        assert [text(s.question) for s in mine] == questions
+        assert [s.max_new_tokens for s in mine] == record["new tokens"]
+        mine = [s for s in turns if s.task.split(".")[0] == f"scbench_{task}"]
+        said = [start + "".join(record[f"turns{where}"][: i + 1]) for i in range(len(mine))]
+        assert [text([*s.context, *s.question]) for s in mine] == said and len(mine) == len(questions)
 
 
 def test_kinds_of_questions_that_alternate_have_their_own_task_length_and_score(model, tmp_path):

@@ -21,24 +21,14 @@ class TooLong(Exception):
     """A prompt that its benchmark does not cut; says what it takes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoder:
-    """Turns records of one form into samples. length: most tokens of a prompt, answers not included."""
+class Chats:
+    """A model's tokenizer, and what its chat template writes, which takes a process of its own each time."""
 
-    model: Model
-    form: Form
-    length: int | None = None
-    max_new_tokens: int | None = None
+    def __init__(self, model: Model):
+        self.model, self.reader = model, chat_reader(model)
+        self._frames: dict[str, tuple[str, str]] = {}
 
-    @functools.cached_property
-    def reader(self) -> Reader:
-        return chat_reader(self.model)
-
-    @functools.cached_property
-    def _frames(self) -> dict[str, tuple[str, str]]:
-        return {}
-
-    def _frame(self, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, str]:
+    def frame(self, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, str]:
         """What stands around a user's message after others; a long conversation is not kept."""
         if len(before) > 1:
             return around_user(self.model, before)
@@ -48,12 +38,31 @@ class Encoder:
         return self._frames[key]
 
     @functools.cached_property
-    def _between(self) -> tuple[str, str, str]:
+    def between(self) -> tuple[str, str, str]:
+        """What stands between the messages of a user."""
         return between_users(self.model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Turns records of one form into samples. length: most tokens of a prompt, answers not included."""
+
+    chats: Chats
+    form: Form
+    length: int | None = None
+    max_new_tokens: int | None = None
+
+    @property
+    def model(self) -> Model:
+        return self.chats.model
+
+    @property
+    def reader(self) -> Reader:
+        return self.chats.reader
 
     def samples(self, record: Record, name: str) -> list[OpenSample]:
         """One sample per question. InputError for one that does not fit; TooLong where the form skips it."""
-        head, tail = self._frame(record.before)
+        head, tail = self.chats.frame(record.before)
         talk = any(message["role"] != "system" for message in record.before)
         if talk and self.model.chat_template is None:
             raise InputError(
@@ -102,7 +111,7 @@ class Encoder:
         if self.model.chat_template is None:
             first, *later = said.plain
             return [(*bos, *read(first)), *map(read, later)]
-        (head, tail), (before, between, after) = self._frame(), self._between
+        (head, tail), (before, between, after) = self.chats.frame(), self.chats.between
         later = [
             before + answer + between + user + after + said.opens
             for answer, user in zip(said.answers, said.users[1:], strict=False)

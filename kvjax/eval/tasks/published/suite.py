@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.published.catalogue import Asked
-from kvjax.eval.tasks.published.prompts import Encoder, TooLong
+from kvjax.eval.tasks.published.prompts import Chats, Encoder, TooLong
 from kvjax.eval.tasks.published.record import Record, Score, Source
 from kvjax.eval.tasks.reader import Reader
 from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
@@ -101,26 +101,27 @@ def read_published(
     Raises InputError for rows that lack a field, with file, row and field; for files that cannot be read or
     hold nothing; for a task in two files; and where no row fits.
 
-    >>> read_published(model, asked("scbench_kv.jsonl"), contexts=4).tasks  # doctest: +SKIP
+    >>> read_published(model, asked_of("scbench_kv.jsonl"), contexts=4).tasks  # doctest: +SKIP
     ('scbench_kv',)
     """
-    made = _Made()
+    made, chats = _Made(), Chats(model)
     for one in asked:
-        _read(made, one, model, length, contexts)
+        _read(made, one, chats, length, contexts)
     samples = [s for group in (made.single, made.turns) for c in group.values() for x in c for s in x]
     tasks = tuple(dict.fromkeys(sample.task for sample in samples))
     most = max(len(s.context) + len(s.question) for c in made.single.values() for x in c for s in x)
     most = max([most, *(len(x[0].context) + 1 for c in made.turns.values() for x in c)])
-    reader = Encoder(model, asked[0].form).reader
     sources = tuple(f"{one.file.name}:{_digest(one.file)}" for one in asked)
-    return Published(tasks, most, sources, made.single, made.turns, made.scores, reader, tuple(made.notes))
+    return Published(
+        tasks, most, sources, made.single, made.turns, made.scores, chats.reader, tuple(made.notes)
+    )
 
 
-def _read(made: _Made, one: Asked, model: Model, length: int | None, contexts: int) -> None:
+def _read(made: _Made, one: Asked, chats: Chats, length: int | None, contexts: int) -> None:
     """Adds the records of one file."""
     form = one.form
-    encoder = Encoder(model, form, length, one.max_new_tokens)
-    most = model.config.max_positions if length is None else length
+    encoder = Encoder(chats, form, length, one.max_new_tokens)
+    most = chats.model.config.max_positions if length is None else length
     options = {**one.options}
     left_out, why, taken = 0, "", 0
     for record in form.records(Source(one.file, options, encoder.reader, most, contexts)):
