@@ -112,7 +112,7 @@ def likelihood(
     prompt, fed = batch.tokens[:, : starts.max()], _after(batch, starts)
     prompt = np.where(np.arange(prompt.shape[1]) < starts[:, None], prompt, 0)
     logits, cache = prefill(
-        model, prompt, method=chosen, lengths=starts, room=_room(model, chosen, int(fed.lengths.max())),
+        model, prompt, method=chosen, lengths=starts, room=room_for(model, chosen, int(fed.lengths.max())),
         chunk=None if chunk is None else min(chunk, int(starts.max())), **_forced(implementation),
     )  # fmt: skip
     if np.isnan(fetch(logits)).any():
@@ -129,7 +129,7 @@ def likelihood(
     return Likelihood(found, fed.lengths, _bytes(text_model, fed), greedy, held)
 
 
-def _room(model: Model, method: Method, tokens: int) -> int:
+def room_for(model: Model, method: Method, tokens: int) -> int:
     """Room for so many tokens, in sizes that texts of similar lengths share."""
     return max(tokens, min(bucket(tokens), last_position(method, model.config)))
 

@@ -124,12 +124,16 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
             f"{longest} tokens were given and the cache has room for {int(fit.min())} more: give "
             "prefill(..., room=) the number of tokens you will add, or verify fewer"
         )
-    if (left := positions_left(model, cache)) < longest:
+    # How much longer the longest row gets: shorter rows may be given more.
+    stands = fetch(cache.next)
+    grown = int((stands + lengths).max() - stands.max())
+    left = positions_left(model, cache) if grown else 0
+    if left < grown:
         raise InputError(
             f"{longest} tokens were given and the model has {left} positions behind this cache: verify "
             "fewer, or use a model with a longer context"
         )
-    return min(int((fit - lengths).min()), left - longest)
+    return min(int((fit - lengths).min()), left - grown)
 
 
 def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:

@@ -21,7 +21,7 @@ from kvjax.base.streams import escaped, printable, silence
 
 COMMANDS = (
     "compare", "report", "methods", "architectures", "explain", "generate", "get", "fit", "train", "convert",
-    "uptrain", "inspect", "info", "aot", "plan",
+    "uptrain", "inspect", "info", "aot", "plan", "lm-eval",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 # Errors of a write to a full or failing disk.
@@ -98,7 +98,9 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else "see `kvjax --help`"
         raise InputError(f"unknown command {words[0]!r}, expected one of {', '.join(COMMANDS)}: {hint}")
     args, unknown = parser.parse_known_args(words)
-    if unknown:
+    if unknown and getattr(args, "passes_on", False):
+        args.rest = unknown
+    elif unknown:
         asked = getattr(args, "parser", parser)
         options = re.findall(r"--[a-z-]+", asked.format_help())
         near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
@@ -144,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:
-        module = importlib.import_module(f"kvjax.commands.{name}")
+        module = importlib.import_module(f"kvjax.commands.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=module.HELP,

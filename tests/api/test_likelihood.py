@@ -113,10 +113,10 @@ def test_greedy_tokens_are_the_likeliest_in_float64():
 
 
 def test_the_last_token_of_a_text_takes_no_position():
+    """The longest row ends at the last position, and a shorter one is given more tokens than it."""
     config = dataclasses.replace(model("4/2").config, max_positions=29)
     short = dataclasses.replace(model("4/2"), config=config)
-    found = kvjax.likelihood(short, TEXTS[:1], context=12)
-    want = kvjax.likelihood(model("4/2"), TEXTS[:1], context=12)
+    found, want = (kvjax.likelihood(one, TEXTS[:2], context=[25, 4]) for one in (short, model("4/2")))
     np.testing.assert_allclose(found.logprobs, want.logprobs, rtol=0, atol=2e-5)
 
 

@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness (`lm_eval`), answered over compressed caches."""
