@@ -177,3 +177,14 @@ def test_bad_rows_are_refused_by_name(rows: list[dict[str, Any]], message: str) 
     with pytest.raises(ValueError, match=message) as error:
         summarise(rows)
     assert "full" in str(error.value)
+
+
+def test_nll_is_a_mean_over_tasks_of_means_over_samples() -> None:
+    fed = [{**r, "nll": nll} for r, nll in zip(scored([1, 0, 1]), (1.0, 2.0, 6.0), strict=True)]
+    fed += [{**row(id="x", task="copy"), "nll": 0.5}]
+    (cell,) = summarise(fed)
+    assert cell.nll == pytest.approx((3.0 + 0.5) / 2) and cell.tasks["get"].nll == pytest.approx(3.0)
+    # Of some samples alone it would compare with nothing.
+    (some,) = summarise([*fed, row(id="y", task="copy")])
+    assert some.nll is None and some.tasks["copy"].nll is None and some.tasks["get"].nll == pytest.approx(3.0)
+    assert summarise([row()])[0].nll is None

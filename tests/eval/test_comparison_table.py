@@ -130,3 +130,13 @@ def test_speeds_have_no_more_digits_than_timings_agree_on() -> None:
     ):
         (line,) = [x for x in printed(cells, 200, {("full", None): timing}).splitlines() if "full" in x[:5]]
         assert line.endswith(f" {expected}")
+
+
+def test_nll_has_a_column_where_answers_were_fed() -> None:
+    rows = scored([1.0] * 5, method="kivi")
+    text = printed(summarise([{**r, "nll": 0.0421} for r in rows]), 140, {})
+    assert "−log p" in text and " 0.042 " in text and "in nats per token" in " ".join(text.split())
+    assert "−log p" not in printed(summarise(rows), 140, {})
+    record = cell_records(summarise([{**r, "nll": 0.0421} for r in rows]), {})[0]
+    assert record["nll"] == record["get_nll"] == pytest.approx(0.0421)
+    assert "nll" not in cell_records(summarise(rows), {})[0]

@@ -28,7 +28,8 @@ class MeanScore:
     """The mean score of one task with its 95% interval; `interval` says how the interval was made.
 
     `wilson` for scores that are all 0 or 1, `bootstrap` (percentile, fixed seed) for fractional ones. `few`:
-    there are too few samples for the interval to be shown.
+    there are too few samples for the interval to be shown. nll: the mean of -log p of right answers, in nats
+    per token; None where it was not measured of every sample.
     """
 
     mean: float
@@ -36,6 +37,7 @@ class MeanScore:
     high: float
     samples: int
     interval: Literal["wilson", "bootstrap"]
+    nll: float | None = None
 
     @property
     def few(self) -> bool:
@@ -51,6 +53,7 @@ class Cell:
     worst_task, worst_recovery: the task with the smallest score / full-cache score.
     kept_bytes, full_bytes, read_bytes: means over samples; read_bytes is what one decode step reads.
     host_bytes: those of kept_bytes that lie in host memory.
+    nll: mean over tasks of `MeanScore.nll`; None where a task has none.
     span_kept: mean share of the needed span that survived; None where no task names its span.
     reference: whether this is the full cache that recovery is measured against.
     versus: the paired difference to it; None without one, and for itself.
@@ -73,6 +76,7 @@ class Cell:
     reference: bool = False
     versus: Difference | None = None
     host_bytes: float = 0.0
+    nll: float | None = None
 
     @property
     def few(self) -> bool:
@@ -158,8 +162,8 @@ def summarise(rows: Iterable[Row], *, baseline: str = "full") -> list[Cell]:
 
     Args:
       rows: the lines of `results.jsonl`: id, method, budget, task, protocol, score in [0, 1], kept_bytes,
-        full_bytes, read_bytes, span_kept (share or None), host_bytes where there are any. Other keys are not
-        read.
+        full_bytes, read_bytes, span_kept (share or None), host_bytes where there are any, nll where right
+        answers were fed. Other keys are not read.
       baseline: the method whose score counts as full recovery.
 
     Returns:
@@ -211,7 +215,7 @@ def _cell(rows: list[Row]) -> Cell:
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["task"], []).append(float(row["score"]))
-    tasks = {task: score_of(values) for task, values in scores.items()}
+    tasks = {task: replace(score_of(values), nll=_nll(rows, task)) for task, values in scores.items()}
     mean = math.fsum(score.mean for score in tasks.values()) / len(tasks)
     # Distances to the interval ends add like standard deviations (MOVER; Zou and Donner, 2008).
     below = math.hypot(*(score.mean - score.low for score in tasks.values())) / len(tasks)
@@ -230,7 +234,18 @@ def _cell(rows: list[Row]) -> Cell:
         read_bytes=_mean(rows, "read_bytes"),
         span_kept=math.fsum(spans) / len(spans) if spans else None,
         host_bytes=math.fsum(row.get("host_bytes", 0) for row in rows) / len(rows),
+        nll=_mean_or_none([score.nll for score in tasks.values()]),
     )
+
+
+def _nll(rows: list[Row], task: str) -> float | None:
+    return _mean_or_none([row.get("nll") for row in rows if row["task"] == task])
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    """The mean of values that are all known: means over other samples would not compare."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
 def _mean(rows: list[Row], key: str) -> float:

@@ -14,10 +14,12 @@ from rich.text import Text
 from kvjax.eval.report.cells import Cell, MeanScore, budget_label
 from kvjax.eval.report.console import make_console, print_text
 from kvjax.eval.report.figures import (
+    NLL_WORDS,
     Timings,
     chance,
     interval_names,
     larger_cells,
+    nats,
     sample_count,
     signed,
     speed,
@@ -118,6 +120,8 @@ def _legend(cells: Sequence[Cell], layout: _Layout) -> str:
     if tests := tests_in_words(cells):
         mark = "95% interval and p" if layout.details else "* where p < 0.05"
         words.append(f"vs full: what a method scores more on the same samples, in points; {mark} ({tests}).")
+    if any(cell.nll is not None for cell in cells):
+        words.append(NLL_WORDS)
     if heavy := larger_cells(cells):
         words.append(heavy)
     if layout.missing:
@@ -158,6 +162,8 @@ def _columns(cells: Sequence[Cell], timings: Timings, layout: _Layout) -> list[C
         columns.append((header, lambda cell, task=task: _score(cell.tasks.get(task), layout)))
     few = {False: 0, True: min((score.samples for cell in cells for score in cell.tasks.values()), default=0)}
     columns.append(("mean", lambda cell: _interval(cell.mean, cell.mean_low, cell.mean_high, few[cell.few])))
+    if any(cell.nll is not None for cell in cells):
+        columns.append(("−log p", lambda cell: Text(nats(cell.nll))))
     columns += _versus(cells, layout)
     columns.append(("rec.", lambda cell: _recovery(cell.recovery)))
     if _WORST not in layout.missing:

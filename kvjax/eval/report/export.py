@@ -58,9 +58,11 @@ def _record(cell: Cell, timing: Mapping[str, float]) -> dict[str, Any]:
     for task, score in cell.tasks.items():
         low, high = (None, None) if score.few else (score.low, score.high)
         values = {"": score.mean, "_low": low, "_high": high, "_samples": score.samples}
+        values |= {} if score.nll is None else {"_nll": score.nll}
         record |= {f"{task}{end}": value for end, value in values.items()}
     low, high = (None, None) if cell.few else (cell.mean_low, cell.mean_high)
     record |= {"mean": cell.mean, "mean_low": low, "mean_high": high}
+    record |= {} if cell.nll is None else {"nll": cell.nll}
     if (found := cell.versus) is not None:
         record |= {f"vs_full{end}": getattr(found, end[1:] or "mean") for end in ("", "_low", "_high", "_p")}
         record |= {"vs_full_wins": found.wins, "vs_full_losses": found.losses, "vs_full_test": found.test}

@@ -15,6 +15,8 @@ Timings = Mapping[tuple[str, NominalBudget], Mapping[str, float]]
 # Below this many, the spread of timings is not known.
 SEVERAL = 3
 _INTERVALS = {"wilson": "Wilson for 0/1 scores", "bootstrap": "bootstrap for fractional scores"}
+# What the column "−log p" holds.
+NLL_WORDS = "−log p: of the right answer's tokens, in nats per token, mean over tasks; less is better."
 _TESTS = {
     "mcnemar": "McNemar's exact test of 0/1 scores",
     "bootstrap": "paired bootstrap where scores are fractional",
@@ -83,6 +85,17 @@ def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:
         return rounded(timing[name], 2), ""
     low, high = (rounded(timing[f"{name}_{end}"], 3) for end in ("low", "high"))
     return rounded(timing[name], 3), f"{low}–{high}"
+
+
+def nats(value: float | None) -> str:
+    """A -log p in nats; a dash where it was not measured.
+
+    >>> nats(0.01234), nats(2.0), nats(12.345), nats(None)
+    ('0.012', '2.00', '12.3', '–')
+    """
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def chance(p: float | None) -> str:
