@@ -20,6 +20,7 @@ from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward
 from kvjax.models.mixer import Mixer
+from kvjax.ops.base.long_rope import LongRope
 from kvjax.ops.base.rope import Rope
 
 C = TypeVar("C")
@@ -76,13 +77,17 @@ def config_from_json(data: Mapping[str, Any]) -> Config | BlockConfig:
 def _decoder(data: Mapping[str, Any]) -> Config:
     fields = dict(data)
     for name in ("rope", "rope_local"):
-        fields[name] = fields.get(name) and _built(Rope, fields[name])
+        fields[name] = fields.get(name) and _built(_rope_class(fields[name]), fields[name])
     for name, words, what in (("mixers", MIXERS, "mixer"), ("mlps", MLPS, "feed-forward")):
         given = fields.get(name, ())
         if not isinstance(given, list | tuple):
             raise FieldError(f"{name} is {given!r}, expected a list of a {what} for every layer")
         fields[name] = tuple(_read(word, words, what) for word in given)
     return _built(Config, fields)
+
+
+def _rope_class(fields: Any) -> type[Rope]:
+    return LongRope if isinstance(fields, Mapping) and "long_factor" in fields else Rope
 
 
 def _built(kind: type[C], fields: dict[str, Any]) -> C:

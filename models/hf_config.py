@@ -12,6 +12,7 @@ from kvjax.models.hf_families import FAMILIES, SUPPORTED
 from kvjax.models.hf_family import Json
 from kvjax.models.hf_numbers import check_numbers, size
 from kvjax.models.quantised.settings import quantisation_of
+from kvjax.ops.base.long_rope import LongRope
 from kvjax.ops.base.rope import Rope
 
 _ACTIVATIONS = {
@@ -31,6 +32,7 @@ _SCALED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -144,6 +146,8 @@ def _ropes(family: str, data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
 
 def _rope(family: str, params: Json, data: Json, head_dim: int) -> Rope:
     kind = params.get("rope_type", params.get("type", "default"))
+    # What Phi-3 called it at first.
+    kind = "longrope" if kind in ("su", "yarn") and "long_factor" in params else kind
     if kind != "default" and kind not in _SCALED:
         raise InputError(
             f"rotary scaling {kind!r} is not supported, expected one of default, {', '.join(_SCALED)}"
@@ -170,12 +174,29 @@ def _rope(family: str, params: Json, data: Json, head_dim: int) -> Rope:
     # The dynamic kind grows from the model's own length, whatever else the file says.
     out["original_max"] = int(longest if kind == "dynamic" or not original else original)
     out["factor"] = float(params.get("factor") or longest / out["original_max"])
+    if kind == "longrope":
+        return _long_rope(out, params, head_dim)
     for name in _NUMBERS.get(kind, ()):
         if params.get(name) is not None:
             out[name] = float(params[name])
     if kind != "yarn":
         return Rope(**out)
     return Rope(**out, truncate=bool(params.get("truncate", True)))
+
+
+def _long_rope(out: dict[str, Any], params: Json, head_dim: int) -> LongRope:
+    half = (out.get("rotary_dim") or head_dim) // 2
+    for name in ("short_factor", "long_factor"):
+        given = params[name]
+        if not isinstance(given, list | tuple) or len(given) != half:
+            raise InputError(
+                f"config.json gives {name} = {given!r:.60}, expected {half} numbers: one for each pair of "
+                f"the {2 * half} channels that rotate"
+            )
+        out[name] = tuple(float(x) for x in given)
+    if params.get("attention_factor") is not None:
+        out["attention_factor"] = float(params["attention_factor"])
+    return LongRope(**out)
 
 
 def _reach(rope: Rope, positions: int) -> int:

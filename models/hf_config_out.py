@@ -11,6 +11,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_families import FAMILIES, SUPPORTED
+from kvjax.ops.base.long_rope import LongRope
 from kvjax.ops.base.rope import Rope
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -86,6 +87,9 @@ def _rope_fields(config: Config) -> dict[str, Any]:
         # Readers round down, so a quotient that came out a hair too small would lose a channel.
         exact = int(share * config.head_dim) == rope.rotary_dim
         fields["partial_rotary_factor"] = share if exact else float(np.nextafter(share, 1))
+    if isinstance(rope, LongRope):
+        # Phi-3's class looks here.
+        fields["original_max_position_embeddings"] = rope.original_max
     if FAMILIES[config.family].local_rope != "own":
         return fields | ({} if rope.kind == "default" else {"rope_scaling": _scaling(rope)})
     local = local or rope
@@ -102,6 +106,10 @@ def _scaling(rope: Rope) -> dict[str, Any]:
         out["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn"):
         out["original_max_position_embeddings"] = rope.original_max
+    if isinstance(rope, LongRope):
+        out |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+        out |= {"original_max_position_embeddings": rope.original_max}
+        out |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
     if rope.kind == "llama3":
         out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":

@@ -31,7 +31,7 @@ from kvjax.base.checks import (
     whole_number,
 )
 from kvjax.base.errors import InputError
-from kvjax.compat.max_length import last_position
+from kvjax.compat.max_length import check_switch, last_position
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import fetch
 from kvjax.models.model import Model
@@ -117,7 +117,9 @@ def generate(
         model, tokens, method=None if cache is not None else chosen, cache=cache, lengths=lengths,
         room=max_new_tokens, chunk=chunk, implementation=implementation,
     )  # fmt: skip
-    stands = int(fetch(cache.next).max())
+    rows = fetch(cache.next)
+    check_switch(model.config, rows, max_new_tokens)
+    stands = int(rows.max())
     if last > model.config.max_positions:
         last = stands + positions_left(model, cache)
     _check_reach(max_new_tokens, stands + max_new_tokens, last, last)
@@ -204,9 +206,12 @@ def _check_prompt(
     """
     if has_verbs(model) or method.reread is not None or last > model.config.max_positions:
         return _check_reach(new, new, max(ROOM, last), last)
-    seen = 0 if cache is None else int(fetch(cache.next).max())
-    stands = seen + int(padded(model, *prompt).lengths.max())
+    seen = np.zeros(1, np.int32) if cache is None else fetch(cache.next)
+    rows = padded(model, *prompt).lengths
+    stands = int(seen.max()) + int(rows.max())
     check_reach(model, stands, method)
+    if len(seen) in (1, len(rows)):
+        check_switch(model.config, seen + rows, new)
     _check_reach(new, stands + new, last, last)
 
 

@@ -30,7 +30,7 @@ from kvjax.base.checks import (
 )
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import mesh_for
-from kvjax.compat.max_length import check_chunks, last_position
+from kvjax.compat.max_length import check_chunks, check_switch, last_position
 from kvjax.compat.model_fit import check_budget
 from kvjax.compat.shipped_fits import ready
 from kvjax.compress.capacity import as_used
@@ -186,6 +186,7 @@ def prefill(
         _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
     check_chunks(model.config, seen + longest, width < longest)
+    check_switch(model.config, before, batch.lengths)
     if compress:
         ends = range(width, width + longest, width)
         check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})

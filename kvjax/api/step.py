@@ -18,7 +18,7 @@ from kvjax.base.checks import (
     one_token,
 )
 from kvjax.base.errors import InputError
-from kvjax.compat.max_length import last_position
+from kvjax.compat.max_length import last_position, switch_at
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import with_fitted
 from kvjax.hosts.arrays import fetch
@@ -80,7 +80,8 @@ def step(
 def positions_left(model: Model, cache: Cache) -> int:
     """How many more tokens the cache's longest row can take; InputError where there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
-    left = last - int(fetch(cache.next).max())
+    rows = fetch(cache.next)
+    left, switch = last - int(rows.max()), switch_at(model.config)
     method = cache.method or Method()
     if last > most and (keep := method.keep) is not None and not method.shared_positions:
         # Slots that do not leave at once turn behind each other; more than the budget are those that a
@@ -88,6 +89,9 @@ def positions_left(model: Model, cache: Cache) -> int:
         held, behind = live(cache), keep.phase.most_behind
         if behind(held + (1 if keep.when.at_once else left)) > most:
             last, left = most, most - behind(held)
+    if switch is not None and (short := rows[rows <= switch]).size:
+        # Slots of a short text are not rotated as those of a long one.
+        last, left = switch, min(left, switch - int(short.max()))
     if left < 1:
         raise InputError(
             f"the cache stands at this model's last position, {last}: start again with "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvjax.base.errors import InputError
 from kvjax.grammar import Keep, Method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.latent import Latent
+from kvjax.ops.base.long_rope import LongRope
 
 # Up to here float32 tells positions apart, by which scores may rank slots.
 _EXACT = 2**24
@@ -19,7 +22,7 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
     (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) Contexts
     at the same positions leave others free. It may not where any layer turns by positions after all: one that
-    keeps everything, no plain attention, or frequencies that depend on the length of the text ("dynamic").
+    keeps everything, no plain attention, or frequencies that depend on the length of the text.
     """
     most, keep = config.max_positions, None if method is None else method.keep
     if method is not None and method.restore is not None:
@@ -32,7 +35,7 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
         return most
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
-        turns_by_rank = type(mixer) in (Attention, Latent) and mixer.rope(config, layer).kind != "dynamic"
+        turns_by_rank = type(mixer) in (Attention, Latent) and not mixer.rope(config, layer).by_length
         if not turns_by_rank or (window is not None and window >= most):
             return most
     return most + shared if shared else max(most, min(keep.budget.reach(most - 1), _EXACT))
@@ -44,17 +47,42 @@ def _leaves(keep: Keep) -> bool:
 
 
 def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> None:
-    """InputError where a dynamic rotation (NTK) makes reading in several chunks differ from reading at once.
+    """InputError where a rotation by length makes reading in several chunks differ from reading at once.
 
     The keys of an earlier chunk would be rotated as those of a shorter text.
     """
     if not several or not isinstance(config, Config):
         return
     ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]
-    ends = [rope.original_max for rope in ropes if rope.kind == "dynamic"]
+    ends = [rope.original_max for rope in ropes if rope.by_length]
     if ends and tokens > min(ends):
         raise InputError(
-            f"chunk= cannot read {tokens} tokens: this model's rotation is dynamic, so beyond {min(ends)} "
-            "tokens it depends on the length of the whole text, and earlier chunks would be turned by "
-            "shorter ones: leave chunk= out"
+            f"chunk= cannot read {tokens} tokens: beyond {min(ends)} tokens this model's rotation depends "
+            "on the length of the whole text, and earlier chunks would be rotated by shorter ones: leave "
+            "chunk= out"
+        )
+
+
+def switch_at(config: Config | BlockConfig) -> int | None:
+    """Up to how many tokens a row is rotated as a short one, where longer ones have other frequencies."""
+    if not isinstance(config, Config):
+        return None
+    ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]
+    return min((rope.original_max for rope in ropes if isinstance(rope, LongRope)), default=None)
+
+
+def check_switch(config: Config | BlockConfig, seen: np.ndarray, added: np.ndarray | int) -> None:
+    """InputError where rows of `seen` tokens in a cache grow beyond the length at which frequencies change.
+
+    Their keys are rotated as those of a short text; transformers reads the whole text again.
+    """
+    if (end := switch_at(config)) is None:
+        return
+    rows, more = np.broadcast_arrays(seen, added)
+    crossing = np.flatnonzero((rows > 0) & (rows <= end) & (rows + more > end))
+    if len(crossing):
+        have = int(rows[crossing].max())
+        raise InputError(
+            f"a row of {have} tokens would grow beyond {end}, where this model's rotation (longrope) changes "
+            f"for the whole text: add at most {end - have} tokens, or read the whole text as one prompt"
         )

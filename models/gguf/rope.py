@@ -6,12 +6,14 @@ made them are found again; Phi-3's in two such tensors.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.models.gguf.reader import Gguf, decoded
+from kvjax.ops.base.long_rope import LongRope
 
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 # Factors are stored in float32.
@@ -86,9 +88,18 @@ def _longrope(file: Gguf) -> dict[str, Any]:
         "long_factor": _factors(file, _LONG).tolist(),
         "original_max_position_embeddings": file.need("rope.scaling.original_context_length"),
     }
-    if (given := file.of("rope.scaling.attn_factor")) is not None:
+    given, usual = file.of("rope.scaling.attn_factor"), _amplitude(file)
+    if given is not None and not math.isclose(given, usual, rel_tol=_CLOSE):
         out["attention_factor"] = float(given)
     return out
+
+
+def _amplitude(file: Gguf) -> float:
+    """What cos and sin are multiplied by where a file does not say."""
+    longest, original = file.need("context_length"), file.need("rope.scaling.original_context_length")
+    return LongRope(
+        factor=longest / original, original_max=original, short_factor=(1.0,), long_factor=(1.0,)
+    ).amplitude
 
 
 def _llama3(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:

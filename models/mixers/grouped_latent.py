@@ -49,9 +49,9 @@ class GroupedLatent(Mixer):
                     f"{name} must be from 1 to {width}, the channels of {self.group} heads, got "
                     f"{getattr(self, name)}"
                 )
-        if "dynamic" in {r.kind for r in (config.rope, config.rope_local) if r}:
+        if kinds := {r.kind for r in (config.rope, config.rope_local) if r and r.by_length}:
             raise ValueError(
-                "GroupedLatent turns keys by position and cannot follow a rope of kind 'dynamic'"
+                f"GroupedLatent turns keys by position and cannot follow a rope of kind {min(kinds)!r}"
             )
 
     def _groups(self, config: Config) -> int:

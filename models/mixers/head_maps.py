@@ -39,8 +39,8 @@ class HeadMaps(Mixer):
     def check(self, config: Config) -> None:
         if config.qk_norm == "full":
             raise ValueError('HeadMaps takes qk_norm="" or "head", got "full", which spans all heads')
-        if "dynamic" in {r.kind for r in (config.rope, config.rope_local) if r}:
-            raise ValueError("HeadMaps stores rotated keys and cannot follow a rope of kind 'dynamic'")
+        if kinds := {r.kind for r in (config.rope, config.rope_local) if r and r.by_length}:
+            raise ValueError(f"HeadMaps stores rotated keys and cannot follow a rope of kind {min(kinds)!r}")
         maps = {name: getattr(self, name) for name in ("q_of", "k_of", "v_of")}
         if len({len(m) for m in maps.values()}) != 1:
             raise ValueError(f"the maps must name as many heads each, got {[len(m) for m in maps.values()]}")

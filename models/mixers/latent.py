@@ -51,8 +51,8 @@ class Latent(Mixer):
                 f"rope_dim must be even in each of {self.rope_heads} heads: channels turn in pairs; got "
                 f"{self.rope_dim}"
             )
-        if self.rope_heads > 1 and config.rope.kind == "dynamic":
-            raise ValueError("a dynamic rotation has no rope_heads: its frequencies depend on the row")
+        if self.rope_heads > 1 and config.rope.by_length:
+            raise ValueError("a rotation by length has no rope_heads: its frequencies depend on the row")
         whole = config.heads * (self.nope_dim + self.value_dim)
         if self.rank > whole:
             raise ValueError(

@@ -97,7 +97,7 @@ def test_chunks_that_a_dynamic_rotation_would_turn_otherwise_are_refused():
     whole, parts = (prompt(None, config=config, tokens=24, chunk=n)[0] for n in (None, 8))
     np.testing.assert_allclose(parts, whole, atol=1e-5)
     for method in (None, STREAM):
-        with pytest.raises(InputError, match=r"chunk= cannot read 40 tokens: .* beyond 24 tokens"):
+        with pytest.raises(InputError, match=r"chunk= cannot read 40 tokens: beyond 24 tokens"):
             prompt(method, config=config, chunk=8)
     prompt(None, config=config, chunk=40)
 

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", _case("gemma3_text")),
     "phi3": ("phi3", _case("phi3")),
     "phi3_tied": ("phi3", _case("phi3_full")),
+    "phi3_longrope": ("phi3", _case("phi3_longrope")),
     "olmo2": ("olmo2", _case("olmo2")),
     "deepseek_v2": ("deepseek2", _case("deepseek_v2")),
     "deepseek_v3": (
@@ -177,6 +178,15 @@ def _say_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         size = config["head_dim"]
         writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, config["rope_theta"], size))
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    elif kind == "longrope":
+        longest, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(
+            float(np.sqrt(1 + np.log(longest / original) / np.log(original)))
+        )
+        for name in ("short", "long"):
+            factors = np.array(scaling[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
     elif kind is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(scaling["factor"])

@@ -77,6 +77,11 @@ def _next(**fields: Any) -> dict[str, Any]:
     ) | {"num_hidden_layers": 4}  # fmt: skip
 
 
+_LONG = {
+    "num_attention_heads": 3, "num_key_value_heads": 1, "partial_rotary_factor": 0.5, "sliding_window": None,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25], "long_factor": [1.5, 6.0]},
+}  # fmt: skip
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": _case("llama", **_WHOLE, attention_bias=True, mlp_bias=True, rope_theta=500.0),
     "llama_mqa_tied": _case("llama", **_MQA, tie_word_embeddings=True),
@@ -215,5 +220,10 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo3_yarn": _even(
         "olmo3", 24, layer_types=["full_attention"] * 3, attention_bias=True, tie_word_embeddings=True,
         rope_scaling=_new("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    # Of the two sets of factors, a row's length chooses.
+    "phi3_longrope": _even("phi3", 24, **_LONG, original_max_position_embeddings=16),
+    "phi3_longrope_short": _even(
+        "phi3", 24, **_LONG, max_position_embeddings=128, original_max_position_embeddings=64
     ),
 }  # fmt: skip

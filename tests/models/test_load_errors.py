@@ -115,8 +115,13 @@ def test_unsupported_model_type_lists_the_supported(folder):
         ({"head_dim": 7}, "head_dim is 7, expected an even whole number >= 2"),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported, expected one of silu"),
         (
-            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
-            "'longrope' is not supported, expected one of def",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            "'ntk' is not supported, expected one of def",
+        ),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "lacks short_factor, long_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            r"gives short_factor = \[1.0\], expected 4 numbers: one for each pair of the 8 channels",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},

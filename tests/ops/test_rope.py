@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.ops.base.long_rope import LongRope
 from kvjax.ops.base.rope import Rope, angles, rotate
 from tests.sweep import sweep
 
@@ -66,6 +67,34 @@ def test_dynamic_changes_the_base_beyond_the_original_length(length, rng):
     theta = 1000.0 * stretch ** (H / (H - 2))
     rope = Rope(theta=1000.0, kind="dynamic", factor=factor, original_max=original)
     assert_rotates(rope, base(theta), rng, length=length)
+
+
+LONG = LongRope(
+    theta=1000.0, factor=4.0, original_max=128,
+    short_factor=tuple(1 + 0.1 * i for i in range(H // 2)), long_factor=tuple(1.5 + i for i in range(H // 2)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "factors"), [(128, LONG.short_factor), (129, LONG.long_factor)])
+def test_longrope_divides_by_the_factors_of_the_length(length, factors, rng):
+    """LongRoPE (arXiv:2402.13753), eq. 2, and Phi-3's sqrt(1 + ln s / ln L) on cos and sin."""
+    amplitude = math.sqrt(1 + math.log(4) / math.log(128))
+    assert_rotates(LONG, base(1000.0) / np.array(factors), rng, amplitude, length)
+
+
+def test_longrope_rows_rotate_by_their_own_length():
+    pos = jnp.asarray([[0, 1, 9], [0, 1, 9]], jnp.int32)
+    both = np.stack(angles(LONG, pos, H, jnp.asarray([[128], [129]], jnp.int32)))
+    for row, length in enumerate((128, 129)):
+        alone = np.stack(angles(LONG, pos[0], H, jnp.full(3, length, jnp.int32)))
+        np.testing.assert_allclose(both[:, row], alone, atol=1e-6)
+
+
+def test_longrope_needs_as_many_short_as_long_factors():
+    with pytest.raises(ValueError, match="as many short as long factors above 0, got 1 and 2"):
+        LongRope(short_factor=(1.0,), long_factor=(1.0, 2.0))
+    with pytest.raises(ValueError, match="has 1 factors, expected 2: one for each pair of the 4 channels"):
+        LongRope(short_factor=(1.0,), long_factor=(1.0,)).frequencies(4)
 
 
 def test_dynamic_rows_turn_by_their_own_length(rng):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,7 @@ class Rope:
     are kept and those that are divided, the blend is linear in the index i, not in the number of turns.
     """
 
+    KINDS: ClassVar[tuple[str, ...]] = ("default", "linear", "dynamic", "llama3", "yarn", "none")
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
@@ -51,9 +53,8 @@ class Rope:
 
     def __post_init__(self):
         check_fields(self, "rope.", whole=Range(0))
-        kinds = ("default", "linear", "dynamic", "llama3", "yarn", "none")
-        if self.kind not in kinds:
-            raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
+        if self.kind not in self.KINDS:
+            raise ValueError(f"rope kind must be one of {', '.join(self.KINDS)}, got {self.kind!r}")
         if not (self.theta > 0 and self.factor > 0):
             raise ValueError(f"rope needs theta and factor above 0, got {self.theta} and {self.factor}")
         if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
@@ -61,12 +62,17 @@ class Rope:
                 f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}"
             )
 
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on how many tokens a row has."""
+        return self.kind == "dynamic"
+
     def turning(self, head_dim: int) -> int:
         """How many of a head's channels turn."""
         return 0 if self.kind == "none" else self.rotary_dim or head_dim - self.start
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Static angular frequencies [H/2] in float64 (for "dynamic": those of a short row)."""
+        """Static angular frequencies [H/2] in float64; of a short row where they depend on its length."""
         dim = self.turning(head_dim)
         if self.copies > 1:
             one = dataclasses.replace(self, rotary_dim=dim // self.copies, copies=1)
@@ -83,6 +89,16 @@ class Rope:
             keep = 1 - _yarn_ramp(self, dim)
             return base / self.factor * (1 - keep) + base * keep
         return base
+
+    def frequencies_at(
+        self, head_dim: int, length: Int[Array, "*s"], dtype: DTypeLike
+    ) -> Float[Array, "*s h"]:
+        """Angular frequencies of rows that have `length` tokens, where they depend on it."""
+        dim = self.turning(head_dim)
+        reach = jnp.maximum(length, self.original_max).astype(dtype)
+        stretch = self.factor * reach / self.original_max - (self.factor - 1)
+        theta = self.theta * stretch ** (dim / (dim - 2))
+        return theta[..., None] ** last_axis(-np.arange(0, dim, 2) / dim, length.ndim, dtype)
 
     @property
     def amplitude(self) -> float:
@@ -113,6 +129,11 @@ def _yarn_ramp(rope: Rope, dim: int) -> np.ndarray:
     return np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
 
 
+def last_axis(x: np.ndarray, before: int, dtype: DTypeLike) -> Array:
+    """A vector as the last axis of an array with as many axes before it."""
+    return jnp.asarray(x, dtype).reshape((1,) * before + (-1,))
+
+
 def angles(
     rope: Rope,
     pos: Int[Array, "*s"],
@@ -123,19 +144,12 @@ def angles(
 ) -> tuple[Float[Array, "*s h"], Float[Array, "*s h"]]:
     """(cos, sin) of every position, computed in `dtype`.
 
-    length: tokens of the row so far, which matter to "dynamic" only.
+    length: tokens of the row so far, where frequencies depend on it (`Rope.by_length`).
     """
-
-    def last_axis(x: np.ndarray) -> Array:
-        return jnp.asarray(x, dtype).reshape((1,) * pos.ndim + (-1,))
-
-    freq = last_axis(rope.frequencies(head_dim))
-    if rope.kind == "dynamic" and length is not None:
-        dim = rope.turning(head_dim)
-        reach = jnp.maximum(length, rope.original_max).astype(dtype)
-        stretch = rope.factor * reach / rope.original_max - (rope.factor - 1)
-        theta = rope.theta * stretch ** (dim / (dim - 2))
-        freq = theta[..., None] ** last_axis(-np.arange(0, dim, 2) / dim)
+    if rope.by_length and length is not None:
+        freq = rope.frequencies_at(head_dim, length, dtype)
+    else:
+        freq = last_axis(rope.frequencies(head_dim), pos.ndim, dtype)
     angle = pos[..., None].astype(dtype) * freq
     return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
 

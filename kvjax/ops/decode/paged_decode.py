@@ -71,8 +71,10 @@ def paged_decode(
             f"q {list(q.shape)}, table {list(table.shape)} and pages {list(pool.words.shape)} do not fit: "
             "expected as many sequences, KV heads that divide the query heads, and pages at least as wide"
         )
-    if rope is not None and rope.kind == "dynamic":
-        raise ValueError("dynamic rope's frequencies depend on a row's length: turn such keys before storing")
+    if rope is not None and rope.by_length:
+        raise ValueError(
+            f"{rope.kind} rope's frequencies depend on a row's length: turn such keys before storing"
+        )
     if phase is not None and rope is None:
         raise ValueError("phase is given without rope, expected both: it says what keys are turned by")
     if phase is not None and phase.shape != (*table.shape[:2], table.shape[2] * pool.page):

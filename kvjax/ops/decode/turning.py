@@ -37,7 +37,7 @@ def turning(rope: Rope, h: int) -> Turning | None:
 
 def refusal(rope: Rope) -> str:
     """Why no kernel turns keys by this rotation; empty where one can."""
-    return "dynamic rope's frequencies depend on a row's length" if rope.kind == "dynamic" else ""
+    return f"{rope.kind} rope's frequencies depend on a row's length" if rope.by_length else ""
 
 
 def no_tiles(rope: Rope | None, h: int) -> str:

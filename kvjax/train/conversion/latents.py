@@ -210,7 +210,7 @@ def _check(config: Config, what: str) -> None:
     if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)):
         raise ValueError(f"{what} are defined for models whose layers are all plain attention")
     ropes = {config.layer_rope(i) for i in range(config.layers)}
-    if config.qk_norm or any(r.rotary_dim is not None or r.kind == "dynamic" for r in ropes):
+    if config.qk_norm or any(r.rotary_dim is not None or r.by_length for r in ropes):
         raise ValueError(
             f"{what} are defined for keys that turn whole, by fixed frequencies, and without norms of their "
             "own"
