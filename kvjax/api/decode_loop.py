@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,16 @@ def padded_stop(stop: Int[Array, "S"]) -> Int[Array, "_"]:
     return jnp.pad(stop, (0, -stop.shape[0] % 8), constant_values=-1)
 
 
-def write(
+class Written(NamedTuple):
+    """Tokens `at`, at + 1, ... of every row, -1 where a row has ended, and the cache that holds them."""
+
+    at: int
+    tokens: Int[np.ndarray, "R n"]
+    logprobs: Float[np.ndarray, "R n"]
+    cache: Cache
+
+
+def writing(
     step: Step,
     params: Params,
     logits: Float[Array, "R V"],
@@ -133,12 +142,12 @@ def write(
     ends: StopStrings | None = None,
     processors: tuple[Processor, ...] = (),
     past: Int[Array, "R T"] | None = None,
-    on_token: Callable[[int, np.ndarray], None] | None = None,
-) -> tuple[Int[Array, "R M"], Float[Array, "R M"], Cache]:
-    """Up to `new` tokens per row and their log-probabilities, and the cache that holds them.
+    one_by_one: bool = False,
+) -> Iterator[Written]:
+    """Up to `new` tokens per row, slice by slice; the next slice consumes the cache that one gave.
 
     past: the tokens so far, where there are processors to see them. refuse_nan: called with the step whose
-    logits are not numbers. All else is as in `kvjax.generate`.
+    logits are not numbers. one_by_one: a slice has one token. All else is as in `kvjax.generate`.
     """
     rows, at = logits.shape[0], 0
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
@@ -147,11 +156,10 @@ def write(
     # The host draws by itself where what it draws by is code.
     settings = jax.tree.map(jnp.asarray, sampler.settings) if past is None else _given()
     draws = Draws(settings, keys, padded_stop(stop), jnp.zeros((rows,), jnp.int32))
-    most = SLICE if ends is None and past is None and on_token is None else 1
-    tokens, logprobs = np.full((rows, new), -1, np.int32), np.zeros((rows, new), np.float32)
+    most = SLICE if ends is None and past is None and not one_by_one else 1
     # On the host: an array of the device would say where it lies, and the first slice's says nothing.
     done, lost = np.zeros((rows,), bool), np.zeros((0,), bool)
-    while at < new:
+    while at < new and not done.all():
         if past is not None:
             given, past, lost = processed(sampler, processors, logits, past, keys, np.int32(at), done)
             draws = draws._replace(given=given)
@@ -163,12 +171,28 @@ def write(
             refuse_nan(at + int(broken.argmax()))
         if unheard.any():
             refuse_processed(at)
-        tokens[:, at : at + count], logprobs[:, at : at + count] = shown[:, :count], heard[:, :count]
         if ends is not None:
             done = done | ends(shown[:, 0])
-        if on_token is not None:
-            on_token(at, shown[:, 0])
+        yield Written(at, shown[:, :count], heard[:, :count], cache)
         at += int(count)
-        if done.all():
-            break
+
+
+def write(
+    step: Step,
+    params: Params,
+    logits: Float[Array, "R V"],
+    cache: Cache,
+    *,
+    new: int,
+    on_token: Callable[[int, np.ndarray], None] | None = None,
+    **how: Any,
+) -> tuple[Int[Array, "R M"], Float[Array, "R M"], Cache]:
+    """What `writing` gives in whole: tokens, their log-probabilities, and the cache that holds them."""
+    tokens = np.full((logits.shape[0], new), -1, np.int32)
+    logprobs = np.zeros(tokens.shape, np.float32)
+    for part in writing(step, params, logits, cache, new=new, one_by_one=on_token is not None, **how):
+        here = slice(part.at, part.at + part.tokens.shape[1])
+        tokens[:, here], logprobs[:, here], cache = part.tokens, part.logprobs, part.cache
+        if on_token is not None:
+            on_token(part.at, part.tokens[:, 0])
     return jnp.asarray(tokens), jnp.asarray(logprobs), cache

@@ -17,7 +17,7 @@ from kvjax.api.fork import fork
 from kvjax.api.logit_processors import Processor, history
 from kvjax.api.memory import check_memory
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
-from kvjax.api.prefill import ROOM, bare_cache, check_reach, labelled, method_of, padded, prefill
+from kvjax.api.prefill import ROOM, bare_cache, check_reach, labelled, method_of, padded, read_prompt
 from kvjax.api.prepare import made
 from kvjax.api.rollback import of_rows
 from kvjax.api.sampling import Sampler
@@ -113,9 +113,9 @@ def generate(
         check_memory(model, tokens, chosen, max_new_tokens, chunk)
     _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     # `model` may be what the method made of the given model: only the method with its fit recognises it.
-    logits, cache = prefill(
+    logits, cache = read_prompt(
         model, tokens, method=None if cache is not None else chosen, cache=cache, lengths=lengths,
-        room=max_new_tokens, chunk=chunk, implementation=implementation,
+        room=max_new_tokens, chunk=chunk, implementation=implementation, turn=cache is not None,
     )  # fmt: skip
     rows = fetch(cache.next)
     check_switch(model.config, rows, max_new_tokens)

@@ -20,6 +20,7 @@ from kvjax.api.nan_checks import check_scores, refuse_prompt
 from kvjax.api.prepare import made
 from kvjax.api.program_limit import bound_programs
 from kvjax.api.rollback import Added, more_added
+from kvjax.api.turns import padded_to, plan_turn, turn_width
 from kvjax.api.types import Lengths, TokenIds, has_verbs, refuse
 from kvjax.base.checks import (
     check_in_vocabulary,
@@ -162,6 +163,18 @@ def prefill(
     >>> logits.shape, len(kvjax.kept_positions(cache))
     ((1, 220), 4)
     """
+    return read_prompt(
+        model, tokens, method=method, cache=cache, lengths=lengths, room=room, chunk=chunk, compress=compress,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def read_prompt(
+    model: Model, tokens: TokenIds, *, method: Method | str | None, cache: Cache | None,
+    lengths: Lengths | None = None, room: int, chunk: int | None = None, compress: bool = True,
+    implementation: str | None = None, turn: bool = False,
+) -> tuple[Float[Array, "B V"], Cache]:  # fmt: skip
+    """`prefill`; with turn=True in the sizes of a conversation, which double (`kvjax.api.turns`)."""
     if has_verbs(model):
         options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
         refuse(model, options | {"implementation=": implementation is not None})
@@ -173,6 +186,9 @@ def prefill(
         chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
     check_memory(model, tokens, chosen, room, chunk)
     batch = padded(model, tokens, lengths)
+    turn = turn and chunk is None and compress
+    if turn:
+        batch = in_turn_width(model, batch)
     if cache is not None and cache.next.shape != batch.lengths.shape:
         raise InputError(
             f"the tokens have {len(batch.lengths)} rows, the cache {cache.next.shape[0]}, expected the same "
@@ -201,10 +217,13 @@ def prefill(
     params = with_fitted(model.params, chosen)
     if cache is not None and is_shared(cache):
         cache = _apart_to_choose(run, params, cache, compress, len(before))
-    cache, sizes = plan(
-        run, params, None if cache is None else bare_cache(cache), batch.lengths,
-        width=width, room=room, compress=compress,
-    )  # fmt: skip
+    cache = None if cache is None else bare_cache(cache)
+    if turn:
+        most = last_position(chosen, model.config)
+        cache, size = plan_turn(run, params, cache, batch.tokens.shape, tokens=longest, room=room, most=most)
+        sizes = [size]
+    else:
+        cache, sizes = plan(run, params, cache, batch.lengths, width=width, room=room, compress=compress)
     last = _question_tokens(run.method, before + batch.lengths) if compress else 0
     logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
     unranked, broken = fetch((lost, jnp.isnan(logits).any(-1)))
@@ -217,6 +236,13 @@ def prefill(
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def in_turn_width(model: Model, batch: Batch) -> Batch:
+    """The batch padded as a turn's is."""
+    parts = 1 if model.on_mesh is None else model.on_mesh.devices("tokens")
+    width = -(-turn_width(int(batch.lengths.max())) // parts) * parts
+    return batch._replace(tokens=padded_to(batch.tokens, width))
 
 
 def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, rows: int) -> Cache:

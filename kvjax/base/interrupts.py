@@ -13,14 +13,25 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Seconds that an interrupted command has to end by itself.
 GRACE = 3.0
 
+
+class _Part(NamedTuple):
+    """A part of a command: `came` says that a signal is to end it, `spared` that the thread let that pass."""
+
+    came: threading.Event
+    spared: threading.Event
+
+
 _folders: list[Path] = []
+# Parts of the command that end by themselves, and whether a thread listens; see `ends_a_part`.
+_parts: list[_Part] = []
+_listening = threading.Event()
 
 
 def goes_on_in(folder: Path) -> None:
@@ -31,6 +42,36 @@ def goes_on_in(folder: Path) -> None:
 def folder_to_resume() -> Path | None:
     """The folder from which an interrupted run is resumed; None where it cannot be."""
     return _folders[-1] if _folders else None
+
+
+@contextlib.contextmanager
+def ends_a_part() -> Iterator[threading.Event]:
+    """Within the block, the first SIGINT sets the event and does nothing else; a second one is as outside.
+
+    In a thread that receives no signals, or where somebody else handles them, nothing sets the event.
+    """
+    part, handled = _Part(threading.Event(), threading.Event()), threading.Event()
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield part.came
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if handled.is_set():
+            signal.default_int_handler(number, frame)
+        handled.set()
+        part.came.set()
+
+    _parts.append(part)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield part.came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if handled.is_set() and _listening.is_set():
+            # Otherwise the thread would hear of the signal when the part is over.
+            part.spared.wait(GRACE)
+        _parts.remove(part)
 
 
 class Interrupts:
@@ -57,11 +98,13 @@ class Interrupts:
             self._before = signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._listen, name="kvjax-interrupts", daemon=True)
             self._thread.start()
+            _listening.set()
             self._hook, sys.unraisablehook = sys.unraisablehook, self._lost
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._ours:
+            _listening.clear()
             sys.unraisablehook = self._hook
             signal.set_wakeup_fd(self._before)
             self._near.close()
@@ -72,6 +115,10 @@ class Interrupts:
         with contextlib.suppress(TimeoutError):
             while signals := self._far.recv(64):
                 count = signals.count(signal.SIGINT)
+                if count and _parts and not _parts[-1].spared.is_set():
+                    _parts[-1].came.set()
+                    _parts[-1].spared.set()
+                    count -= 1
                 if self._heard.is_set() + count > 1:
                     break
                 if count:

@@ -18,6 +18,7 @@ HELP = "continue a prompt over a compressed cache, and say what the cache took"
 SAMPLE = "<bos> the <set> brave otter 17 4 52 <.> road to <set> calm fox 1 2 3 <.> a hill <get> brave otter"
 EXAMPLE = f"""examples:
   kvjax generate --max-new-tokens 3 --prompt "{SAMPLE}"
+  kvjax generate --model smollm2-135m --chat --method snapkv:window=8 --budget 0.5
   kvjax generate --model Qwen/Qwen2.5-0.5B-Instruct --chat --prompt "Name a prime."
   kvjax generate --model path/to/model --file book.txt --method snapkv+kivi --budget 256"""
 
@@ -29,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
     prompt.add_argument("--file", metavar="F", help="a text file to continue; - reads standard input")
     prompt.add_argument("--tokens", metavar="1,2,3", help="the prompt as token ids")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="put the prompt into the model's chat template; without a prompt, converse: a question per line "
+        "of standard input",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system's message of a conversation")
     parser.add_argument(
         "--method", metavar="METHOD", help="such as snapkv:window=16 (default: the full cache)"
     )
@@ -37,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="BUDGET", help="what is kept: a fraction of the tokens, or slots per head"
     )
     parser.add_argument(
-        "--max-new-tokens", type=whole(1), default=64, metavar="N", help="stop after N tokens (default: 64)"
+        "--max-new-tokens",
+        type=whole(1),
+        metavar="N",
+        help="stop after N tokens (default: 64, in a conversation 256)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: 0)"
@@ -77,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    given = _read_prompt(args)
+    converses = args.chat and args.prompt is None and args.file is None and args.tokens is None
+    given = None if converses else _read_prompt(args)
+    _check_chat(args, converses)
     method = _method(args)
     if args.temperature == 0 and (args.top_k or args.top_p or args.min_p):
         raise InputError(
@@ -96,9 +108,19 @@ def run(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(f"{error}: see `kvjax generate --help`") from error
     model = load(args.model, dtype=args.dtype, **mesh_options(args))
+    if given is None:
+        from kvjax.commands.generate_chat import converse, options_of
+
+        return converse(model, method, options_of(args, sampler, processors))
     ids = given if isinstance(given, list) else encode(model, given, args.chat)
     options = dict(sampler=sampler, processors=processors, stop_strings=args.stop)
-    stream(model, ids, method, args.max_new_tokens, args.seed, **options)
+    stream(model, ids, method, args.max_new_tokens or 64, args.seed, **options)
+
+
+def _check_chat(args: argparse.Namespace, converses: bool) -> None:
+    """InputError for an option that only a conversation has."""
+    if args.system is not None and not converses:
+        raise InputError("--system was given, expected a conversation: add --chat without a prompt")
 
 
 def _read_prompt(args: argparse.Namespace) -> str | list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax import monitoring
 
 from kvjax.api.generate import generate
+from kvjax.api.streamed_text import Decoding
 from kvjax.base.checks import check_text
 from kvjax.base.errors import InputError
 from kvjax.commands.terminal import console, pairs, print_part, size
@@ -64,7 +65,12 @@ def encode(model: Model, text: str, chat: bool) -> list[int]:
 
 
 class Clock:
-    """Seconds since its block began, and how many of them went into tracing and compiling."""
+    """Seconds since its block began, and how many of them went into tracing and compiling.
+
+    on_traced: told the seconds of every program's trace, before it compiles.
+    """
+
+    on_traced: Callable[[float], None] | None = None
 
     def __enter__(self) -> Clock:
         self.start, self.compiling = time.perf_counter(), 0.0
@@ -77,6 +83,8 @@ class Clock:
     def _listen(self, event: str, duration_secs: float, **_: object) -> None:
         if event.startswith("/jax/core/compile/"):
             self.compiling += duration_secs
+        if event.endswith("jaxpr_trace_duration") and self.on_traced is not None:
+            self.on_traced(duration_secs)
 
     def running(self) -> float:
         """Seconds since the start without those of compiling."""
@@ -104,41 +112,6 @@ class Printer:
         """Prints what was held back, and ends the line."""
         print_part("" if self.text is None else self.text.rest())
         print(flush=True)
-
-
-class Decoding:
-    """Ids to text as they come: characters that are not complete yet are held back.
-
-    Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
-
-    >>> from kvjax.train.data.byte_tokenizer import byte_tokenizer
-    >>> text = Decoding(byte_tokenizer())
-    >>> [text.add(byte) for byte in "né".encode() + b"\\xe2"], text.rest()
-    (['n', '', 'é', ''], '\ufffd')
-    """
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
-
-    def add(self, id: int) -> str:
-        """What a further token adds to the text that was shown."""
-        self.ids.append(id)
-        return self._new(self._text().rstrip("\ufffd"))
-
-    def rest(self) -> str:
-        """What is left of the text where no token follows."""
-        return self._new(self._text())
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.ids, skip_special_tokens=True)
-
-    def _new(self, text: str) -> str:
-        if len(text) < len(self.shown):
-            return ""
-        # Text that was shown cannot be changed, even if the decoder now reads it differently.
-        new = text[len(os.path.commonprefix([text, self.shown])) :]
-        self.shown = text
-        return new
 
 
 def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: Cache) -> None:

@@ -52,7 +52,7 @@ class CacheFile(NamedTuple):
     """The header of a saved cache: who wrote it, the model's fingerprint, the method's spec, the tree.
 
     fitted: the digests of the arrays that the method was fitted with. parts: the files that hold the arrays,
-    none where the file itself does.
+    none where the file itself does. chat: the conversation that the cache holds, as JSON; empty for none.
     """
 
     kvjax: str
@@ -61,6 +61,7 @@ class CacheFile(NamedTuple):
     tree: dict[str, Any]
     fitted: list[str]
     parts: list[str]
+    chat: str = ""
 
 
 def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
@@ -79,6 +80,11 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     ...     load_cache(f"{folder}/three.cache").method.id
     'int8'
     """
+    write_cache(path, cache)
+
+
+def write_cache(path: str | os.PathLike[str], cache: Cache, **more: str) -> None:
+    """`save_cache`, with further texts in the header."""
     check_alive(cache)
     check_kind(path, KIND)
     cache = apart(cache)
@@ -92,6 +98,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
         "method": json.dumps(None if cache.method is None else saved_spec(cache.method)),
         "fitted": json.dumps(_digests(cache.method)),
         "tree": json.dumps(tree),
+        **more,
     }
     write = write_parts if is_shared(tensors) else write_arrays
     write(Path(path), tensors, metadata)
@@ -183,7 +190,8 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
         if not isinstance(fitted, list) or not all(isinstance(one, str) for one in fitted):
             raise TypeError("fitted names no digests")
         parts = check_parts(path, json.loads(metadata.get("parts", "[]")))
-        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts)
+        chat = metadata.get("chat", "")
+        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts, chat)
 
 
 # --- the method --------------------------------------------------------------------------------------

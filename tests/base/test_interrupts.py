@@ -94,6 +94,34 @@ def test_a_second_interrupt_ends_it_at_once():
     assert process.returncode == 130 and said == "interrupted\n" and seconds < SLACK
 
 
+PART = """
+from kvjax.base.interrupts import ends_a_part
+with ends_a_part() as came:
+    {busy}
+    assert came.wait(60)
+print("on", flush=True)
+import time
+time.sleep(600)"""
+
+
+@pytest.mark.parametrize("busy", ["pass", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**22)"])
+def test_an_interrupt_of_a_part_ends_the_part_alone(busy):
+    process = started(PART.format(busy=busy))
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "on\n"
+    # The thread does not wait for the whole command to end.
+    time.sleep(GRACE / 4 + 0.5)
+    assert process.poll() is None
+    _, said = interrupted(process)
+    assert process.returncode == 130 and said == "interrupted\n"
+
+
+def test_a_second_interrupt_of_a_part_ends_the_command():
+    process = started(PART.format(busy=BUSY["compiled"]))
+    seconds, said = interrupted(process, times=2)
+    assert process.returncode == 130 and said == "interrupted\n" and seconds < GRACE + SLACK
+
+
 @pytest.mark.parametrize(
     "moment", ["import", "opened", pytest.param("first unit", marks=pytest.mark.rotating)]
 )

@@ -1,0 +1,100 @@
+"""What a conversation adds to the text that a cache holds, by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvjax.base.checks import check_text
+from kvjax.base.errors import InputError
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import render_chat
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Said(NamedTuple):
+    """What a cache holds: the template's text up to an answer, and the answer's tokens.
+
+    text: the answer without special tokens. stop: the token that ended it; None where none did.
+    """
+
+    asked: str
+    ids: tuple[int, ...]
+    text: str
+    stop: int | None
+
+
+class Ahead(NamedTuple):
+    """The template's text of a conversation up to the next answer, and the tokens to read for it.
+
+    again: these are those of the whole text, because the cache holds another one.
+    """
+
+    text: str
+    ids: list[int]
+    again: bool
+
+
+def check_chat(model: Model, messages: Messages) -> None:
+    """InputError for a model that cannot chat, or whose template refuses a first question behind messages."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer, expected one to chat with: use kvjax.generate")
+    if model.chat_template is None:
+        raise InputError(
+            f"{model.name} has no chat template, expected a model that was made to chat: continue plain text "
+            "with kvjax.generate, or put the template beside the weights, as chat_template.jinja"
+        )
+    render_chat(model, [*messages, {"role": "user", "content": "Hello"}])
+
+
+def ahead(model: Model, messages: Messages, said: Said | None) -> Ahead:
+    """The tokens to read behind what the cache holds, so that it holds all messages; None holds nothing."""
+    text = render_chat(model, messages)
+    check_text(text, "the conversation")
+    rest = None if said is None else added(model, text, said)
+    if rest is None:
+        return Ahead(text, _encoded(model, text), said is not None)
+    assert said is not None
+    # Behind the token that stands before it a text is encoded as within the whole.
+    before = "" if said.stop is None else model.tokenizer.id_to_token(said.stop)
+    ids = _encoded(model, before + rest)
+    return Ahead(text, ids[1:] if before and ids[:1] == [said.stop] else _encoded(model, rest), False)
+
+
+def added(model: Model, text: str, said: Said) -> str | None:
+    """The part of a template's text behind what a cache holds; None where the cache holds another text.
+
+    Templates may drop what was thought, move a system's message or end an answer with another token. White
+    space around an answer makes no difference.
+    """
+    raw = model.tokenizer.decode(list(said.ids), skip_special_tokens=False)
+    if not text.startswith(said.asked) or raw.strip() != said.text.strip():
+        return None
+    rest = text[len(said.asked) :]
+    if not (rest := rest.lstrip()).startswith(said.text.strip()):
+        return None
+    rest = rest[len(said.text.strip()) :]
+    if said.stop is None:
+        return rest or None
+    ends = model.tokenizer.id_to_token(said.stop)
+    rest = rest.lstrip()
+    return rest[len(ends) :] or None if rest.startswith(ends) else None
+
+
+def _encoded(model: Model, text: str) -> list[int]:
+    """The ids of a template's text, which has every special token itself."""
+    try:
+        return model.tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(
+            f"the tokenizer of {model.name} cannot read {text[-60:]!r} ({error}): use words that it knows"
+        ) from error
+
+
+def first_messages(system: Any) -> list[dict[str, str]]:
+    """The messages that a conversation begins with; InputError for a `system` that is no text."""
+    if system is None:
+        return []
+    check_text(system, "system")
+    return [{"role": "system", "content": system}]

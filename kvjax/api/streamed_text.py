@@ -1,0 +1,41 @@
+"""Text of tokens as they come, in whole characters."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class Decoding:
+    """Ids to text as they come: characters that are not complete yet are held back.
+
+    Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
+
+    >>> from kvjax.train.data.byte_tokenizer import byte_tokenizer
+    >>> text = Decoding(byte_tokenizer())
+    >>> [text.add(byte) for byte in "né".encode() + b"\\xe2"], text.rest()
+    (['n', '', 'é', ''], '\ufffd')
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+
+    def add(self, id: int) -> str:
+        """What a further token adds to the text that was shown."""
+        self.ids.append(id)
+        return self._new(self._text().rstrip("\ufffd"))
+
+    def rest(self) -> str:
+        """What is left of the text where no token follows."""
+        return self._new(self._text())
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=True)
+
+    def _new(self, text: str) -> str:
+        if len(text) < len(self.shown):
+            return ""
+        # Text that was shown cannot be changed, even if the decoder now reads it differently.
+        new = text[len(os.path.commonprefix([text, self.shown])) :]
+        self.shown = text
+        return new

@@ -1,0 +1,53 @@
+"""A conversation as one file: its cache, as `kvjax.save_cache` writes it, with the messages in the header."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.api.chat import Chat, chat
+from kvjax.api.prefill import check_cache
+from kvjax.base.errors import InputError
+from kvjax.io.cache_file import damage, load_cache, read_cache_header, write_cache
+from kvjax.methods.user import Own
+from kvjax.models.model import Model
+
+
+def save_chat(path: str | os.PathLike[str], talk: Chat) -> None:
+    """Writes a conversation to one file, which appears whole or not at all; an older one is replaced.
+
+    The file is a cache, too: `kvjax.load_cache` and `kvjax inspect` read it. What the conversation was begun
+    with beside the method and the system's message is not in it. Raises InputError as `kvjax.save_cache`, and
+    for a conversation without a question.
+    """
+    if talk.cache is None:
+        raise InputError("the conversation holds no question yet, expected one to save: ask something first")
+    write_cache(path, talk.cache, chat=json.dumps(talk.state()))
+
+
+def load_chat(
+    path: str | os.PathLike[str], model: Model, *, methods: Own | Sequence[Own] = (), **options: Any
+) -> Chat:
+    """The conversation that `save_chat` wrote, which goes on where it stood.
+
+    methods: as of `kvjax.load_cache`. options: those of `kvjax.chat`, but for the method and the system's
+    message, which the file says. Raises InputError for what is no file of a conversation, a damaged one, and
+    where another model filled the cache.
+    """
+    head = read_cache_header(path)
+    if not head.chat:
+        raise InputError(
+            f"{path} holds a cache and no conversation, expected one that kvjax.save_chat wrote: give it to "
+            "kvjax.load_cache"
+        )
+    cache = load_cache(path, model, methods=methods)
+    check_cache(model, cache)
+    with damage(path):
+        state = json.loads(head.chat)
+        system = state["system"]
+    talk = chat(model, cache.method, system=system, **options)
+    with damage(path):
+        talk.resume(state, cache)
+    return talk
