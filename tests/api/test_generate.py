@@ -202,7 +202,7 @@ def test_a_cache_stays_with_its_model_and_its_method(model, greedy):
 def test_more_tokens_than_positions_are_refused_before_the_prompt_is_read(model, greedy, monkeypatch):
     says = "would reach position {}, this model's last is 64: lower max_new_tokens to {}"
     longer = kvjax.prefill(model, [[1] * 20] * 2)[1]
-    monkeypatch.setattr("kvjax.api.generate.prefill", None)
+    monkeypatch.setattr("kvjax.api.generate.read_prompt", None)
     with pytest.raises(InputError, match=says.format(70, 44)):
         kvjax.generate(model, [[1] * 20], max_new_tokens=50)
     with pytest.raises(InputError, match=says.format(75, 39)):
