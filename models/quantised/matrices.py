@@ -95,7 +95,7 @@ class Turned(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Numbers that blocks of a matrix [rows, columns] have in common.
+    """Numbers that blocks of a matrix [rows, columns] have in common, in float32.
 
     Row r, column c has the number [r // block[0], c // block[1]]; groups: which column of the numbers belongs
     to each column instead.
@@ -113,7 +113,7 @@ class Spread(NamedTuple):
             return np.zeros((len(rows), len(columns)), np.float32)
         top, left = int(rows.min()), int(columns.min())
         held = self.numbers[top : int(rows.max()) + 1, left : int(columns.max()) + 1]
-        return held[rows - top][:, columns - left]
+        return held.astype(np.float32)[rows - top][:, columns - left]
 
     def _groups(self, columns: np.ndarray) -> np.ndarray:
         if self.groups is None:
@@ -173,10 +173,10 @@ class Affine(NamedTuple):
         rows, columns = (*index, slice(None), slice(None))[:2]
         codes = self.codes[rows, columns].astype(np.float32)
         if self.zeros is not None:
-            codes -= self.zeros[rows, columns].astype(np.float32)
+            codes -= self.zeros[rows, columns].astype(np.float32, copy=False)
         if self.offset:
             codes -= self.offset
-        scales = self.scales[rows, columns].astype(np.float32)
+        scales = self.scales[rows, columns].astype(np.float32, copy=False)
         if self.divisor is not None:
             scales /= np.float32(np.ravel(self.divisor.read())[0])
         codes *= scales

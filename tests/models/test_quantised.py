@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from kvjax.base.errors import InputError
 from kvjax.io.load import load
 from kvjax.models import hf
 from kvjax.models.files import read_header
@@ -17,7 +18,7 @@ from kvjax.models.quantised.reader import plain_tensors
 from kvjax.models.quantised.settings import quantisation_of
 from tests.models.gguf_files import checkpoint
 from tests.models.hf_cases import CASES
-from tests.models.quantised_files import ANY_SIZE, FORMATS, is_quantised, quantise, write
+from tests.models.quantised_files import ANY_SIZE, FLOAT_4, FORMATS, is_quantised, quantise, write
 from tests.models.test_hf import assert_same_params, tensor_parallel
 from tests.sweep import sweep
 
@@ -129,3 +130,34 @@ def test_settings_in_a_file_of_their_own_are_found(form, name, settings, llama, 
     folder = write(tmp_path / "b", LLAMA, stored)
     (folder / name).write_text(json.dumps(settings))
     assert_same_params(expected, load(folder))
+
+
+def experts(folder, **parts):
+    """Tensors of MXFP4 experts in a file, and the plain ones that they stand for."""
+    save_file({f"mlp.experts.down_proj_{part}": x for part, x in parts.items()}, folder / "model.safetensors")
+    return opened(folder, {"quantization_config": {"quant_method": "mxfp4"}})
+
+
+def test_experts_of_mxfp4_are_floats_of_4_bits_times_powers_of_two(tmp_path):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (3, 5, 2, 32))
+    exponents = rng.integers(100, 140, (3, 5, 2))
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    [found] = experts(tmp_path, blocks=blocks, scales=exponents.astype(np.uint8)).values()
+    numbers = np.array([*FLOAT_4, *(-x for x in FLOAT_4)])[codes] * 2.0 ** (exponents[..., None] - 127)
+    # A plain checkpoint has inputs before outputs.
+    expected = numbers.reshape(3, 5, 64).swapaxes(1, 2)
+    assert found.name == "mlp.experts.down_proj" and found.shape == (3, 64, 5)
+    np.testing.assert_array_equal(found.read(), expected)
+    piece = np.s_[1:3, 7:40, 2:4]
+    np.testing.assert_array_equal(found.read(*piece), expected[piece])
+
+
+def test_experts_of_mxfp4_need_scales_that_fit(tmp_path):
+    blocks = np.zeros((3, 5, 2, 16), np.uint8)
+    with pytest.raises(
+        InputError, match="down_proj_blocks is quantised and lacks mlp.experts.down_proj_scales"
+    ):
+        experts(tmp_path, blocks=blocks)
+    with pytest.raises(InputError, match=r"down_proj_scales \[3, 5, 1\] of U8, expected \[experts, outputs"):
+        experts(tmp_path, blocks=blocks, scales=np.zeros((3, 5, 1), np.uint8))
