@@ -23,6 +23,7 @@ from kvjax.api.chunks import bucket
 from kvjax.api.nan_checks import check_scores, refuse_prompt, refuse_step
 from kvjax.api.prepare import made
 from kvjax.api.program_limit import forget_if_crowded
+from kvjax.base.host_memory import trim
 from kvjax.compat.layout_class import mesh_for
 from kvjax.compress.capacity import as_used
 from kvjax.compress.segments import unread_bytes
@@ -183,6 +184,7 @@ class Runner:
 
     def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
         """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
+        trim()
         before, seconds = programs(), {}
         start = time.perf_counter()
         tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
