@@ -16,6 +16,9 @@ from scipy.special import rel_entr
 import kvjax
 from kvjax import pure
 from kvjax.base.errors import InputError
+from kvjax.eval.report import distances
+from kvjax.eval.report.export import text_records
+from kvjax.eval.report.text_page import text_html
 from kvjax.eval.run import perplexity as streaming
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.perplexity import compare_text, divergence, print_stream, read_windows, stream_text
@@ -114,6 +117,39 @@ def test_a_method_is_measured_as_it_decodes(model, book, rows, one):
     assert row["kl"] == pytest.approx(rel_entr(p, q).sum(-1).mean(), rel=1e-3, abs=1e-9)
     assert row["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
     assert row["kl"] > 1e-9 and row["kept_bytes"] <= row["full_bytes"]
+
+
+def test_distances_count_the_tokens_since_the_compression(model, book, rows, monkeypatch):
+    """Pieces of 4 and 8 tokens, against logits of the public calls."""
+    monkeypatch.setattr(distances, "FIRST", 4)
+    (row,) = stream_text(model, [HALF], book, **SIZES)
+    tokens = read_windows(model, book, **SIZES).tokens
+    here, full = (log_softmax(walk(model, tokens, m)) for m in (HALF.method, Method()))
+    kl = rel_entr(np.exp(full), np.exp(here)).sum(-1)
+    lost = [-np.take_along_axis(x, tokens[:, LENGTH + 1 :, None], 2)[..., 0] for x in (here, full)]
+    same = here.argmax(-1) == full.argmax(-1)
+    for one, piece in zip(row["distances"], (slice(0, 4), slice(4, 8), slice(8, 12)), strict=True):
+        assert (one["first"], one["last"]) == (piece.start + 1, piece.stop)
+        assert one["kl"] == pytest.approx(kl[:, piece].mean(), rel=1e-3, abs=1e-9)
+        assert one["delta_nll"] == pytest.approx((lost[0] - lost[1])[:, piece].mean(), abs=1e-5)
+        assert one["top1"] == pytest.approx(same[:, piece].mean())
+        windows = kl[:, piece].mean(1)
+        assert windows.min() * 0.999 <= one["kl_low"] <= one["kl"] <= one["kl_high"] <= windows.max() * 1.001
+    assert row["kl"] == pytest.approx(np.mean([one["kl"] for one in row["distances"]]), rel=1e-5)
+    assert row["kl"] == pytest.approx(rows["snapkv", 0.5]["kl"], rel=1e-5)
+
+
+def test_the_report_draws_and_exports_distances(rows):
+    found = list(rows.values())
+    page = text_html({"model": "tiny"}, found)
+    assert "By the distance from the compression" in page and "<th>1–12</th>" in page
+    assert page.count('<tr><td class="text">') == len(found) - 1  # without the full cache
+    records = {(one["method"], one["budget"]): one for one in text_records(found)}
+    [piece] = rows["h2o", 0.5]["distances"]
+    assert records["h2o", 0.5]["kl_1_12"] == piece["kl"] and "distances" not in records["h2o", 0.5]
+    old = [{name: x for name, x in row.items() if name != "distances"} for row in found]
+    assert "By the distance" not in text_html({"model": "tiny"}, old)
+    assert "kl_1_12" not in text_records(old)[1]
 
 
 @pytest.mark.rotating

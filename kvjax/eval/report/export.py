@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.report.cells import Cell, budget_label
+from kvjax.eval.report.distances import flat
 from kvjax.eval.report.figures import Timings, chance, signed
 from kvjax.eval.report.text_table import ends_of, lost_ends
 
@@ -97,7 +98,9 @@ def latex_cells(cells: Sequence[Cell]) -> str:
 def text_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a text as records: nats, bytes, shares; ends are None where there is no interval."""
     none = dict.fromkeys(("delta_low", "delta_high"))
-    return [dict(row) | ({} if ends_of(row) else none) for row in rows]
+    plain = [{name: x for name, x in row.items() if name != "distances"} for row in rows]
+    pairs = zip(rows, plain, strict=True)
+    return [one | ({} if ends_of(row) else none) | flat(row.get("distances", ())) for row, one in pairs]
 
 
 def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:

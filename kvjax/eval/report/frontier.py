@@ -127,7 +127,7 @@ def frontier_png(
     >>> frontier_png(panels_of([cell]))[1:4]
     b'PNG'
     """
-    theme = _DARK if dark else _LIGHT
+    theme = theme_of(dark)
     count = max(1, len(panels))
     points = [point for panel in panels for point in panel.points]
     styles = styles_of(points, theme, leading(panels))
@@ -156,6 +156,11 @@ def frontier_png(
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
     return buffer.getvalue()
+
+
+def theme_of(dark: bool) -> Mapping[str, str]:
+    """The colours of a picture on a dark or a light ground: paper, ink, muted, grid."""
+    return _DARK if dark else _LIGHT
 
 
 def leading(panels: Sequence[Panel]) -> Set[str]:

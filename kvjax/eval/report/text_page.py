@@ -9,6 +9,7 @@ from typing import Any
 
 from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import budget_label
+from kvjax.eval.report.distance_picture import distance_section
 from kvjax.eval.report.duels import Duels
 from kvjax.eval.report.figures import chance, larger_rows, signed
 from kvjax.eval.report.page import entry, header, listed, matrix, note, plots, shell
@@ -51,6 +52,7 @@ def text_html(
     asked = {"windows": rows[0]["windows"], "tokens predicted": rows[0]["tokens"]} if rows else {}
     sections = [
         plots(text_panels(rows), LOST, text_caption(metrics, rows), "what is lost") if rows else "",
+        distance_section(rows),
         _table(rows),
         matrix(duels, "nats per token", 1.0, "less"),
     ]

@@ -1,7 +1,7 @@
 """A comparison on a text: what windows come to per method and budget, and the table that shows it.
 
 One row per window and method goes in: id, method, budget, nll, full_nll, kl, top1, kept_bytes, full_bytes,
-read_bytes, tokens.
+read_bytes, tokens, distances.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.report.console import make_console, print_text
+from kvjax.eval.report.distances import summarise_distances
 from kvjax.eval.report.duels import Duels, duels_of
 from kvjax.eval.report.figures import larger_rows, signed
 from kvjax.eval.report.frontier import Axis, Panel, Point
@@ -54,6 +55,7 @@ def summarise_windows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "p": None if paired is None else paired.p,
         "tokens": sum(row["tokens"] for row in rows),
         "windows": len(rows),
+        "distances": summarise_distances(rows),
     }
 
 

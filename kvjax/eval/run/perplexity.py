@@ -26,6 +26,7 @@ from kvjax.api.nan_checks import refuse_step
 from kvjax.base.atomic_files import write_atomic
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_budget
+from kvjax.eval.report.distances import by_distance
 from kvjax.eval.report.frontier import write_frontier
 from kvjax.eval.report.progress import Bars
 from kvjax.eval.report.text_page import text_caption, write_text_report
@@ -185,7 +186,8 @@ def stream_text(
 
     Rows hold method, budget, nll, full_nll, delta_nll with its 95% interval over windows (delta_low,
     delta_high), kl (full || method), top1 (share of tokens whose likeliest successor is the full cache's),
-    kept_bytes, full_bytes, read_bytes, tokens and windows.
+    kept_bytes, full_bytes, read_bytes, tokens and windows; distances has delta_nll, kl and top1 with their
+    intervals by how far after the compression a token is predicted (1 to 16 tokens, 17 to 32, 33 to 64 ...).
 
     Args:
       windows: disjoint windows drawn from the text; `steps` tokens are predicted behind each.
@@ -269,15 +271,21 @@ def _units(
         watched = fetch(watched)
         if np.isnan(watched.nll).any():
             refuse_step(int(np.argwhere(np.isnan(watched.nll))[:, 1].min()), entry.label)
-        means = {name: np.asarray(x, np.float64).mean(1) for name, x in watched._asdict().items()}
+        values = {name: np.asarray(x, np.float64) for name, x in watched._asdict().items()}
         size = runner.bytes_of(entry, mine).of_row(full_bytes)
         common = {"method": entry.label, "budget": entry.budget, "tokens": fed.shape[1] - 1}
         common |= size
-        found = [{n: float(x[i]) for n, x in means.items()} for i in range(count)]
+        found = [_means({name: x[i] for name, x in values.items()}) for i in range(count)]
         ids = [f"text-{start}" for start in batch.starts[:count]]
         return {"rows": [{"id": i, **common, **row} for i, row in zip(ids, found, strict=True)]}
 
     return runner.units(unit, todo)
+
+
+def _means(values: dict[str, Float[np.ndarray, "F"]]) -> dict[str, Any]:
+    """The means of a window over all its predicted tokens, and by their distance from the compression."""
+    means: dict[str, Any] = {name: float(x.mean()) for name, x in values.items()}
+    return means | {"distances": by_distance(values)}
 
 
 def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:
