@@ -31,6 +31,7 @@ from kvjax.models.gguf.reader import is_gguf, open_gguf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.quantised.settings import beside, quantisation_of
 from kvjax.plan.cache_sizes import abstract_params, sizes_of
 
 BUDGETS = (0.5, 0.25)
@@ -79,13 +80,12 @@ def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
         return read_head(folder)[0], folder
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is no model directory, expected a config.json in it: check the path")
-    return config_from_hf(read_json(folder / "config.json")), folder
+    return config_from_hf(beside(folder, read_json(folder / "config.json"))), folder
 
 
 def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) -> list[tuple[str, str]]:
     """What a config says, in words."""
-    files = [] if folder is None else [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
-    disk = f" ({size(sum(f.stat().st_size for f in files))} on disk)" if files else ""
+    disk = "" if folder is None else _on_disk(folder)
     item = jnp.dtype(dtype).itemsize
     count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config, dtype)))
     parameters = ("parameters", f"{_count(count)}, {size(count * item)} in {dtype}{disk}")
@@ -98,6 +98,15 @@ def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) ->
         parameters,
         *_slot_rows(config, dtype),
     ]
+
+
+def _on_disk(folder: Path) -> str:
+    """How large a model's files are, and what quantised them."""
+    files = [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
+    config = folder / "config.json"
+    how = quantisation_of(beside(folder, read_json(config))) if config.is_file() else None
+    by = "" if how is None else f", quantised by {how.method}"
+    return f" ({size(sum(f.stat().st_size for f in files))} on disk{by})" if files else ""
 
 
 def _block_rows(config: BlockConfig, dtype: str) -> list[tuple[str, str]]:

@@ -163,3 +163,11 @@ def test_inspect_says_what_an_architecture_keeps(tmp_path, capsys, name, words):
     kvjax.save_cache(tmp_path / "a.cache", cache)
     assert main(["inspect", str(tmp_path / "a.cache")]) == 0
     assert ("none: no layer keeps slots" in capsys.readouterr().out) == (name == "kda")
+
+
+def test_what_quantised_a_checkpoint_is_said(tmp_path):
+    (tmp_path / "config.json").write_text((SHIPPED / "recall-tiny" / "config.json").read_text())
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(2048))
+    rows = dict(model_rows(*find_config(str(tmp_path)), "bfloat16"))
+    assert rows["parameters"].endswith("(2.0 KiB on disk, quantised by gptq)")
