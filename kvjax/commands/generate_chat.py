@@ -19,6 +19,7 @@ from kvjax.commands.generate_stream import Clock
 from kvjax.commands.terminal import print_part, size
 from kvjax.eval.report.figures import rounded
 from kvjax.grammar import Method
+from kvjax.grammar.to_text import name_of
 from kvjax.io.chat_file import save_chat
 from kvjax.models.model import Model
 from kvjax.plan.cache_sizes import sizes_of
@@ -39,7 +40,7 @@ def converse(model: Model, method: Method | None, options: dict[str, Any]) -> No
     talk = chat(model, method, **options)
     attended = is_attended()
     if attended:
-        _tell(f"{talk.model.name}, {talk.method.id}. {HELP}; Ctrl-C ends an answer.")
+        _tell(f"{talk.model.name}, {name_of(talk.method.spec)}. {HELP}; Ctrl-C ends an answer.")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing for input())
     while (line := _line(attended)) is not None:

@@ -32,7 +32,7 @@ def letters(logits, tokens):
 
 @cache
 def talker(template: str | None = TEMPLATE, **more) -> Model:
-    sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=16, max_positions=4096) | more
+    sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=32, d_ff=16, max_positions=4096) | more
     config = Config(vocab=STOP + 1, d_model=16, **sizes)
     params = init(config, jax.random.key(0))
     return Model(
