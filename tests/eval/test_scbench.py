@@ -10,7 +10,8 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.eval.run.answers import generate_answers, predicted, row_new_tokens
-from kvjax.eval.run.runner import observe, settle
+from kvjax.eval.run.plan import arrays_of, batches_of, distinct, planned
+from kvjax.eval.run.runner import Runner, observe, settle
 from kvjax.eval.tasks.rows import make_rows
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.steps import Run
@@ -151,3 +152,32 @@ def test_an_answer_is_what_a_kept_cache_says_after_the_right_answers(model, tmp_
             logits, own = kvjax.step(model, own, np.array([words[-1]]))
         expected.append(words)
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+def test_a_context_is_read_and_compressed_once_for_all_its_questions(model, tmp_path, name):
+    """Against rows that each read the prompt, also in a batch that is not full."""
+    other = {
+        **rows.KV,
+        "context": rows.KV["context"].replace("11", "71"),
+        "multi_turns": rows.KV["multi_turns"][:1],
+    }
+    path = write(tmp_path / "scbench_kv.jsonl", rows.KV, other)
+    options = dict(budgets=[0.5], samples=2, length=None, seeds=(0,), preset=None)
+    tasks = [f"scbench:{path},max_new_tokens=4"]
+    plan, _ = planned(
+        model, [name], tasks=tasks, protocols=("agnostic", "multi-turn"), baselines=False, **options
+    )
+    batches = batches_of(plan)
+    runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, 512 + 4)
+    for batch, shared in zip(batches, arrays_of(plan, batches), strict=True):
+        assert (shared.prompt.shape[0], shared.of.tolist()) == (2, [0, 0, 0, 1]) and distinct(batch) == 2
+        apart = make_rows(batch.rows, batch.protocol, plan.tokens, shared.forced.shape[1], 4)
+        padded = make_rows(batch.rows[:2], batch.protocol, plan.tokens, shared.forced.shape[1], 4, 1, 2)
+        assert padded.of.tolist() == [0] * 4 and (padded.prompt[0] == padded.prompt[1]).all()
+        found = []
+        for made in (shared, apart, padded):
+            prompt, _ = runner.prompt(made)
+            unit = runner.unit(plan.entries[0], prompt, made, batch.protocol, 100, alone=False)
+            found.append([(r["id"], r["prediction"], r["kept_bytes"], r["span_kept"]) for r in unit.rows])
+        assert found[0] == found[1] and found[2] == found[0][:2] and len(found[0]) == 4

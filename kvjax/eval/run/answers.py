@@ -27,7 +27,7 @@ NOT_A_NUMBER = -2
 
 def row_new_tokens(rows: Rows) -> Int[np.ndarray, "B"]:
     """Per row of a batch, how many tokens its last sample writes; 0 for the rows that only fill it up."""
-    out = np.zeros(rows.prompt.shape[0], np.int32)
+    out = np.zeros(rows.forced.shape[0], np.int32)
     for i, turns in enumerate(rows.turns):
         out[i] = new_tokens(turns[-1][1])
     return out

@@ -7,7 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from kvjax.eval.run.plan import Batch, Plan
+from kvjax.eval.run.plan import Batch, Plan, distinct
 from kvjax.eval.run.runner import reads_apart
 from kvjax.models.model import Model
 
@@ -23,7 +23,7 @@ def estimate(plan: Plan, batches: list[Batch]) -> str:
 
     The rate of this device is measured by one product of matrices.
     """
-    read = sum(len(batch.rows) for batch in batches) * operations(plan.model, plan.tokens) / rate()
+    read = sum(map(distinct, batches)) * operations(plan.model, plan.tokens) / rate()
     alone = sum(reads_apart(entry.method) for entry in plan.entries)
     keeps = (entry.method.keep for entry in plan.entries)
     probes = {keep.probe for keep in keeps if keep is not None and keep.probe is not None}
@@ -32,7 +32,7 @@ def estimate(plan: Plan, batches: list[Batch]) -> str:
     seconds = read * (1 + alone + len(probes) + own) + compiling
     if seconds < LEAST:
         return ""
-    prompts, minutes = sum(len(batch.rows) for batch in batches), seconds / 60
+    prompts, minutes = sum(map(distinct, batches)), seconds / 60
     about = f"{max(2, round(minutes))} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
     return (
         f"{prompts} prompts of up to {plan.tokens} tokens, {len(plan.entries)} cells each: about {about}; "

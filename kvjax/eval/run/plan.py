@@ -17,7 +17,7 @@ from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.newest import check_newest, newest_of
 from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.functions import DRAWN, Task
-from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
+from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows, prompts_of
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
@@ -153,12 +153,20 @@ def arrays_of(plan: Plan, batches: list[Batch]) -> list[Rows]:
     if plan.gold:
         forced = [-(-forced_length(b.rows, b.protocol) // FED) * FED for b in batches]
     size: dict[str, int] = {}
+    prompts: dict[str, int] = {}
     for b in batches:
         size[b.protocol] = max(size.get(b.protocol, 0), len(b.rows))
+        prompts[b.protocol] = max(prompts.get(b.protocol, 0), distinct(b))
+    shared = {p: n if n < size[p] else None for p, n in prompts.items()}
     return [
-        make_rows(b.rows, b.protocol, plan.tokens, width, size[b.protocol], b.newest)
+        make_rows(b.rows, b.protocol, plan.tokens, width, size[b.protocol], b.newest, shared[b.protocol])
         for b, width in zip(batches, forced, strict=True)
     ]
+
+
+def distinct(batch: Batch) -> int:
+    """How many prompts of a batch are read: one for all questions about a context that share it."""
+    return len({*prompts_of(batch.rows, batch.protocol)})
 
 
 def _pieces(

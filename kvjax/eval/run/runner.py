@@ -23,6 +23,7 @@ from kvjax.api.chunks import bucket
 from kvjax.api.nan_checks import check_scores, refuse_prompt, refuse_step
 from kvjax.api.prepare import made
 from kvjax.api.program_limit import forget_if_crowded
+from kvjax.api.rows import take_rows
 from kvjax.base.host_memory import trim
 from kvjax.compat.layout_class import mesh_for
 from kvjax.compress.capacity import as_used
@@ -270,7 +271,7 @@ class Runner:
 
     def times_run(self, entry: Entry, rows: Rows) -> int:
         """How often a cell ran before on as many rows: the first time compiles and cannot be timed."""
-        return self.runs[entry, rows.prompt.shape[0]]
+        return self.runs[entry, rows.forced.shape[0]]
 
     def unit(
         self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int, *, alone: bool
@@ -284,6 +285,8 @@ class Runner:
         cache = self.compressed(entry, prompt, rows.newest)
         settled = time.perf_counter()
         kept = _given(kept_positions(cache), prompt.source)
+        of = range(len(rows.turns)) if rows.of is None else rows.of.tolist()
+        cache = cache if rows.of is None else take_rows(cache, rows.of)
         asked = time.perf_counter()
         said, nll = self._answers(entry, cache, rows)
         if (said == NOT_A_NUMBER).any():
@@ -299,15 +302,17 @@ class Runner:
             "seconds": sum(seconds.values()) / len(rows.turns),
         }
         out = [
-            self._row(sample, predicted(sample, said[row], at), common, _span_kept(kept, row, sample.spans))
+            self._row(
+                sample, predicted(sample, said[row], at), common, _span_kept(kept, of[row], sample.spans)
+            )
             | ({} if nll is None else {"nll": _nll(sample, nll[row, at:])})
             for row, turns in enumerate(rows.turns)
             for at, sample in turns
         ]
         timed = alone and self.times_run(entry, rows) > 0
-        self.runs[entry, rows.prompt.shape[0]] += 1
+        self.runs[entry, rows.forced.shape[0]] += 1
         share = _held(kept, 0, int(rows.length[0])).mean(0)
-        steps_run = 0 if self.gold else int((said >= 0).any(0).sum()) * rows.prompt.shape[0]
+        steps_run = 0 if self.gold else int((said >= 0).any(0).sum()) * rows.forced.shape[0]
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
     def _answers(self, entry: Entry, cache: Cache, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.eval.tasks.sample import Sample
+from kvjax.eval.tasks.sample import OpenSample, Sample
 
 PROTOCOLS = ("agnostic", "aware", "aware-unprotected", "multi-turn")
 # Protocols whose prompts end with the question; of these, protocols in which the question stays.
@@ -25,16 +25,18 @@ class Rows(NamedTuple):
     prediction j of its answer comes behind token start + j of `forced`.
 
     again: the first forced token is the prompt's last one, asked again over the compressed cache. newest: how
-    many of the prompts' last tokens stay, whatever the method.
+    many of the prompts' last tokens stay, whatever the method. of: the prompt of each row, where several rows
+    ask about one; None: each has its own, and P = B.
     """
 
-    prompt: Int[np.ndarray, "B T"]
-    length: Int[np.ndarray, "B"]
+    prompt: Int[np.ndarray, "P T"]
+    length: Int[np.ndarray, "P"]
     forced: Int[np.ndarray, "B F"]
     count: Int[np.ndarray, "B"]
     again: Bool[np.ndarray, "B"]
     turns: list[list[tuple[int, Sample]]]
     newest: int = 1
+    of: Int[np.ndarray, "B"] | None = None
 
 
 def make_rows(
@@ -44,15 +46,20 @@ def make_rows(
     forced_tokens: int,
     batch: int,
     newest: int = 1,
+    prompts: int | None = None,
 ) -> Rows:
     """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
 
     agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, whose tokens
     stay, and its last token is asked again; aware-unprotected: the same, but only the last token stays.
+    prompts: so many are read, each once, for the rows that ask about it (`prompts_of`).
     """
-    prompt = np.zeros((batch, tokens), np.int32)
+    shared = prompts is not None
+    number = prompts_of(rows, protocol) if shared else list(range(len(rows)))
+    number += [number[0] if shared else i for i in range(len(rows), batch)]
+    prompt = np.zeros((batch if prompts is None else prompts, tokens), np.int32)
     forced = np.zeros((batch, forced_tokens), np.int32)
-    length, count = np.ones(batch, np.int32), np.zeros(batch, np.int32)
+    length, count = np.ones(len(prompt), np.int32), np.zeros(batch, np.int32)
     turns: list[list[tuple[int, Sample]]] = []
     for i in range(batch):
         row = rows[i] if i < len(rows) else rows[0]
@@ -66,12 +73,27 @@ def make_rows(
                 after += sample.question
                 starts.append((len(after) - 1, sample))
                 after += sample.answer
-        prompt[i, : len(text)], length[i] = text, len(text)
+        prompt[number[i], : len(text)], length[number[i]] = text, len(text)
         forced[i, : len(after)], count[i] = after, len(after)
         if i < len(rows):
             turns.append(starts)
     again = np.full(batch, protocol in ASKED_FIRST)
-    return Rows(prompt, length, forced, count, again, turns, newest)
+    # Places that no row asks about hold the first prompt.
+    free = len({*number})
+    prompt[free:], length[free:] = prompt[0], length[0]
+    of = np.array(number, np.int32) if shared else None
+    return Rows(prompt, length, forced, count, again, turns, newest, of)
+
+
+def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
+    """The number of each row's prompt: one for all rows that ask in the model's own words about one context.
+
+    Forced answers keep a prompt per row, so that methods that draw do so for each question.
+    """
+    if protocol in ASKED_FIRST or not all(isinstance(row[0], OpenSample) for row in rows):
+        return list(range(len(rows)))
+    numbers: dict[tuple[int, ...], int] = {}
+    return [numbers.setdefault(row[0].context, len(numbers)) for row in rows]
 
 
 def targets_of(rows: Rows) -> Int[np.ndarray, "B F"]:
