@@ -124,6 +124,13 @@ def test_rows_of_one_file_have_their_own_lengths_tasks_and_scores(model, tmp_pat
     assert scores == {"niah_single_1": 0, "vt": 0, "shortdep_qa": 0.8, "hotpotqa": pytest.approx(2 / 5)}
 
 
+def test_a_document_of_loogle_without_a_question_scores_nothing(model, tmp_path):
+    path = write(tmp_path / "loogle.jsonl", {**rows.LOOGLE, "question": "", "answer": ""})
+    suite = make_suite(model, [str(path)])
+    ((sample,),) = suite.rows(0, "agnostic")
+    assert suite.grade(sample, model.tokenizer.encode("Ada waited.").ids).score == 0
+
+
 def test_babilong_prompts_are_the_published_ones(model, tmp_path):
     path = write(tmp_path / "qa1" / "4k-00000-of-00001.parquet", rows.BABI)
     ((context, question),) = prompts(model, path)

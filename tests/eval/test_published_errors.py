@@ -174,6 +174,8 @@ def test_a_folder_is_read_shard_by_shard_beside_other_tasks(model, tmp_path):
     assert isinstance(mixed, CombinedSuite) and set(mixed.tasks) == {"get", "niah_single_1", "vt"}
     assert [r[0].task for r in mixed.rows(1, "agnostic")] == ["get", "niah_single_1"]
     assert len(mixed.sources) == 3 and mixed.contexts is None
+    # The first shard is enough.
+    assert make_suite(model, [str(tmp_path / "4096")], contexts=1).contexts == 1
     write(tmp_path / "8192" / "test.parquet", rows.KVPRESS)
     with pytest.raises(InputError, match="holds the task niah_single_1, and .* does, too: name one"):
         make_suite(model, [str(tmp_path / "4096"), str(tmp_path / "8192")])

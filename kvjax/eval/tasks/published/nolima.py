@@ -28,7 +28,7 @@ _NEW, _DEPTHS, _SEED = 192, 26, 42
 # Tokens of a book, as published; the chat template and the needle come on top.
 LENGTHS = (250, 500, 1000, 2000, 4000, 8000, 16000, 32000)
 _SYSTEM = {"role": "system", "content": "You are a helpful assistant"}
-_ROOM = 64
+_TEMPLATE_TOKENS = 64
 
 
 class Test(NamedTuple):
@@ -177,13 +177,15 @@ def _read(file: Path) -> str:
 
 def _size(source: Source, tests: Sequence[Test]) -> int:
     """Tokens of the book: as asked, or the longest published length whose prompts fit."""
-    extra = max(len(source.reader.split(t.template + t.needle + t.question)[0]) for t in tests) + _ROOM
-    room = source.length - _NEW - extra
+    extra = (
+        max(len(source.reader.split(t.template + t.needle + t.question)[0]) for t in tests) + _TEMPLATE_TOKENS
+    )
+    fits = source.length - _NEW - extra
     if (given := source.options.get("tokens")) is not None:
         if not given.isdecimal() or not int(given):
             raise InputError(f"tokens is {given!r}, expected a whole number, such as 1000")
         return int(given)
-    if not (fitting := [size for size in LENGTHS if size <= room]):
+    if not (fitting := [size for size in LENGTHS if size <= fits]):
         raise InputError(
             f"NoLiMa's shortest prompt takes about {LENGTHS[0] + extra + _NEW} tokens with its answer, and "
             f"{source.length} were given: raise --length, or give tokens=N"

@@ -74,14 +74,14 @@ class Encoder:
         new = [self._new_tokens(turn) for turn in record.turns]
         ids = [self._ids(record, head, turn.question + tail + turn.prefix) for turn in record.turns]
         # Questions about one context are asked of the same tokens.
-        room = min(
+        fits = min(
             self._limit(record, n, len(question)) - len(question)
             for n, (_, question, _) in zip(new, ids, strict=True)
         )
         found = []
         for i, (turn, (context, question, spans)) in enumerate(zip(record.turns, ids, strict=True)):
-            if len(context) > room:
-                context, spans = self._cut(context, question, spans, room, head, tail + turn.prefix)
+            if len(context) > fits:
+                context, spans = self._cut(context, question, spans, fits, head, tail + turn.prefix)
             task, number = turn.task or record.task, f"{name}-{i + 1}" if many else name
             found.append(OpenSample(number, task, context, question, spans, turn.references, new[i]))
         return found
@@ -119,21 +119,21 @@ class Encoder:
         return [(*bos, *read(head + said.users[0] + tail)), *map(read, later)]
 
     def _cut(
-        self, context: Ids, question: Ids, spans: Spans, room: int, head: str, end: str
+        self, context: Ids, question: Ids, spans: Spans, fits: int, head: str, end: str
     ) -> tuple[Ids, Spans]:
-        """The `room` tokens of a context that stay, and the spans in them."""
+        """The context that is left where `fits` tokens of it fit, and the spans in it."""
         if self.form.cut == "skip":
-            raise TooLong(f"{len(context) + len(question)} tokens, and {room + len(question)} fit")
+            raise TooLong(f"{len(context) + len(question)} tokens, and {fits + len(question)} fit")
         if self.form.cut == "end":
-            return cut_end(context, spans, room)
+            return cut_end(context, spans, fits)
         if self.form.apart:
-            return cut_middle(context, (), spans, room)
+            return cut_middle(context, (), spans, fits)
         # The benchmark cuts what the user says, before the chat template.
         before, after = (len(self.reader.split(text)[0]) for text in (head, end))
         before, after = before + len(self.reader.bos), min(after, len(question))
         inner = tuple((a - before, b - before) for a, b in spans)
         kept, inner = cut_middle(
-            context[before:], question[: len(question) - after], inner, room + len(question) - before - after
+            context[before:], question[: len(question) - after], inner, fits + len(question) - before - after
         )
         return context[:before] + kept, tuple((a + before, b + before) for a, b in inner)
 

@@ -139,7 +139,7 @@ def _read(made: _Made, one: Asked, chats: Chats, length: int | None, contexts: i
             taken += 1
         except TooLong as error:
             left_out, why = left_out + 1, why or f"{record.where} has {error}"
-    if not taken:
+    if left_out and not taken:
         raise InputError(
             f"no row of {one.file} fits ({why}): give a model of more positions, a higher --length, or fewer "
             f"tokens to the answer ({form.name}:FILE,max_new_tokens=N)"
