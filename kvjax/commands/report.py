@@ -59,7 +59,9 @@ def _of_questions(found: Results, form: str) -> str:
     if form == "latex":
         return latex_cells(cells)
     if form == "html":
-        return report_html(found.metrics, cells, [], timings=found.timings, duels=duels_of(found.rows))
+        return report_html(
+            found.metrics, cells, [], timings=found.timings, duels=duels_of(found.rows), rows=found.rows
+        )
     print_table(cells, found.timings)
     return ""
 

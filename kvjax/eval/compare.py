@@ -30,6 +30,7 @@ from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import Custom, Entry, my_cells, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.estimate import estimate
+from kvjax.eval.run.examples import kept_examples, task_examples
 from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.perplexity import compare_text
@@ -298,31 +299,6 @@ def _units(
     return runner.units(unit, todo, [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED])
 
 
-def _examples(plan: Plan, batches: list[Batch], log: UnitLog) -> list[dict[str, Any]]:
-    """The first question of every protocol, with what each method kept of its prompt."""
-    found = []
-    for protocol in plan.protocols:
-        batch = next(b for b in batches if b.protocol == protocol and b.number == 0)
-        sample, rows = batch.rows[0][0], arrays_of(plan, [batch])[0]
-        ids = [int(i) for i in rows.prompt[0][: rows.length[0]]]
-        need = np.zeros(len(ids), bool)
-        for a, b in sample.spans:
-            need[a:b] = True
-        for entry in plan.entries:
-            unit = log.done[_key(protocol, 0, entry)]
-            row = next(r for r in unit["rows"] if r["id"] == sample.id)
-            found.append(
-                {
-                    **{k: row[k] for k in ("method", "budget", "protocol", "task")},
-                    **{k: row[k] for k in ("answer", "prediction", "score")},
-                    "tokens": plan.suite.words(ids),
-                    "kept": unit["share"],
-                    "needed": [bool(x) for x in need],
-                }
-            )
-    return found
-
-
 def _about(model: Model) -> dict[str, Any]:
     """What ran where: the part of metrics.json that all comparisons share."""
     device = jax.local_devices()[0]
@@ -330,6 +306,7 @@ def _about(model: Model) -> dict[str, Any]:
         "schema": SCHEMA,
         "model": model.name,
         "fingerprint": model.fingerprint,
+        "parameters": sum(x.size for x in jax.tree.leaves(model.params)),
         "device": f"{device.device_kind} ({platform.processor() or platform.machine()})",
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
         "git_revision": revision(),
@@ -360,10 +337,11 @@ def _report(
         "compiled_programs": sum(gathered(programs())),
         "wall_seconds": round(time.time() - started, 1),
         "peak_bytes": max(gathered(peak_bytes())),
+        "examples": task_examples(plan, batches, rows),
         "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
     }
     if is_first():
-        _write(folder, rows, metrics, cells, _examples(plan, batches, log), timings, pictures)
+        _write(folder, rows, metrics, cells, kept_examples(plan, batches, log.done, _key), timings, pictures)
     print_table(cells, timings, console)
     console.print(
         f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "
@@ -394,4 +372,5 @@ def _write(
             timings=timings,
             duels=duels_of(rows),
             pictures=pictures,
+            rows=rows,
         )

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from kvjax.commands.main import main
-from kvjax.eval.report import page
 from kvjax.eval.report.cells import summarise
 from kvjax.eval.report.export import latex_cells
 from tests.eval.rows import comparison, scored
@@ -72,7 +71,6 @@ def test_latex_is_one_table_whose_words_are_escaped(questions, capsys):
 
 
 def test_the_table_and_the_page_are_those_of_the_run(questions, capsys, monkeypatch):
-    monkeypatch.setattr(page, "frontier_png", lambda *_, **__: b"")
     monkeypatch.delenv("COLUMNS", raising=False)
     table = printed(capsys, questions)
     assert "snapkv" in table and "41.0 40.0–42.0" in table and "aware:" in table
@@ -80,8 +78,7 @@ def test_the_table_and_the_page_are_those_of_the_run(questions, capsys, monkeypa
     assert html.startswith("<!doctype html>") and 'id="duel"' in html and "prompt</span>" not in html
 
 
-def test_a_text_has_all_four_formats(text, capsys, monkeypatch):
-    monkeypatch.setattr(page, "frontier_png", lambda *_, **__: b"")
+def test_a_text_has_all_four_formats(text, capsys):
     full, h2o = csv.DictReader(io.StringIO(printed(capsys, text, "--format", "csv")))
     assert float(h2o["delta_nll"]) == pytest.approx(0.15) and float(h2o["p"]) < 0.01 and full["p"] == "1.0"
     assert "+0.1500" in printed(capsys, text) and "+0.1500" in printed(capsys, text, "--format", "latex")

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from kvjax.eval.report import frontier, page
 from kvjax.eval.report.cells import summarise
 from kvjax.eval.report.frontier import byte_axis, frontier_png, panels_of, write_frontier
+from kvjax.eval.report.text_table import LOST
 from tests.eval.rows import METRICS, comparison, scored
 
 
@@ -49,7 +50,9 @@ def test_the_frontier_is_drawn_over_measured_bytes_and_hollow_over_bytes_read(
         *scored([1, 1], method="quest", budget=0.25, kept_bytes=106, read_bytes=31),
     ]
     frontier_png(panels_of(summarise(rows)))
-    assert drawn == [([28.0, 53.0], [50.0, 100.0]), ([106.0], [100.0]), ([31.0], [100.0])]
+    # The Pareto front is the first: 53% of the bytes score as much as all of them.
+    front = [28.0, 53.0], [50.0, 100.0]
+    assert drawn == [front, front, ([106.0], [100.0]), ([31.0], [100.0])]
 
 
 @pytest.mark.filterwarnings("error:Glyph")
@@ -67,7 +70,7 @@ def test_anchors_and_contenders_are_told_apart_without_their_lines() -> None:
     names = ["random", "sink-recent", "snapkv", "h2o", "kivi"]
     cells = summarise([r for name in names for r in scored([1, 1], method=name, budget=0.25)])
     (panel,) = panels_of(cells)
-    styles = frontier.styles_of(panel.points, frontier._LIGHT)
+    styles = frontier.styles_of(panel.points, frontier.LIGHT)
     assert len({style["marker"] for style in styles.values()}) == len(names)
 
 
@@ -108,9 +111,15 @@ def test_of_very_many_methods_those_that_lead_have_colours_and_a_name() -> None:
     ]
     lead = frontier.leading([frontier.Panel("", "", points)])
     assert lead == {"random", "m0", "best"}
-    styles = frontier.styles_of(points, frontier._LIGHT, lead)
-    grey = {method for method, style in styles.items() if style["color"] == frontier._LIGHT["grid"]}
+    styles = frontier.styles_of(points, frontier.LIGHT, lead)
+    grey = {method for method, style in styles.items() if style["color"] == frontier.LIGHT["grid"]}
     assert grey == {p.method for p in points} - lead
     # Of few, all have colours.
-    few = frontier.styles_of(points[:6], frontier._LIGHT, set())
-    assert frontier._LIGHT["grid"] not in {style["color"] for style in few.values()}
+    few = frontier.styles_of(points[:6], frontier.LIGHT, set())
+    assert frontier.LIGHT["grid"] not in {style["color"] for style in few.values()}
+
+
+def test_of_a_text_those_lead_that_lose_least() -> None:
+    places = {"a": (20.0, 0.5), "b": (50.0, 0.1), "c": (50.0, 0.9)}
+    points = [frontier.Point(m, kept, kept, False, lost, None, False) for m, (kept, lost) in places.items()]
+    assert frontier.leading([frontier.Panel("text", "", points)], LOST) == {"a", "b"}

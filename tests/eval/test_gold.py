@@ -1,5 +1,6 @@
 """Right answers that are fed in one pass: the same predictions as step by step, and -log p as elsewhere."""
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from kvjax.eval.run.plan import batches_of, planned
 from kvjax.eval.tasks.rows import make_rows, targets_of
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.eval.tasks.suite import make_suite
+from kvjax.plan.cache_sizes import abstract_params
 
 QUIET = Console(quiet=True)
 ASKED = dict(budgets=[0.5], samples=2, length=128, console=QUIET)
@@ -48,6 +50,20 @@ def test_nll_of_the_full_cache_is_the_likelihood_of_the_answer(model, tmp_path):
         text = [*sample.context, *sample.question, *sample.answer]
         told = kvjax.likelihood(model, [text]).logprobs[0, -len(sample.answer) :]
         assert row["nll"] == pytest.approx(-told.mean(), abs=2e-4)
+        # Where the needle lies, and the first sample of every task with what was said to it.
+        depth = min(start for start, _ in sample.spans) / len(sample.context)
+        assert row["context_tokens"] == len(sample.context)
+        assert row["depth"] == pytest.approx(depth, abs=1e-4) and 0 <= depth < 1
+    examples = {one["task"]: one for one in found.metrics["examples"]}
+    assert examples.keys() == {row["task"] for row in rows}
+    for task, one in examples.items():
+        first = next(row for row in rows if row["task"] == task)
+        assert (one["answer"], one["said"][0]["prediction"]) == (first["answer"], first["prediction"])
+        needed = [piece["text"].strip() for piece in one["prompt"] if piece.get("needed")]
+        words = [suite.words(samples[first["id"]].context[a:b]) for a, b in samples[first["id"]].spans]
+        assert all(any(" ".join(span) in piece for piece in needed) for span in words[:4])
+    sizes = [x.size for x in jax.tree.leaves(abstract_params(model.config, "float32"))]
+    assert found.metrics["parameters"] == sum(sizes)
 
 
 def test_rows_of_one_batch_are_of_one_task(model):

@@ -36,6 +36,12 @@ class Page(HTMLParser):
         else:
             self.text += data
 
+    def inside(self, id: str) -> list[tuple[str, dict[str, str | None]]]:
+        """The elements from the table with this id to the next section."""
+        start = next(i for i, (_, found) in enumerate(self.elements) if found.get("id") == id)
+        ends = (i for i, (tag, _) in enumerate(self.elements) if i > start and tag == "section")
+        return self.elements[start : next(ends, None)]
+
     @property
     def prompts(self) -> list[dict[str, Any]]:
         return json.loads(self.scripts[0])
@@ -74,10 +80,11 @@ def test_the_page_shows_the_run_every_cell_and_its_speed(tmp_path: Path) -> None
         "0.10.2",
     ):
         assert fact in page.text, fact
-    rows = [attributes for tag, attributes in page.elements if tag == "tr" and "data-protocol" in attributes]
+    table = page.inside("cells")
+    rows = [attributes for tag, attributes in table if tag == "tr" and "data-protocol" in attributes]
     assert len(rows) == len(cells) and "1200" in page.text
-    columns = sum(tag == "th" for tag, _ in page.elements)
-    assert sum(tag == "td" for tag, _ in page.elements) == columns * len(cells)
+    columns = sum(tag == "th" for tag, _ in table)
+    assert sum(tag == "td" for tag, _ in table) == columns * len(cells)
     values = [a["value"] for tag, a in page.elements if tag == "input" and a.get("name") == "protocol"]
     assert values == ["agnostic", "aware", ""]
 
@@ -95,11 +102,15 @@ def test_the_page_needs_no_network() -> None:
     picture = Picture("snapkv · 0.5", 0.5, 0.25, b"png")
     text = page.report_html(METRICS, summarise(comparison()), [example()], pictures=[picture])
     assert f"data:image/png;base64,{base64.b64encode(b'png').decode()}" in text
-    assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttpRequest", text)
+    # A reader may follow a link to a paper; nothing is loaded from there.
+    papers = r'<a href="https://arxiv\.org/abs/\d{4}\.\d{5}" rel="noreferrer">'
+    assert re.search(papers, text)
+    assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttpRequest", re.sub(papers, "", text))
     for tag, attributes in Page(text).elements:
-        assert tag not in ("link", "iframe", "object", "embed")
-        for name in ("src", "srcset", "href"):
-            assert (attributes.get(name) or "data:").startswith("data:")
+        assert tag not in ("link", "iframe", "object", "embed", "use", "image")
+        for name in ("src", "srcset", "href", "xlink:href"):
+            inside = ("data:", "#", "https://arxiv.org/abs/") if tag == "a" else ("data:",)
+            assert (attributes.get(name) or "data:").startswith(inside)
     policy = [a["content"] for tag, a in Page(text).elements if "http-equiv" in a]
     assert policy and "default-src 'none'" in str(policy[0])
 
@@ -109,12 +120,18 @@ HOSTILE = "</script><script>alert('1')</script><img src=x onerror=alert(2)>\"&\\
 
 def test_markup_in_tokens_answers_and_names_stays_text() -> None:
     rows = [row(), row(method=HOSTILE, task=HOSTILE, protocol=HOSTILE)]
+    rows = [{**one, "depth": 0.5, "context_tokens": 9, "nll": 0.5} for one in rows]
     metrics = {**METRICS, "model": HOSTILE, "device": HOSTILE, "presets": {HOSTILE: HOSTILE}}
+    said = {"method": HOSTILE, "budget": None, "prediction": HOSTILE, "score": 1.0}
+    piece = {"text": HOSTILE, "needed": True}
+    asked = dict.fromkeys(("task", "protocol", "question", "answer"), HOSTILE)
+    metrics |= {"examples": [{**asked, "prompt": [piece], "said": [said]}]}
     shown = example(tokens=["a", HOSTILE, "b"], answer=HOSTILE, prediction=HOSTILE, method=HOSTILE)
-    text = page.report_html(metrics, summarise(rows), [shown])
+    text = page.report_html(metrics, summarise(rows), [shown], duels=duels_of(rows), rows=rows)
     parsed = Page(text)
     assert [tag for tag, _ in parsed.elements].count("script") == 3
-    assert [tag for tag, _ in parsed.elements].count("img") == 1
+    assert "img" not in [tag for tag, _ in parsed.elements]
+    assert not any(name.startswith("on") for _, found in parsed.elements for name in found)
     assert "<script>alert" not in text and "<img src=x" not in text
     (prompt,) = parsed.prompts
     assert prompt["tokens"][1] == prompt["answer"] == prompt["runs"][0]["prediction"] == HOSTILE
@@ -148,10 +165,7 @@ def test_examples_of_one_prompt_are_shown_together() -> None:
     assert [prompt["joiner"] for prompt in prompts] == [" ", "", " "]
 
 
-def test_the_page_holds_every_method_against_every_other_at_each_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page, "frontier_png", lambda *_, **__: b"")
+def test_the_page_holds_every_method_against_every_other_at_each_budget() -> None:
     rows = comparison()
     text = page.report_html(METRICS, summarise(rows), [], duels=duels_of(rows))
     matrices = json.loads([x for x in Page(text).scripts if x.strip()][1])
@@ -165,8 +179,7 @@ def test_the_page_holds_every_method_against_every_other_at_each_budget(
     assert 'id="duel"' in text and 'id="duel"' not in page.report_html(METRICS, summarise(rows), [])
 
 
-def test_the_page_shows_ends_differences_samples_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "frontier_png", lambda *_, **__: b"")
+def test_the_page_shows_ends_differences_samples_and_the_command() -> None:
     rows = [*scored([1.0] * 4), *scored([1.0] * 2 + [0.0] * 2, method="snapkv", budget=0.5)]
     few = Page(page.report_html({**METRICS, "command": "kvjax compare --seed 3"}, summarise(rows), [])).text
     assert "n too small" in few and "kvjax compare --seed 3" in few and "4 samples per task" in few

@@ -38,7 +38,7 @@ def test_a_page_that_cannot_be_drawn_leaves_the_old_file(
 ) -> None:
     target = tmp_path / "report.html"
     write_atomic(target, b"old")
-    monkeypatch.setattr(page, "frontier_png", full_disk)
+    monkeypatch.setattr(page, "plots", full_disk)
     with pytest.raises(OSError, match="no space"):
         write_report(target, METRICS, summarise([row()]), [])
     assert os.listdir(tmp_path) == ["report.html"] and target.read_bytes() == b"old"

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.frontier import leading, styles_of, theme_of
 from kvjax.eval.report.paired import FEW
-from kvjax.eval.report.text_table import text_panels
+from kvjax.eval.report.text_table import LOST, text_panels
 
 # What is drawn: its name in a summary, the title, the factor, and the scale of the axis.
 PLOTS = (
@@ -62,7 +62,7 @@ def _row(row: Mapping[str, Any]) -> str:
 def distance_png(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> bytes:
     """The PNG of the three curves: a colour for each method, a fainter line for each smaller budget."""
     theme, panels = theme_of(dark), text_panels(rows)
-    styles = styles_of(panels[0].points, theme, leading(panels))
+    styles = styles_of(panels[0].points, theme, leading(panels, LOST))
     figure = Figure(figsize=(12.6, 4.4), layout="constrained", facecolor=theme["paper"])
     for axes, (name, title, factor, scale) in zip(figure.subplots(1, 3), PLOTS, strict=True):
         for row in rows:

@@ -18,9 +18,13 @@ from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import Cell
 from kvjax.eval.report.comparison_table import PROTOCOLS
 
-# Okabe and Ito's colours, told apart with any kind of colour vision; without yellow, which is lost on white.
-# Their number and the markers' share no divisor, so that colour and marker together repeat late.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours, told apart with any kind of colour vision, without yellow, which is lost on white;
+# then as many darker ones. Their number and the markers' share no divisor, so that colour and marker together
+# repeat late.
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#332288", "#882255", "#7A8B00", "#8C564B", "#9467BD", "#2F5F5F"),
+)
 _MARKERS = {
     "o": 7.0,
     "s": 6.5,
@@ -37,13 +41,16 @@ _MARKERS = {
 _LINES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 # Lines and markers; single points have no lines to tell them apart.
 _ANCHORS = {"random": (":", "h"), "sink-recent": ((0, (3, 1, 1, 1)), "d")}
-_COLOURS_ON_DARK = ("#4FA8E8", "#F28A52", "#2CC79B", "#E5A0C8", "#F0B43C", "#A5DBFA")
+_COLOURS_ON_DARK = (
+    *("#4FA8E8", "#F28A52", "#2CC79B", "#E5A0C8", "#F0B43C", "#A5DBFA"),
+    *("#9D8DF1", "#E0708F", "#C3D34A", "#C9A08C", "#C39BE8", "#8FC4C0"),
+)
 Styles = Mapping[str, Mapping[str, Any]]
 # Both ends of the byte axis, and its ticks.
 Reach = tuple[tuple[float, float], list[float]]
 
-_LIGHT = {"paper": "#ffffff", "ink": "#1b1f24", "muted": "#6b7480", "grid": "#e3e7ec"}
-_DARK = {"paper": "#161b22", "ink": "#e6edf3", "muted": "#9aa5b1", "grid": "#2a313a"}
+LIGHT = {"paper": "#ffffff", "ink": "#1b1f24", "muted": "#6b7480", "grid": "#e3e7ec"}
+DARK = {"paper": "#161b22", "ink": "#e6edf3", "muted": "#9aa5b1", "grid": "#2a313a"}
 _DOTS_PER_INCH = 160
 
 
@@ -78,13 +85,18 @@ class Panel(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """The quality axis: its name, and its ends where they are known."""
+    """The quality axis: its name, its ends where they are known, and whether more is better.
+
+    log: whether equal ratios are equally far apart.
+    """
 
     name: str
     limits: tuple[float, float] | None
+    higher: bool = True
+    log: bool = False
 
 
-SCORES = Axis("mean score over tasks (%)", (-2, 103))
+SCORES = Axis("mean score over tasks (%)", (-2.0, 103.0))
 
 
 def panels_of(cells: Sequence[Cell]) -> list[Panel]:
@@ -105,7 +117,8 @@ def write_frontier(
     """Writes the frontier as a PNG: quality against kept bytes (% of the full cache, log scale).
 
     One line per method, one point per budget, bars for 95% intervals. A hollow point on a thin line shows the
-    bytes one decode step reads, for methods that read less than they keep. Of very many methods, those that
+    bytes one decode step reads, for methods that read less than they keep. A broad pale line joins the Pareto
+    front: the points that none beats. Of very many methods, those that
     are beaten everywhere are grey and have no name. The caption stands below.
 
     >>> import pathlib, tempfile
@@ -130,9 +143,7 @@ def frontier_png(
     theme = theme_of(dark)
     count = max(1, len(panels))
     points = [point for panel in panels for point in panel.points]
-    styles = styles_of(points, theme, leading(panels))
-    contenders = [point for point in points if not point.reference]
-    places = [x for p in contenders for x in ((p.kept, p.read) if p.reads_less else (p.kept,))]
+    styles = styles_of(points, theme, leading(panels, axis))
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     below = [
         line for words in caption.splitlines() for line in textwrap.wrap(words, _CAPTION_COLUMNS * count)
@@ -145,8 +156,9 @@ def frontier_png(
         part.set_facecolor(theme["paper"])
     axes = picture.subplots(1, count, sharey=True, sharex=True, squeeze=False)[0]
     for one, panel in zip(axes, panels, strict=False):
+        _front(one, pareto(panel.points, axis.higher), theme)
         _panel(one, panel, styles, theme)
-        _dress(one, panel, axis, byte_axis(places), theme)
+        _dress(one, panel, axis, byte_axis(reaches(panels)), theme)
     axes[0].set_ylabel(axis.name, color=theme["ink"])
     _legend(picture, points, styles, theme, columns=min(6, 3 * count))
     foot.text(0.02, 1, "\n".join(below), va="top", fontsize=8, linespacing=1.4, color=theme["muted"])
@@ -160,22 +172,37 @@ def frontier_png(
 
 def theme_of(dark: bool) -> Mapping[str, str]:
     """The colours of a picture on a dark or a light ground: paper, ink, muted, grid."""
-    return _DARK if dark else _LIGHT
+    return DARK if dark else LIGHT
 
 
-def leading(panels: Sequence[Panel]) -> Set[str]:
-    """The methods that have a point on the frontier of a panel: none is as good for as few bytes.
+def reaches(panels: Sequence[Panel]) -> list[float]:
+    """The percents of bytes that a byte axis must hold: those of all points but the full cache's."""
+    contenders = [point for panel in panels for point in panel.points if not point.reference]
+    return [x for p in contenders for x in ((p.kept, p.read) if p.reads_less else (p.kept,))]
+
+
+def pareto(points: Sequence[Point], higher: bool = True) -> list[Point]:
+    """The points that none beats, from few bytes to many: none is as good for fewer, or better for as few.
+
+    higher: whether more quality is better.
 
     >>> places = dict(a=(1, 5), b=(2, 7), c=(2, 5))
     >>> points = [Point(m, kept, 50, False, value, None, False) for m, (kept, value) in places.items()]
-    >>> sorted(leading([Panel("", "", points)]))
-    ['a', 'b']
+    >>> [p.method for p in pareto(points)], [p.method for p in pareto(points, higher=False)]
+    (['a', 'b'], ['a'])
     """
+    gain = 1 if higher else -1
 
     def beats(a: Point, b: Point) -> bool:
-        return a.kept <= b.kept and a.value >= b.value and (a.kept, a.value) != (b.kept, b.value)
+        good, other = gain * a.value, gain * b.value
+        return a.kept <= b.kept and good >= other and (a.kept, good) != (b.kept, other)
 
-    return {p.method for panel in panels for p in panel.points if not any(beats(q, p) for q in panel.points)}
+    return sorted((p for p in points if not any(beats(q, p) for q in points)), key=lambda p: p.kept)
+
+
+def leading(panels: Sequence[Panel], axis: Axis = SCORES) -> Set[str]:
+    """The methods that have a point on the Pareto front of a panel."""
+    return {point.method for panel in panels for point in pareto(panel.points, axis.higher)}
 
 
 def styles_of(
@@ -186,7 +213,7 @@ def styles_of(
     lead: of very many methods, those that have a colour.
     """
     styles: dict[str, dict[str, Any]] = {}
-    colours = _COLOURS_ON_DARK if theme is _DARK else _COLOURS
+    colours = _COLOURS_ON_DARK if theme is DARK else _COLOURS
     references = {point.method for point in points if point.reference}
     contenders, methods = 0, list(dict.fromkeys(point.method for point in points))
     for method in methods:
@@ -226,6 +253,8 @@ def _legend(
     if others:
         handles.append(Line2D([], [], **others[0]))
         labels.append(f"{len(others)} others, beaten everywhere")
+    handles.append(Line2D([], [], color=theme["muted"], linewidth=7, alpha=0.25))
+    labels.append("Pareto front")
     if any(point.reads_less for point in points):
         hollow = {"marker": "o", "markerfacecolor": theme["paper"], "linewidth": 0.9, "markersize": 7}
         handles.append(Line2D([], [], color=theme["muted"], **hollow))
@@ -246,6 +275,13 @@ def _panel(axes: Axes, panel: Panel, styles: Styles, theme: Mapping[str, str]) -
         lighter = sorted((point for point in points if point.reads_less), key=lambda p: p.read)
         hollow = {"markerfacecolor": theme["paper"], "markeredgecolor": style["color"], "linewidth": 0.9}
         _line(axes, lighter, [point.read for point in lighter], {**style, **hollow, "markeredgewidth": 1.4})
+
+
+def _front(axes: Axes, front: Sequence[Point], theme: Mapping[str, str]) -> None:
+    """The line of the Pareto front, broad and pale below all others."""
+    values = [point.value for point in front]
+    broad = {"color": theme["muted"], "linewidth": 7, "alpha": 0.25, "zorder": 0.5}
+    axes.plot([point.kept for point in front], values, solid_capstyle="round", **broad)
 
 
 def _line(axes: Axes, points: Sequence[Point], percents: Sequence[float], style: Mapping[str, Any]) -> None:

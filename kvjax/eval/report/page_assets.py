@@ -90,6 +90,61 @@ h3 { font-size: 14px; margin: 22px 0 0; }
   text-align: left; box-shadow: none; }
 #matrix tbody th { text-align: left; position: sticky; left: 0; background-color: var(--card); }
 #matrix td.self { background: var(--line); }
+a { color: inherit; text-decoration-color: var(--muted); text-underline-offset: 3px; }
+nav.controls { position: sticky; top: 0; z-index: 2; margin: 20px 0 0; padding: 10px 0; gap: 8px 28px;
+  background: var(--paper); }
+.gone-by-filter { display: none !important; }
+.plots { display: grid; gap: 8px 24px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
+.plots.small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 270px), 1fr)); gap: 16px 20px; }
+figure { margin: 0; min-width: 0; }
+.plot { display: block; width: 100%; max-width: 760px; margin: 0 auto; font-size: 12px; }
+.small .plot { font-size: 11px; max-width: 420px; }
+.plot text { fill: var(--muted); }
+.plot text.title { fill: var(--ink); font-weight: 600; font-size: 13.5px; }
+.plot .mid { text-anchor: middle; } .plot .end { text-anchor: end; }
+.grid { stroke: var(--line); } .zero { stroke: var(--muted); stroke-width: 0.8; }
+.pareto { fill: none; stroke: var(--muted); stroke-opacity: 0.25; stroke-width: 8; stroke-linejoin: round;
+  stroke-linecap: round; }
+.pareto-sign { display: inline-block; width: 28px; height: 8px; border-radius: 4px; background: var(--muted);
+  opacity: 0.3; }
+.line { fill: none; stroke: var(--c); stroke-width: 2; } .thin { fill: none; stroke: var(--c); }
+.bar { stroke: var(--c); stroke-opacity: 0.45; }
+.mark { fill: var(--c); stroke: var(--card); stroke-width: 0.18; }
+.hollow { fill: var(--card); stroke: var(--c); stroke-width: 0.35; }
+.plain { opacity: 0.3; }
+.stressed .series { opacity: 0.12; } .stressed .series.hot { opacity: 1; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 0; margin: 12px 0 0;
+  font-size: 13px; justify-content: center; }
+.legend li { overflow-wrap: anywhere; }
+.sign { width: 30px; height: 14px; vertical-align: -2px; margin-right: 6px; }
+.dot { display: inline-block; width: 9px; height: 9px; border-radius: 50%; background: var(--c);
+  margin-right: 7px; }
+#csv { font: inherit; color: inherit; background: none; border: 1px solid var(--line); border-radius: 6px;
+  padding: 4px 12px; cursor: pointer; }
+.prompt { font: 13px/1.7 ui-monospace, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin-top: 8px;
+  overflow-wrap: anywhere; border-left: 3px solid var(--line); padding-left: 12px; }
+.cut { color: var(--muted); background: var(--paper); border-radius: 4px; padding: 0 6px; }
+.question { color: var(--accent); }
+.said { display: flex; flex-wrap: wrap; gap: 6px 36px; margin: 0 0 8px; }
+.said dt { color: var(--muted); font-size: 12px; } .said dd { margin: 0; overflow-wrap: anywhere; }
+summary { overflow-wrap: anywhere; }
+td.wrap { white-space: normal; min-width: 300px; }
+td.wrap > span { display: inline-block; margin-right: 18px; }
+.heat td.score { background: color-mix(in srgb, var(--accent) calc(var(--share) * 100%), var(--card)); }
+.heat td.high { color: var(--card); }
+.cards { display: grid; gap: 4px 32px;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
+.cards h3 { margin-top: 14px; overflow-wrap: anywhere; } .cards p { margin: 0 0 4px; font-size: 13.5px; }
+article { scroll-margin-top: 90px; } article:target h3 { color: var(--accent); }
+@media (max-width: 700px) { main { padding: 16px 10px 40px; } section { padding: 14px 12px; }
+  nav.controls { position: static; } .plot { font-size: 16px; } .plot text.title { font-size: 17px; }
+  .small .plot { font-size: 12px; } .small .plot text.title { font-size: 13.5px; }
+  .best thead { display: none; } .best tr { display: flex; flex-wrap: wrap; padding: 6px 0; }
+  .best tr[hidden] { display: none; } .best td { border: 0; padding: 0 8px 0 0; white-space: normal; }
+  .best tr { border-bottom: 1px solid var(--line); } .best td.wrap { flex: 1 1 100%; min-width: 0; }
+  #strips { grid-template-columns: minmax(70px, 34%) 1fr max-content; }
+  #strips button { overflow-wrap: anywhere; } }
 """
 
 SCRIPT = """
@@ -101,21 +156,51 @@ SCRIPT = """
   const regroup = () => {
     let last = null;
     for (const row of body.rows) {
-      if (row.hidden) continue;
+      if (row.hidden || row.classList.contains("gone-by-filter")) continue;
       row.classList.toggle("first", row.dataset.group !== last);
       last = row.dataset.group;
     }
   };
+  const shown = element => {
+    const families = document.querySelectorAll("input[name=family]");
+    if (!families.length || !element.dataset.families) return true;
+    const wanted = element.dataset.families.split(" ");
+    return [...families].some(box => box.checked && wanted.includes(box.value));
+  };
   const filter = () => {
     const wanted = document.querySelector("input[name=protocol]:checked").value;
     $("cells").classList.toggle("one", wanted !== "");
-    for (const row of rows) row.hidden = wanted !== "" && row.dataset.protocol !== wanted;
+    for (const element of document.querySelectorAll("[data-protocol]")) {
+      element.hidden = wanted !== "" && element.dataset.protocol !== wanted;
+    }
+    for (const element of document.querySelectorAll("[data-families]")) {
+      element.classList.toggle("gone-by-filter", !shown(element));
+    }
     regroup();
   };
-  for (const input of document.querySelectorAll("input[name=protocol]")) {
+  for (const input of document.querySelectorAll("input[name=protocol], input[name=family]")) {
     input.addEventListener("change", filter);
   }
   filter();
+
+  $("csv").addEventListener("click", () => {
+    const file = new Blob([$("csv").dataset.csv], { type: "text/csv" });
+    const link = Object.assign(document.createElement("a"), { download: "kvjax-compare.csv" });
+    link.href = URL.createObjectURL(file);
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+
+  for (const item of document.querySelectorAll(".legend [data-method]")) {
+    const stress = on => {
+      document.body.classList.toggle("stressed", on);
+      for (const series of document.querySelectorAll(`.series[data-method="${item.dataset.method}"]`)) {
+        series.classList.toggle("hot", on);
+      }
+    };
+    item.addEventListener("pointerenter", () => stress(true));
+    item.addEventListener("pointerleave", () => stress(false));
+  }
 
   const value = (row, column) => {
     const raw = row.cells[column].dataset.sort, number = Number(raw);
@@ -178,6 +263,31 @@ SCRIPT = """
     fill($("duel"), duels.map(one => one.title));
     $("duel").addEventListener("change", showDuels);
     showDuels();
+  }
+
+  if ($("needles")) {
+    const maps = JSON.parse($("needles").dataset.maps);
+    const heat = ([mean, n]) => {
+      const cell = make("td", { className: mean > 0.55 ? "score high" : "score" });
+      cell.textContent = (100 * mean).toFixed(0);
+      cell.title = `${n} sample${n === 1 ? "" : "s"}`;
+      cell.style.setProperty("--share", mean);
+      return cell;
+    };
+    const showNeedles = () => {
+      $("heat").replaceChildren(...maps[$("needle").value].rows.map(row => {
+        const texts = [row.name, row.budget, row.length];
+        const heads = texts.map((textContent, i) => make("td", { textContent, className: i ? "" : "text" }));
+        const cells = row.cells.map(found => found ? heat(found) : make("td", { textContent: "–" }));
+        const line = make("tr", {}, ...heads, ...cells);
+        line.dataset.families = row.families;
+        return line;
+      }));
+      filter();
+    };
+    fill($("needle"), maps.map(one => one.title));
+    $("needle").addEventListener("change", showNeedles);
+    showNeedles();
   }
 
   const prompts = JSON.parse($("examples").textContent);

@@ -8,12 +8,18 @@ from html import escape
 from typing import Any
 
 from kvjax.base.atomic_files import write_atomic
+from kvjax.eval.report.about_section import facts, model_in_words
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.distance_picture import distance_section
 from kvjax.eval.report.duels import Duels
+from kvjax.eval.report.export import text_records
 from kvjax.eval.report.figures import chance, larger_rows, signed
-from kvjax.eval.report.page import entry, header, listed, matrix, note, plots, shell
+from kvjax.eval.report.method_cards import cards_section, families_of, family_filter
+from kvjax.eval.report.page import listed, matrix, shell
+from kvjax.eval.report.page_table import csv_button, dotted, entry, header, note
 from kvjax.eval.report.paired import FEW
+from kvjax.eval.report.plots_section import looks_of, plots
+from kvjax.eval.report.svg_plot import Look
 from kvjax.eval.report.text_table import LOST, ends_of, text_panels
 
 
@@ -50,13 +56,19 @@ def text_html(
 ) -> str:
     """The page as text; arguments as in `write_text_report`."""
     asked = {"windows": rows[0]["windows"], "tokens predicted": rows[0]["tokens"]} if rows else {}
+    panels = text_panels(rows)
+    looks = looks_of(panels, LOST)
+    run = facts({**metrics, **asked})
     sections = [
-        plots(text_panels(rows), LOST, text_caption(metrics, rows), "what is lost") if rows else "",
+        f'<section id="about"><h2>What was measured</h2><p>{model_in_words(metrics)}</p>{run}</section>',
+        family_filter(looks),
+        plots(panels, LOST, "what is lost") if rows else "",
         distance_section(rows),
-        _table(rows),
+        _table(rows, looks),
         matrix(duels, "nats per token", 1.0, "less"),
+        cards_section(looks) if looks else "",
     ]
-    return shell({**metrics, **asked}, sections, matrices=listed(duels))
+    return shell(metrics, sections, matrices=listed(duels))
 
 
 _HEADS = (
@@ -73,23 +85,24 @@ _HEADS = (
 )
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads, body = "".join(header(*head) for head in _HEADS), "".join(map(_row, rows))
+def _table(rows: Sequence[Mapping[str, Any]], looks: Mapping[str, Look]) -> str:
+    heads, body = "".join(header(*head) for head in _HEADS), "".join(_row(row, looks) for row in rows)
     return f"""<section><h2>All measurements</h2>
 <p class="muted">lost: -log p of the text, more than with the full cache. Small figures: 95% interval over
 windows; p: paired bootstrap over windows. Click a heading to sort.</p>
 {note(larger_rows(rows))}
+{csv_button(text_records(rows))}
 <input type="radio" name="protocol" value="" checked hidden>
 <div class="scroll"><table id="cells"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>
 </section>"""
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _row(row: Mapping[str, Any], looks: Mapping[str, Look]) -> str:
     kept, read = (row[f"{name}_bytes"] / row["full_bytes"] for name in ("kept", "read"))
     found, none = ends_of(row), "n too small" if row["windows"] < FEW else "alike in all windows"
     ends = none if found is None else f"{signed(found[0], 4)} to {signed(found[1], 4)}"
     entries = (
-        entry(row["method"], escape(row["method"]), "text"),
+        entry(row["method"], dotted(row["method"], looks), "text"),
         entry(row["budget"], budget_label(row["budget"])),
         entry(row["kept_bytes"], f"{row['kept_bytes'] / 1024:,.1f}"),
         entry(kept, f"{100 * kept:.1f}", "size", share=kept),
@@ -101,5 +114,6 @@ def _row(row: Mapping[str, Any]) -> str:
         entry(row["top1"], f"{100 * row['top1']:.1f}"),
     )
     style = "reference" if row["method"] == "full" else ""
-    name = escape(row["method"])
-    return f'<tr data-protocol="text" data-group="{name}" class="{style}">{"".join(entries)}</tr>'
+    name, families = escape(row["method"]), escape(" ".join(families_of(row["method"])))
+    opening = f'<tr data-protocol="text" data-group="{name}" data-families="{families}" class="{style}">'
+    return f"{opening}{''.join(entries)}</tr>"

@@ -23,7 +23,7 @@ from kvjax.eval.report.figures import larger_rows, signed
 from kvjax.eval.report.frontier import Axis, Panel, Point
 from kvjax.eval.report.paired import FEW, difference
 
-LOST = Axis("nats per token more than with the full cache", None)
+LOST = Axis("nats per token more than with the full cache", None, higher=False)
 
 
 def summarise_windows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

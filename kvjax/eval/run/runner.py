@@ -331,7 +331,17 @@ class Runner:
     ) -> dict[str, Any]:
         """One line of results.jsonl."""
         graded = self.suite.grade(sample, prediction)._asdict()
-        return {"id": sample.id, "task": sample.task, **common, **graded, "span_kept": span}
+        starts = [start for start, _ in sample.spans]
+        tokens = len(sample.context)
+        return {
+            "id": sample.id,
+            "task": sample.task,
+            **common,
+            **graded,
+            "span_kept": span,
+            "context_tokens": tokens,
+            "depth": round(min(starts) / tokens, 4) if starts else None,
+        }
 
 
 def _given(kept: list[np.ndarray], source: Array | None) -> list[np.ndarray]:
