@@ -3,6 +3,7 @@
     kvjax get smollm2-135m
     python -m scripts.studies.beside_kvpress run        # 15 presses, 16 contexts; about an hour of one core
     python -m scripts.studies.beside_kvpress run --presses snapkv --contexts 1 --out few.json  # two minutes
+    python -m scripts.studies.beside_kvpress check      # how far float32 moves the scores of swapped slots
     python -m scripts.studies.beside_kvpress            # prints the tables
     python -m scripts.studies.beside_kvpress --write    # writes them into docs/beside-kvpress.md
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,21 +26,22 @@ import numpy as np
 
 from scripts.studies.beside_kvpress_table import FILE, NONE, PAGE
 from scripts.studies.kvpress_sides import Found, Ours, Prompt, Theirs
-from scripts.studies.presses import PRESSES, Over
+from scripts.studies.presses import PRESSES, Over, Press
 from scripts.studies.runner import Data, parser, progress
 
 TASKS = (
     "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery",
     "vt", "cwe", "fwe",
 )  # fmt: skip
-REMOVED, NEW = 0.5, 16
+CONTEXTS, REMOVED, NEW = 16, 0.5, 16
+EMPTY = {"settings": {}, "runs": [], "rows": {}}
 LIBRARIES = ("kvjax", "jax", "torch", "transformers", "kvpress")
 
 
 def main() -> None:
-    asked = parser(__doc__, ("run",), seed="of the contexts")
+    asked = parser(__doc__, ("run", "check"), seed="of the contexts")
     asked.add_argument("--presses", nargs="+", metavar="PRESS", help=f"(default: all: {', '.join(PRESSES)})")
-    asked.add_argument("--contexts", type=int, default=16, help="(default: 16)")
+    asked.add_argument("--contexts", type=int, default=CONTEXTS, help=f"(default: {CONTEXTS})")
     asked.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default: 1024)")
     asked.add_argument("--model", default="smollm2-135m", help="(default: smollm2-135m)")
     asked.add_argument("--out", type=Path, default=FILE, metavar="FILE", help="where results lie")
@@ -47,19 +50,18 @@ def main() -> None:
         asked.error(f"--presses {wrong[0]}: expected some of {', '.join((NONE, *PRESSES))}")
     if args.what is None:
         PAGE.show(args)
-    else:
-        run(args.out, args.model, args.presses or [NONE, *PRESSES], args.contexts, args.length, args.seed)
+        return
+    study, data = Study(args.model, args.contexts, args.length, args.seed), Data(args.out, EMPTY)
+    if (held := data.read()["settings"]) and held != study.settings:
+        sys.exit(f"{args.out} holds results of {held}, expected {study.settings}: choose another with --out")
+    presses = args.presses or [NONE, *PRESSES]
+    (run if args.what == "run" else check)(study, data, presses)
 
 
-def run(out: Path, model: str, presses: list[str], contexts: int, length: int, seed: int) -> None:
+def run(study: Study, data: Data, presses: Sequence[str]) -> None:
     """Adds what is missing to the data, a press and a context at a time."""
-    data = Data(out, {"settings": {}, "runs": [], "rows": {}})
-    study = Study(model, contexts, length, seed)
-    settings = study.settings
-    if (held := data.read()["settings"]) and held != settings:
-        sys.exit(f"{out} holds results of {held}, expected {settings}: choose another file with --out")
     here = machine()
-    data.change(lambda found: found.update(settings=settings))
+    data.change(lambda found: found.update(settings=study.settings))
     data.change(lambda found: found["runs"].append(here) if here not in found["runs"] else None)
     number = data.read()["runs"].index(here)
     wanted = [(press, name) for press in presses for name in study.prompts]
@@ -67,6 +69,16 @@ def run(out: Path, model: str, presses: list[str], contexts: int, length: int, s
         row = {"run": number} | study.row(press, name)
         data.change(lambda found, key=f"{press} {name}", row=row: found["rows"].update({key: row}))
         print(f"{press} {name}: {row}", flush=True)
+
+
+def check(study: Study, data: Data, presses: Sequence[str]) -> None:
+    """Adds to rows whose sets differ by unequal scores how far kvpress itself is from its float64."""
+    rows = data.read()["rows"]
+    wanted = [k for k, row in rows.items() if row.get("score_gap") and "double" not in row]
+    for key in progress(key for key in wanted if key.split()[0] in presses):
+        double = study.double(*key.split())
+        data.change(lambda found, key=key, double=double: found["rows"][key].update(double=double))
+        print(f"{key}: {double}", flush=True)
 
 
 def machine() -> dict[str, Any]:
@@ -97,8 +109,11 @@ class Study:
         loaded = kvjax.load(model, dtype="float32")
         assert isinstance(loaded, Model)
         suite = make_ruler(loaded, TASKS, length=length, seed=seed)
-        samples = [suite.sample(TASKS[i % len(TASKS)], i // len(TASKS)) for i in range(contexts)]
-        self.prompts = {s.id: Prompt(list(s.context), list(s.question)) for s in samples}
+        # A run of fewer contexts compiles the same programs.
+        drawn = range(max(contexts, CONTEXTS))
+        samples = [suite.sample(TASKS[i % len(TASKS)], i // len(TASKS)) for i in drawn]
+        prompts = [Prompt(list(s.context), list(s.question)) for s in samples]
+        self.prompts = {s.id: prompt for s, prompt in zip(samples[:contexts], prompts, strict=False)}
         self.settings = {
             "model": Path(model).name, "fingerprint": loaded.fingerprint, "dtype": "float32",
             "length": length, "seed": seed, "removed": REMOVED, "new_tokens": NEW,
@@ -107,15 +122,30 @@ class Study:
         self.folder = tempfile.TemporaryDirectory()
         save_hf(loaded, Path(self.folder.name) / "model")
         self.theirs = Theirs(Path(self.folder.name) / "model")
-        widths = tuple(bucket(max(len(prompt[i]) for prompt in self.prompts.values())) for i in (0, 1))
-        self.ours = Ours(loaded, (widths[0], widths[1]), self.theirs.repeat_prefix())
+        context, question = (bucket(max(map(len, ids))) for ids in zip(*prompts, strict=True))
+        self.in_float64: Theirs | None = None
+        self.ours = Ours(loaded, (context, question), self.theirs.repeat_prefix())
+
+    def prompt(self, press: Press | None, context: str) -> Prompt:
+        """The prompt as a press takes it."""
+        prompt = self.prompts[context]
+        whole = 1 if press is None else press.multiple
+        return prompt._replace(context=prompt.context[: len(prompt.context) // whole * whole])
+
+    def double(self, name: str, context: str) -> dict[str, Any]:
+        """kvpress in float32 beside itself in float64."""
+        if self.in_float64 is None:
+            self.in_float64 = Theirs(Path(self.folder.name) / "model", "float64")
+        press = PRESSES[name]
+        prompt = self.prompt(press, context)
+        single, double = (side.run(press, prompt, REMOVED, 1) for side in (self.theirs, self.in_float64))
+        same = (single.kept == double.kept).all(-1)
+        return {"heads": [int(same.sum()), int(same.size)], "score_error": score_error(single, double)}
 
     def row(self, name: str, context: str) -> dict[str, Any]:
         """How one press and our sentence for it fare on one context."""
-        press, prompt = PRESSES.get(name), self.prompts[context]
-        if press is not None:
-            whole = len(prompt.context) // press.multiple * press.multiple
-            prompt = prompt._replace(context=prompt.context[:whole])
+        press = PRESSES.get(name)
+        prompt = self.prompt(press, context)
         sides = self.theirs.run(press, prompt, REMOVED, NEW), self.ours.run(press, prompt, REMOVED, NEW)
         return {"tokens": len(prompt.context)} | compared(*sides, over=press.over if press else "head")
 
@@ -123,7 +153,8 @@ class Study:
 def compared(theirs: Found, ours: Found, over: Over) -> dict[str, Any]:
     """A row: which heads keep the same tokens, how near swapped scores lie, where answers part, the seconds.
 
-    Pairs are of kvjax and kvpress; `heads` are those that agree, and all; `only` are tokens that one keeps.
+    Pairs are of kvjax and kvpress; `heads` are those that agree, and all; `only` are tokens that one keeps,
+    in `layers`.
     """
     other = theirs.kept != ours.kept
     row: dict[str, Any] = {
@@ -135,6 +166,7 @@ def compared(theirs: Found, ours: Found, over: Over) -> dict[str, Any]:
     }
     if other.any():
         row["only"] = [int((ours.kept & other).sum()), int((theirs.kept & other).sum())]
+        row["layers"] = np.flatnonzero(other.any((1, 2))).tolist()
         row["score_gap"] = score_gap(theirs.scores, theirs.kept, ours.kept, over)
     if theirs.answer is None or ours.answer is None:
         return row | {"error": theirs.error}
@@ -163,6 +195,23 @@ def score_gap(scores: np.ndarray | None, theirs: np.ndarray, ours: np.ndarray, o
             worst = gained.min() if len(gained) else row[b].min()
             gaps.append(float((best - worst) / max(abs(best), abs(worst), 1e-30)))
     return max(gaps)
+
+
+def score_error(single: Found, double: Found) -> float | None:
+    """How far the same slots' scores lie apart, relative to their size, where they are within 1% of the cut.
+
+    The cut is the least score that a KV head keeps; the median of all heads' largest. None without scores.
+    """
+    if single.scores is None or double.scores is None:
+        return None
+    shape, most = (-1, single.scores.shape[-1]), []
+    for a, b, kept in zip(
+        *(x.reshape(shape) for x in (single.scores, double.scores, double.kept)), strict=True
+    ):
+        cut = b[kept].min()
+        near = np.abs(b - cut) <= 0.01 * abs(cut)
+        most.append(np.max(np.abs(a - b)[near] / abs(cut)))
+    return float(np.median(most))
 
 
 if __name__ == "__main__":

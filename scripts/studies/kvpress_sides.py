@@ -45,7 +45,7 @@ class Found(NamedTuple):
 class Theirs:
     """transformers + kvpress on a folder that `save_hf` wrote."""
 
-    def __init__(self, folder: Path, threads: int = 1):
+    def __init__(self, folder: Path, dtype: str = "float32"):
         import kvpress
         import torch
         import transformers
@@ -54,11 +54,11 @@ class Theirs:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         logging.getLogger("kvpress").setLevel(logging.ERROR)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         # With a template, presses that repeat a context would leave out the tokens that the template adds.
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         self.kvpress = kvpress
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self.encode = AutoTokenizer.from_pretrained(folder).encode
 
     def repeat_prefix(self) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ import pytest
 from scripts.studies import runner
 
 PAGES = (
-    "architecture_table", "architectures", "claims", "leaderboard", "long_prompts", "memory_tokens", "ops",
-    "plan_table", "uptraining_curve",
+    "architecture_table", "architectures", "beside_kvpress", "claims", "leaderboard", "long_prompts",
+    "memory_tokens", "ops", "plan_table", "uptraining_curve",
 )  # fmt: skip
 
 
