@@ -42,14 +42,14 @@ def cause(press: str, rows: Rows) -> str:
         return CAUSES[press]
     if all(row["score_gap"] is not None and row["score_gap"] < SCORE_TIE for row in other):
         most = max(row["score_gap"] for row in other)
-        return f"{TIES}: swapped scores " + (
-            f"at most {most:.0e} of their size apart" if most else "are equal"
-        )
+        apart = f"at most {most:.0e} of their size apart" if most else "are equal"
+        return f"{TIES}: swapped scores {apart}{_in_double(other)}"
     return "unexplained"
 
 
-def _in_double(checked: Rows) -> str:
+def _in_double(rows: Rows) -> str:
     """How far kvpress in float32 is from itself in float64, where that was looked at."""
+    checked = [row["double"] for row in rows if "double" in row]
     if not checked:
         return ""
     error = max(one["score_error"] for one in checked)
