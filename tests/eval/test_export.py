@@ -84,6 +84,8 @@ def test_a_text_has_all_four_formats(text, capsys):
     assert "+0.1500" in printed(capsys, text) and "+0.1500" in printed(capsys, text, "--format", "latex")
     html = printed(capsys, text, "--format", "html")
     assert "+0.1500" in html and "6" in html and 'data-better="less"' in html
+    assert "It read 6 windows" in html and 'name="family" value="selection-dynamic"' in html
+    assert 'href="#card-h2o"' in html and 'id="card-h2o"' in html and "data-csv=" in html
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,14 @@ def family_filter(labels: Iterable[str]) -> str:
     return f'<fieldset aria-label="families">{boxes}</fieldset>'
 
 
+def filter_bar(labels: Iterable[str], protocols: str = "") -> str:
+    """What is shown on the page: buttons of protocols, and a box per family; "" where there is neither."""
+    families = family_filter(labels)
+    if not protocols and not families:
+        return ""
+    return f'<nav class="controls" aria-label="what is shown">{protocols}{families}</nav>'
+
+
 def cards_section(labels: Iterable[str]) -> str:
     """A card per method: what it does in a line, its paper with a link, and how it compares with that.
 

@@ -17,7 +17,7 @@ from kvjax.eval.report.cells import Cell, Row
 from kvjax.eval.report.duels import Duels
 from kvjax.eval.report.figures import Timings, sample_count
 from kvjax.eval.report.frontier import SCORES, panels_of
-from kvjax.eval.report.method_cards import cards_section, family_filter
+from kvjax.eval.report.method_cards import cards_section, filter_bar
 from kvjax.eval.report.needles import needles_section
 from kvjax.eval.report.page_assets import SCRIPT, STYLE
 from kvjax.eval.report.page_prompts import EXAMPLES, Example, prompts_of
@@ -87,7 +87,7 @@ def report_html(
     looks = looks_of(panels, SCORES)
     sections = [
         about_section(metrics, cells),
-        _filters(cells) if cells else "",
+        filter_bar(looks, protocol_filter(cells)) if cells else "",
         best_section(cells, rows),
         plots(panels, SCORES, "the mean") if cells else "",
         task_plots(cells, looks),
@@ -99,12 +99,6 @@ def report_html(
         cards_section(looks) if looks else "",
     ]
     return shell(metrics, sections, prompts=prompts_of(examples), matrices=listed(duels))
-
-
-def _filters(cells: Sequence[Cell]) -> str:
-    """What is shown: one protocol or all, and which families of methods."""
-    families = family_filter(cell.method for cell in cells)
-    return f'<nav class="controls" aria-label="what is shown">{protocol_filter(cells)}{families}</nav>'
 
 
 def shell(

@@ -132,7 +132,8 @@ summary { overflow-wrap: anywhere; }
 td.wrap { white-space: normal; min-width: 300px; }
 td.wrap > span { display: inline-block; margin-right: 18px; }
 .heat td.score { background: color-mix(in srgb, var(--accent) calc(var(--share) * 100%), var(--card)); }
-.heat td.high { color: var(--card); }
+.heat td.top { color: var(--card); }
+@media (prefers-color-scheme: dark) { .heat td.high { color: var(--card); } }
 .cards { display: grid; gap: 4px 32px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
 .cards h3 { margin-top: 14px; overflow-wrap: anywhere; } .cards p { margin: 0 0 4px; font-size: 13.5px; }
@@ -268,7 +269,9 @@ SCRIPT = """
   if ($("needles")) {
     const maps = JSON.parse($("needles").dataset.maps);
     const heat = ([mean, n]) => {
-      const cell = make("td", { className: mean > 0.55 ? "score high" : "score" });
+      const cell = make("td", { className: "score" });
+      cell.classList.toggle("high", mean > 0.6);
+      cell.classList.toggle("top", mean > 0.85);
       cell.textContent = (100 * mean).toFixed(0);
       cell.title = `${n} sample${n === 1 ? "" : "s"}`;
       cell.style.setProperty("--share", mean);

@@ -14,7 +14,7 @@ from kvjax.eval.report.distance_picture import distance_section
 from kvjax.eval.report.duels import Duels
 from kvjax.eval.report.export import text_records
 from kvjax.eval.report.figures import chance, larger_rows, signed
-from kvjax.eval.report.method_cards import cards_section, families_of, family_filter
+from kvjax.eval.report.method_cards import cards_section, families_of, filter_bar
 from kvjax.eval.report.page import listed, matrix, shell
 from kvjax.eval.report.page_table import csv_button, dotted, entry, header, note
 from kvjax.eval.report.paired import FEW
@@ -60,8 +60,9 @@ def text_html(
     looks = looks_of(panels, LOST)
     run = facts({**metrics, **asked})
     sections = [
-        f'<section id="about"><h2>What was measured</h2><p>{model_in_words(metrics)}</p>{run}</section>',
-        family_filter(looks),
+        f'<section id="about"><h2>What was measured</h2><p>{model_in_words(metrics)}</p>'
+        f"{_asked(metrics, rows)}{run}</section>",
+        filter_bar(looks),
         plots(panels, LOST, "what is lost") if rows else "",
         distance_section(rows),
         _table(rows, looks),
@@ -69,6 +70,21 @@ def text_html(
         cards_section(looks) if looks else "",
     ]
     return shell(metrics, sections, matrices=listed(duels))
+
+
+def _asked(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the model read and what was measured, as HTML."""
+    if not rows:
+        return ""
+    methods, length = (
+        len({row["method"] for row in rows} - {"full"}),
+        metrics.get("settings", {}).get("length"),
+    )
+    size = f" of {length} tokens" if length else ""
+    return (
+        f"<p>It read {rows[0]['windows']} windows{size} of a text; {methods} methods compressed its KV "
+        "cache, and then the probability of every token that follows was measured.</p>"
+    )
 
 
 _HEADS = (
