@@ -13,7 +13,7 @@ from kvjax.eval.report.about_section import about_section
 from kvjax.eval.report.best_section import best_of, best_section
 from kvjax.eval.report.cells import summarise
 from kvjax.eval.report.export import cell_records
-from kvjax.eval.report.frontier import SCORES, Panel, Point, panels_of, pareto
+from kvjax.eval.report.frontier import LIGHT, SCORES, Panel, Point, panels_of, pareto
 from kvjax.eval.report.method_cards import anchor_of, cards_section, family_filter
 from kvjax.eval.report.needles import ALL, needle_maps, needles_section
 from kvjax.eval.report.page import report_html
@@ -192,3 +192,13 @@ def test_needles_are_binned_by_depth_and_length() -> None:
     assert two[0]["rows"][0]["cells"][0] == [pytest.approx(1 / 3, abs=1e-4), 3]
     (data,) = re.findall(r'data-maps="([^"]*)"', needles_section(rows))
     assert json.loads(unescape(data)) == [found] and needles_section([row()]) == ""
+
+
+def test_of_very_many_methods_those_that_are_beaten_are_grey_and_not_in_the_legend() -> None:
+    many = {f"m{i}": (10.0 + i, 40.0 - i) for i in range(30)} | {"best": (60.0, 90.0)}
+    points = [Point(m, kept, kept, False, value, None, False) for m, (kept, value) in many.items()]
+    text = plots([Panel("aware", "", points)], SCORES, "the mean")
+    assert text.count('class="series plain"') == 29 and "grey: 29 others" in text
+    assert re.findall(r'<a href="#card-([^"]*)"', text) == ["m0", "best"]
+    grey = looks_of([Panel("aware", "", points)], SCORES)["m1"].number
+    assert f"--m{grey}:{LIGHT['muted']};" in colours_of([Panel("aware", "", points)], SCORES)

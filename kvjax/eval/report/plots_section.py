@@ -54,7 +54,7 @@ def colours_of(panels: Sequence[Panel], axis: Axis) -> str:
     points = [point for panel in panels for point in panel.points]
     light, dark = (
         "".join(
-            f"--m{number}:{style['color'] if style['color'] != theme['grid'] else theme['faint']};"
+            f"--m{number}:{style['color'] if style['color'] != theme['grid'] else theme['muted']};"
             for number, style in enumerate(styles_of(points, theme, leading(panels, axis)).values())
         )
         for theme in (LIGHT, DARK)
