@@ -53,6 +53,7 @@ def test_the_page_begins_with_the_model_the_tasks_and_the_protocol(rows: list[di
         assert f"<b>{task}</b>" in about
     assert "the question comes after compression" in about and "its tokens stay" in about
     assert "… 812 tokens …" in about and '<span class="needed">12 &lt; 13</span>' in about
+    assert about.count("<details open>") == 1 and '</span>\n<b class="question">what?' in about
     assert "full cache" in about and "snapkv at 0.25" in about and "nothing" in about
     assert "gold" not in about_section(METRICS, summarise(rows)) and "fed" not in about_section(METRICS, [])
 

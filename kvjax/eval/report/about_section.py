@@ -33,7 +33,7 @@ def about_section(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
     sentences = [model_in_words(metrics), *(_asked(metrics, cells) if cells else ())]
     said = "".join(f"<p>{sentence}</p>" for sentence in sentences if sentence)
     asked = {"samples per task": sample_count(cells)} if cells else {}
-    examples = "".join(map(_example, metrics.get("examples", ())))
+    examples = "".join(map(_example, metrics.get("examples", ()))).replace("<details>", "<details open>", 1)
     shown = f"<h3>An example of each task</h3>{examples}" if examples else ""
     run = facts({**metrics, **asked})
     return (
@@ -59,9 +59,10 @@ def _asked(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
     many = f"{len(tasks)} tasks" if len(tasks) > 1 else "1 task"
     names = ", ".join(f"<b>{escape(task)}</b>" for task in tasks)
     methods, samples = len({cell.method for cell in cells if not cell.reference}), sample_count(cells)
+    samples += " sample" if samples == "1" else " samples"
     sentences = [
-        f"It read contexts and answered questions about them, of {many} ({names}), {samples} samples "
-        f"each{length}. Between the two, {methods} methods compressed its KV cache."
+        f"It read contexts and answered questions about them, of {many} ({names}), {samples} "
+        f"each{length}. {methods} method{'' if methods == 1 else 's'} compressed its KV cache."
     ]
     for protocol in dict.fromkeys(cell.protocol for cell in cells):
         about = PROTOCOLS.get(protocol)
@@ -83,7 +84,8 @@ def _example(example: Mapping[str, Any]) -> str:
     question = f'<b class="question">{escape(str(example["question"]))}</b>' if example["question"] else ""
     said = "".join(_said(one) for one in example["said"])
     return f"""<details><summary><b>{task}</b>: {escape(_short(str(example["question"])))}</summary>
-<p class="prompt">{prompt}{question}</p>
+<p class="prompt">{prompt}
+{question}</p>
 <dl class="said"><div><dt>right answer</dt><dd>{escape(str(example["answer"]))}</dd></div>{said}</dl>
 <p class="muted">{protocol}; what the answer needs is <span class="needed">underlined</span>.</p></details>"""
 
