@@ -7,6 +7,7 @@
         # what they found, finished or not, becomes the data
     python -m scripts.studies.real_model                            # prints the tables
     python -m scripts.studies.real_model --write                    # writes them into docs/real-model.md
+    python -m scripts.studies.real_model picture                    # draws docs/real-model.png
 
 docs/real-model.jsonl has a line per task, protocol, method and budget, with the scores of all contexts.
 """
@@ -24,6 +25,7 @@ import numpy as np
 from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import MeanScore, bootstrap_interval, budget_label, score_of
 from scripts.docs_tables import DOCS
+from scripts.studies.real_model_picture import picture
 from scripts.studies.runner import Page, parser
 
 DATA = DOCS / "real-model.jsonl"
@@ -34,7 +36,7 @@ Line = dict[str, Any]
 
 
 def main() -> None:
-    asked = parser(__doc__, ("collect",))
+    asked = parser(__doc__, ("collect", "picture"))
     asked.add_argument("--out", nargs="+", type=Path, metavar="DIR", help="folders of comparisons to collect")
     args = asked.parse_args()
     if args.what == "collect":
@@ -42,6 +44,8 @@ def main() -> None:
             asked.error("collect was given without --out, expected the folders of the runs: add --out DIR")
         text = "".join(json.dumps(line) + "\n" for line in collect(args.out))
         write_atomic(DATA, text.encode())
+    elif args.what == "picture":
+        write_atomic(DATA.with_suffix(".png"), picture(comparable(read())))
     else:
         PAGE.show(args)
 
@@ -110,11 +114,8 @@ def full_table(lines: Sequence[Line]) -> str:
 
 def pilot_table(lines: Sequence[Line], protocol: str) -> str:
     """Scores and -log p of every method, over all tasks and over those that the full cache answers."""
-    tasks = answered(lines)
-    mine = [line for line in lines if line["protocol"] == protocol]
-    tasks = [
-        task for task in tasks if any(line["task"] == task and line["method"] != "full" for line in mine)
-    ]
+    mine = [line for line in comparable(lines) if line["protocol"] == protocol]
+    tasks = [task for task in answered(lines) if any(line["task"] == task for line in mine)]
     head = f"| method | budget | bytes, % | {' | '.join(tasks)} | -log p, these tasks | -log p, all tasks |"
     out = [head, f"|---|--:|--:|{'--:|' * (len(tasks) + 2)}"]
     for method, budget in cells(mine):
@@ -137,6 +138,20 @@ def decision_table(lines: Sequence[Line]) -> str:
             likely = [t for t in tasks if _apart(lines, protocol, t, budget, "nll")]
             out.append(f"| {protocol} | {budget} | {_listed(answers)} | {_listed(likely)} |")
     return "\n".join(out)
+
+
+def comparable(lines: Sequence[Line]) -> list[Line]:
+    """The tasks that all methods were asked at all budgets, and of each the contexts that all have."""
+    found = []
+    for protocol in dict.fromkeys(line["protocol"] for line in lines):
+        of_protocol = [line for line in lines if line["protocol"] == protocol]
+        every = {*cells(of_protocol)}
+        for task in dict.fromkeys(line["task"] for line in of_protocol):
+            mine = [line for line in of_protocol if line["task"] == task]
+            count = min(len(line["scores"]) for line in mine)
+            if {*cells(mine)} == every:
+                found += [{**x, "scores": x["scores"][:count], "nll": x["nll"][:count]} for x in mine]
+    return found
 
 
 def answered(lines: Iterable[Line]) -> list[str]:
