@@ -196,8 +196,8 @@ def chat(
     >>> talk = kvjax.chat(kvjax.load("smollm2-135m"), "snapkv(budget=0.5)")  # doctest: +SKIP
     >>> talk.say("Name a prime."), talk.say("Another?")  # doctest: +SKIP
     """
-    if has_verbs(model):
-        refuse(model, {"a conversation": True})
+    reads_alone: bool = has_verbs(model)
+    refuse(model, {"a conversation": reads_alone})
     check_chat(model, first_messages(system))
     whole_number("max_new_tokens", max_new_tokens, 1, "tokens")
     if sampler is not None and not callable(sampler):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,7 +143,7 @@ def writing(
     processors: tuple[Processor, ...] = (),
     past: Int[Array, "R T"] | None = None,
     one_by_one: bool = False,
-) -> Iterator[Written]:
+) -> Generator[Written, None, None]:
     """Up to `new` tokens per row, slice by slice; the next slice consumes the cache that one gave.
 
     past: the tokens so far, where there are processors to see them. refuse_nan: called with the step whose

@@ -32,7 +32,7 @@ from kvjax.state.cache import Cache, Pages, Slots
 from kvjax.state.write import pad_slots
 from kvjax.steps import Run
 
-# The fewest tokens of a conversation's cache, of a turn as it is read, and of room for an answer.
+# The least capacity of a conversation's cache, width of a turn as it is read, and tokens free for an answer.
 LEAST, LEAST_TURN, LEAST_ROOM = 512, 128, 64
 
 
@@ -58,7 +58,7 @@ def turn_width(tokens: int) -> int:
 
 
 class Capacity(NamedTuple):
-    """The tokens a turn needs slots for, for how many the cache is made, and how many of them are room."""
+    """Tokens that a turn needs slots for, the cache's capacity, and how much of it is free for an answer."""
 
     need: int
     held: int
@@ -66,7 +66,7 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) -> Capacity:
-    """For how many tokens a cache is made that reads `tokens` more behind `seen` and has room for an answer.
+    """The capacity of a cache with `seen` tokens that reads `tokens` more, `room` of it free for an answer.
 
     most: the model's last position, beyond which no slot could be used.
     """
@@ -79,7 +79,7 @@ def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) ->
 
 
 def capacity_of_turn(method: Method, seen: int, tokens: int, room: int, config: Config) -> int:
-    """For how many tokens the cache is made that a turn of so many leaves."""
+    """The capacity of the cache after a turn of so many tokens."""
     return capacity_of(method, seen, tokens, room, last_position(method, config)).held
 
 
@@ -93,7 +93,7 @@ def plan_turn(
     room: int,
     most: int,
 ) -> tuple[Cache | None, Size]:
-    """What a turn is read over, with room for it, and the sizes that it is read with; see `chunks.plan`.
+    """The cache that a turn is read into, large enough for it, and the sizes of reading (`chunks.plan`).
 
     batch: rows, and columns of tokens with padding. tokens: of the longest row. A first turn is read over an
     empty cache, so that its programs serve later turns.
@@ -108,7 +108,7 @@ def plan_turn(
 
 
 def _grown(run: Run, params: Params, cache: Cache, need: int, size: Size) -> Cache:
-    """The cache with the empty slots that it will have behind the turn, so that turns alike share programs.
+    """The cache with the empty slots that it has after the turn, so that turns of one width share programs.
 
     Groups that keep everything get so many that `need` tokens fit. Others are built anew by the turn; theirs
     are for the shape alone.
@@ -181,7 +181,7 @@ def _has_positions(x: Any) -> bool:
 
 
 def _emptied(x: Any) -> Any:
-    """Zeros, and -1 where a slot is empty and a page nobody's, as `kvjax.reset_rows` leaves them."""
+    """Zeros, and -1 as the position of empty slots and the owner of free pages, as in `kvjax.reset_rows`."""
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
     if not _has_positions(x):
         return zeros

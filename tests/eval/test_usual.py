@@ -39,4 +39,4 @@ def test_a_model_without_a_tokenizer_is_asked_recall(shipped):
 
 def test_every_usual_method_is_known():
     for text in (*ENGLISH.methods, *RECALL.methods):
-        parse_method(text, {})
+        assert parse_method(text, {})[0]
