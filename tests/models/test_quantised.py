@@ -69,7 +69,7 @@ FAMILIES = [(name, "fp8_blocks") for name in CASES] + [(name, "packed4_zeros") f
 
 
 with safe_open(RECORDED, "np") as file:
-    LIBRARIES = {name: json.loads(text) for name, text in file.metadata().items()}
+    LIBRARIES = {name: json.loads(text) for name, text in sorted(file.metadata().items())}
 
 
 @pytest.mark.parametrize("case", LIBRARIES)
