@@ -78,7 +78,8 @@ class Fake(beside_kvpress.Study):
         return {"heads": [1, 2]}
 
 
-def test_a_run_makes_only_what_is_missing_and_checks_what_differs(tmp_path):
+def test_a_run_makes_only_what_is_missing_and_checks_what_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(beside_kvpress, "machine", lambda: {"kvjax": "0", "cores": 1})
     study, data = Fake(), Data(tmp_path / "rows.json", beside_kvpress.EMPTY)
     beside_kvpress.run(study, data, ["none", "knorm"])
     data.change(lambda found: found["rows"].pop("knorm a"))
