@@ -1,0 +1,121 @@
+"""How many pairs of methods with different verbs make one sentence, and why the others do not.
+
+    python -m scripts.studies.pairs                # the tables
+    python -m scripts.studies.pairs --why WORDS    # every pair that is refused for a reason with these words
+    python -m scripts.studies.pairs --write        # the tables into docs/pairs.md
+
+Methods have the budget 0.5 where they take one, and their defaults; nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scripts.docs_tables import write_table
+
+VERBS = ("keep", "store", "read", "reread", "make", "stack", "host")
+# How many pairs were built before facts stood in place of pairs.
+BEFORE = {
+    "keep x store": 787,
+    "keep x read": 168,
+    "keep x reread": 0,
+    "keep x make": 352,
+    "store x read": 72,
+    "keep x host": 30,
+    "keep x stack": 0,
+    "keep x read and host": 0,
+    "store x reread": 74,
+    "keep and store x read": 0,
+    "read x reread": 54,
+    "store x make": 52,
+    "read x host": 5,
+    "all": 1722,
+}
+
+
+class Pair(NamedTuple):
+    """Two methods, the verbs that they have, and why they are refused; "" where they are one sentence."""
+
+    first: str
+    second: str
+    verbs: str
+    why: str
+
+
+def pairs() -> Iterator[Pair]:
+    """Every pair of methods of the library that have no verb in common and at least one each."""
+    import kvjax
+    from kvjax.methods.registry import METHODS, takes_budget
+
+    built = {id: kvjax.method(id, **({"budget": 0.5} if takes_budget(id) else {})) for id in METHODS}
+    verbs = {id: [v for v in VERBS if getattr(m, v) is not None] for id, m in built.items()}
+    for a, b in itertools.combinations([id for id in METHODS if verbs[id]], 2):
+        if {*verbs[a]} & {*verbs[b]}:
+            continue
+        try:
+            kvjax.chain(built[a], built[b])
+            why = ""
+        except ValueError as error:
+            why = reason(str(error))
+        yield Pair(a, b, _called(verbs[a], verbs[b]), why)
+
+
+def _called(a: list[str], b: list[str]) -> str:
+    """The verbs of two methods, in one order whichever comes first.
+
+    >>> _called(["store"], ["keep"])
+    'keep x store'
+    """
+    first, second = sorted((a, b), key=lambda verbs: VERBS.index(verbs[0]))
+    return f"{' and '.join(first)} x {' and '.join(second)}"
+
+
+def reason(message: str) -> str:
+    """What a message says whichever words and numbers it is about: its first clause.
+
+    >>> reason("quest + h2o cannot work: the pages of PageBounds(page=16) (16 tokens) lie: use int8")
+    'the pages of ... (n tokens) lie'
+    """
+    text = message.split(" cannot work: ")[-1]
+    text = re.sub(r"\((\d+, )*\d+,?\)", "...", text)
+    while (shorter := re.sub(r"\w+\([^()]*\)", "...", text)) != text:
+        text = shorter
+    return re.sub(r"\d+", "n", text.split(": ")[0])
+
+
+def table(found: list[Pair]) -> str:
+    """How many pairs are built, by their verbs, and the most frequent reasons why others are not."""
+    total, refused = Counter(p.verbs for p in found), Counter(p.verbs for p in found if p.why)
+    total["all"], refused["all"] = len(found), sum(refused.values())
+    lines = ["| verbs | pairs | built before | built | refused |", "|---|---|---|---|---|"]
+    for verbs, before in BEFORE.items():
+        built = total[verbs] - refused[verbs]
+        lines.append(f"| {verbs} | {total[verbs]} | {before} | {built} | {refused[verbs]} |")
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [f"| {n} | {why} |" for why, n in Counter(p.why for p in found if p.why).most_common(24)]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/pairs.md")
+    parser.add_argument("--why", help="list the pairs whose reason has these words")
+    args = parser.parse_args(argv)
+    found = list(pairs())
+    if args.why is not None:
+        for pair in found:
+            if pair.why and args.why in pair.why:
+                print(f"{pair.verbs:24} {pair.first} + {pair.second}: {pair.why}")
+    elif args.write:
+        write_table("pairs.md", "pairs", table(found))
+    else:
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()
