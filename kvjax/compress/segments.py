@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.select import Fresh, grown
+from kvjax.compress.select import Fresh
+from kvjax.compress.selection import grown
 from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.grammar.calls import counts_slots

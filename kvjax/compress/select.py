@@ -1,6 +1,7 @@
 """Methods decide: the union of old and new slots, its scores, and which slots stay.
 
-Nothing here moves a slot; that is `kvjax.compress.segments`.
+How one layer's slots are ranked and folded stands in `kvjax.compress.selection`. Nothing here moves a slot;
+that is `kvjax.compress.segments`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
+from kvjax.compress.selection import folded, grown, judged, ranked
 from kvjax.grammar import Keep
-from kvjax.grammar.calls import merged, protected, scored, shaped, written
+from kvjax.grammar.calls import scored, shaped, written
 from kvjax.grammar.fitted import of_layer
-from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, View, over_layers
+from kvjax.grammar.protocols import AttentionSpec, Judging, Preferring, Seen, View, over_layers
 from kvjax.keep.select import top
-from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Pages, Segment, Slots
 from kvjax.state.page_gather import gather_pages, gather_traces
-
-# Higher than any score that is computed from numbers of a model, and finite.
-_HIGHEST = 1e30
 
 # (a layer's parameters, its stored keys and values, their positions) -> keys and values that queries meet.
 AsMet = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
@@ -93,24 +90,6 @@ def in_first_tier(
     return live & ~jnp.take_along_axis(held, jnp.maximum(view.pos, 0), axis=3)
 
 
-def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
-    """What is remembered of slots after new queries, from what they received of them [..., S].
-
-    Slots of which something is not remembered stay so. What other methods remember, of a prompt that several
-    of them share, is left out.
-    """
-    length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
-    seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
-    both = [t for t in traces if key_of(t) in old]
-    return {key_of(t): t.grow(old[key_of(t)], seen) if received else old[key_of(t)] for t in both}
-
-
-def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
-    """A layer's view with what traces remember of this choice."""
-    new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
-    return view._replace(traces=view.traces | new)
-
-
 def judged_layers(gm: GroupMethod, view: View, length: Int[Array, "B"], attention: AttentionSpec) -> View:
     """The view of all layers with what traces remember of this choice."""
     if not any(isinstance(t, Judging) for t in gm.traces):
@@ -163,15 +142,9 @@ def score_slots(
             known, None, length, n, layer, attention, weights=matrices, protect=keep.protect
         )  # fmt: skip
         if met is None:
-            s = scored(score, view, seen).astype(jnp.float32)
-        else:
-            s = scored(score, _as_met(met, mine, view), seen).astype(jnp.float32)
-            s = s.reshape(*view.pos.shape[:2], -1, view.pos.shape[2]).mean(2)
-        # What a pattern protects stays also before what a score wants at any price, as `stage` does.
-        s = jnp.minimum(s, _HIGHEST) if keep.protect else s
-        for pattern in keep.protect:
-            s = jnp.where(protected(pattern, view.pos, length, n), jnp.inf, s)
-        return jnp.where(view.pos < 0, -jnp.inf, s)
+            return ranked(keep, view, seen)
+        heads = scored(score, _as_met(met, mine, view), seen).astype(jnp.float32)
+        return ranked(keep, view, seen, heads.reshape(*view.pos.shape[:2], -1, view.pos.shape[2]).mean(2))
 
     each = [over_layers(one, numbers, view, seen, mine) for seen in (fresh.observed, *fresh.readers)]
     return reduce(jnp.add, each)
@@ -224,17 +197,15 @@ def merge_evicted(
     model's, with what was fitted.
     """
     assert gm.keep is not None
-    merge, n = gm.keep.merge, gm.keep.budget.count(length)
+    keep, n = gm.keep, gm.keep.budget.count(length)
     numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
-    slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 3)
-    leaving = jnp.where((view.pos >= 0) & ~kept, slot, view.pos.shape[-1])
 
-    def one(layer: Array, view: View, kept: Array, leaving: Array, observed: Any, carried: Any) -> Any:
+    def one(layer: Array, view: View, kept: Array, observed: Any, carried: Any) -> Any:
         taught = of_layer(params, layer)
         seen = Seen(observed | view.received, None, length, n, layer, attention, fitted=taught)
-        return merged(merge, view, kept, leaving, seen, carried)
+        return folded(keep, view, kept, seen, carried)
 
-    return over_layers(one, numbers, view, kept, leaving, fresh.observed, carried)
+    return over_layers(one, numbers, view, kept, fresh.observed, carried)
 
 
 def reused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,18 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.select import judged
-from kvjax.grammar.calls import merged, protected, scored, written
+from kvjax.compress.selection import select
+from kvjax.grammar.calls import written
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Judging, Seen, View
-from kvjax.keep.select import top
+from kvjax.grammar.protocols import Seen
 from kvjax.models.layers import Params
-from kvjax.ops.attention.union import Keys
 from kvjax.state.cache import GroupState, Slots
-from kvjax.steps.decoding.evict_now import not_numbers, orders, replace_layer, tail_of, taken
+from kvjax.steps.decoding.losing_parts import emptied, held, losing, view_of, with_losing
 from kvjax.steps.decoding.update_traces import weights_of
-from kvjax.steps.shared.rotate import turn_of_one, turned_keys
 from kvjax.steps.shared.run import Run
 
 
@@ -43,37 +41,33 @@ def evict_due(
     lost = jnp.zeros(length.shape, bool)
     if not mine:
         return groups, lost
-    tails = {i: tail_of(groups[i]) for i in mine}
-    due = {}
-    for i, gm in mine.items():
-        assert gm.keep is not None
-        at = gm.keep.when.due_at(gm.keep.budget.count(length))
-        held = (tails[i].pos >= 0).sum(-1, dtype=jnp.int32)
-        due[i] = (held >= jnp.broadcast_to(jnp.asarray(at, jnp.int32), length.shape)[None, :, None]).any(
-            (0, 2)
-        )
-        due[i] &= append
+    parts = {i: losing(gm, groups[i]) for i, gm in mine.items()}
+    due = {i: _due(gm, parts[i], length) & append for i, gm in mine.items()}
 
     def evict(_: Any, state: tuple[dict[int, Any], Array]) -> tuple[dict[int, Any], Array]:
         (changed, lost), out = state, {}
         for i, gm in mine.items():
-            leaves, rows = changed[i]
-            slots = dataclasses.replace(tails[i], **leaves)
-            step = lambda at, s, gm=gm, i=i: _evict_layer(  # noqa: E731
-                run, gm, params, s, (groups[i].rows, weights_of(gm, params["layers"][i])), at, length, due[i]
+            step = partial(_evict_layer, run, gm, params, groups[i], i, length, due[i])
+            *out[i], lost = jax.lax.fori_loop(
+                0, parts[i][-1].pos.shape[0], lambda at, s, step=step: step(at, *s), (*changed[i], lost)
             )
-            slots, rows, lost = jax.lax.fori_loop(0, slots.pos.shape[0], step, (slots, rows, lost))
-            out[i] = _changing(gm, slots), rows
+            out[i] = tuple(out[i])
         return out, lost
 
     turns = jnp.stack(list(due.values())).any().astype(jnp.int32)
-    start = {i: (_changing(gm, tails[i]), _carried_by_merge(gm, groups[i])) for i, gm in mine.items()}
+    start = {i: (_changing(gm, parts[i]), _carried_by_merge(gm, groups[i])) for i, gm in mine.items()}
     done, lost = jax.lax.fori_loop(0, turns, evict, (start, lost))
-    out = {}
+    out = list(groups)
     for i, (leaves, rows) in done.items():
-        tail = dataclasses.replace(tails[i], **leaves)
-        out[i] = dataclasses.replace(groups[i], tail=tail, rows=groups[i].rows | rows)
-    return tuple(out.get(i, group) for i, group in enumerate(groups)), lost
+        out[i] = dataclasses.replace(_with(mine[i], groups[i], leaves), rows=groups[i].rows | rows)
+    return tuple(out), lost
+
+
+def _due(gm: GroupMethod, parts: tuple[Slots, ...], length: Int[Array, "B"]) -> Bool[Array, "B"]:
+    """The rows of which a list holds as many slots as bring it back to its budget."""
+    assert gm.keep is not None
+    at = jnp.asarray(gm.keep.when.due_at(gm.keep.budget.count(length)), jnp.int32)
+    return (held(parts) >= jnp.broadcast_to(at, length.shape)[None, :, None]).any((0, 2))
 
 
 def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
@@ -81,78 +75,47 @@ def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
     return {} if gm.merge is None else {key_of(gm.merge): group.rows[key_of(gm.merge)]}
 
 
-def _changing(gm: GroupMethod, slots: Slots) -> dict[str, Any]:
-    """The arrays of slots that an eviction writes."""
+def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any], ...]:
+    """The arrays of slots that an eviction writes, part by part."""
     assert gm.keep is not None
-    return {name: getattr(slots, name) for name in {"pos", "traces", *written(gm.keep.merge)}}
+    names = {"pos", "traces", *written(gm.keep.merge)}
+    return tuple({name: getattr(part, name) for name in names} for part in parts)
+
+
+def _with(gm: GroupMethod, group: GroupState, leaves: tuple[dict[str, Any], ...]) -> GroupState:
+    """The group with other arrays in the parts that may lose slots."""
+    pairs = zip(losing(gm, group), leaves, strict=True)
+    return with_losing(group, [dataclasses.replace(part, **new) for part, new in pairs])
 
 
 def _evict_layer(
     run: Run,
     gm: GroupMethod,
     params: Params,
-    state: tuple[Slots, dict[str, Any], Bool[Array, "B"]],
-    held: tuple[dict[str, Any], dict[str, Array] | None],
-    index: Array,
+    group: GroupState,
+    number: int,
     length: Int[Array, "B"],
     due: Bool[Array, "B"],
-) -> tuple[Slots, dict[str, Any], Bool[Array, "B"]]:
-    """The slots with one layer brought back to its budget in the rows that are due.
+    index: Array,
+    leaves: tuple[dict[str, Any], ...],
+    rows: dict[str, Any],
+    lost: Bool[Array, "B"],
+) -> tuple[tuple[dict[str, Any], ...], dict[str, Any], Bool[Array, "B"]]:
+    """What an eviction writes of group `number`, with one layer brought back to its budget in due rows.
 
-    state: the slots, what rows carry of the merge, and the rows with scores that are no numbers. held: what
-    else rows carry, and the matrices of the group's layers where the score asks for them.
+    leaves: the same before. rows: what rows carry of the merge. lost: rows with scores that are no numbers.
     """
-    keep, (slots, rows, lost) = gm.keep, state
-    assert keep is not None and keep.score is not None
-    one, n = slots.layer(index), keep.budget.count(length)
-    order, back = orders(one.pos)
-    keys, attention = one.keys(), run.attention_spec(gm.first)
-    keys = turned_keys(attention.rope, keys, turn_of_one(run, length - 1, [one.pos]), 0, length)
-    view: View = jax.tree.map(lambda x: taken(x, order), View(keys.k, keys.v, one.pos, one.bias, one.traces))
-    mine, weights = jax.tree.map(lambda x: x[index], held)
+    keep, attention = gm.keep, run.attention_spec(gm.first)
+    assert keep is not None
+    group, layer = _with(gm, group, leaves), gm.first + index
+    view = view_of(run, gm, attention.rope, group, index, length)
+    weights = weights_of(gm, params["layers"][number])
+    mine, weights, now = jax.tree.map(lambda x: x[index], (group.rows, weights, rows))
     observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}
-    number = gm.first + index
     seen = Seen(
-        observed, None, length, n, number, attention, weights=weights,
-        fitted=of_layer(params, number), protect=keep.protect,
+        observed, None, length, keep.budget.count(length), layer, attention, weights=weights,
+        fitted=of_layer(params, layer), protect=keep.protect,
     )  # fmt: skip
-    judging = [key_of(t) for t in gm.traces if isinstance(t, Judging)]
-    said_of = list(one.traces) if "traces" in written(keep.merge) else judging
-    view = judged(gm.traces, view, seen)
-    score = scored(keep.score, view, seen).astype(jnp.float32)
-    lost |= not_numbers(score, view.pos) & due
-    for pattern in keep.protect:
-        score = jnp.where(protected(pattern, view.pos, length, n), jnp.inf, score)
-    live = view.pos >= 0
-    best = top(jnp.where(live, score, -jnp.inf), jnp.broadcast_to(n[:, None], live.shape[:2]))
-    kept = jnp.where(due[:, None, None], best, live)
-    if keep.merge is not None:
-        slot = jax.lax.broadcasted_iota(jnp.int32, live.shape, 2)
-        leaving = jnp.where(live & ~kept, slot, live.shape[-1])
-        now: dict[str, Any] = jax.tree.map(lambda x: x[index], rows)
-        new, now = merged(keep.merge, view, kept, leaving, seen, now)
-        rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, now)
-        changed = _where_due(due, back, new, keys, one.bias)
-        changed = {name: x for name, x in changed.items() if name in written(keep.merge)}
-        slots, view = replace_layer(slots, index, **changed), view._replace(traces=new.traces)
-    stay = taken(kept, back)
-    pos = slots.pos.at[index].set(jnp.where(stay, one.pos, -1))
-    said = {
-        name: jnp.where(due[:, None, None], taken(view.traces[name], back), one.traces[name])
-        for name in said_of
-    }
-    mine = one.traces | said
-    traces = {name: x.at[index].set(jnp.where(stay, mine[name], 0.0)) for name, x in slots.traces.items()}
-    return dataclasses.replace(slots, pos=pos, traces=traces), rows, lost
-
-
-def _where_due(
-    due: Bool[Array, "B"], back: Array, new: View, keys: Keys, bias: Array | None
-) -> dict[str, Array]:
-    """Keys, values and biases after a merge, in the order in which they lie; in other rows as they were."""
-    pairs = {"k": (new.k, keys.k), "v": (new.v, keys.v), "bias": (new.bias, bias)}
-    return {
-        name: jnp.where(due.reshape(-1, *(1,) * (x.ndim - 1)), taken(x, back), old)
-        for name, (x, old) in pairs.items()
-        if x is not None and old is not None
-    }
+    found = select(keep, gm.traces, view, seen, due, now)
+    rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, found.rows)
+    return _changing(gm, emptied(losing(gm, group), index, found)), rows, lost | found.lost

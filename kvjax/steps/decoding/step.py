@@ -34,7 +34,8 @@ from kvjax.state.codes import Codes, lent
 from kvjax.state.write import after, first_empty, write_slots
 from kvjax.steps.decoding.attend import attend_past, attend_turn, brought, met_by, persistent, selected
 from kvjax.steps.decoding.evict_due import evict_due
-from kvjax.steps.decoding.evict_now import Now, evict_hidden, evict_one, evict_shared, tail_of
+from kvjax.steps.decoding.evict_now import Now, evict_hidden, evict_one, evict_shared
+from kvjax.steps.decoding.losing_parts import tail_of
 from kvjax.steps.decoding.past import past_of
 from kvjax.steps.decoding.per_device import Split, bare, on_this_device, said_of_one, split_of
 from kvjax.steps.decoding.prefetch import ahead_of, arrived, next_one, started, without

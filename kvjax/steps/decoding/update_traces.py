@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import remember_in_pages
-from kvjax.compress.select import grown
+from kvjax.compress.selection import grown
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs
 from kvjax.models.mixer import Layer

@@ -1,0 +1,181 @@
+"""Selection: a layer's slots are scored, protected and ranked, and those that leave join those that stay.
+
+One routine for prompts (`kvjax.compress.select`, whose allocations look at all layers between the two halves,
+`ranked` and `folded`), for a token's own step and for other triggers (`select`). Slots come as a `View`: of
+one segment or of the union of several.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar import Keep
+from kvjax.grammar.calls import merged, protected, scored, written
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import AttentionSpec, Judging, Seen, Trace, View
+from kvjax.keep.observations.observe import Mass, Queries
+from kvjax.keep.select import top
+from kvjax.ops.base.rope import Rope
+
+# What a token's own step has at hand: its query, and the attention that slots received of it.
+NEWEST, RECEIVED = key_of(Queries(1)), key_of(Mass("sum"))
+# Higher than any score that is computed from numbers of a model, and finite.
+_HIGHEST = 1e30
+
+
+class Selected(NamedTuple):
+    """What a selection leaves, in the order in which the slots were given.
+
+    changed: by name, what merges and traces changed of the slots ("traces" is a dict). rows: what rows carry
+    for the merge. lost: rows in which a live slot's score was not a number (NaN), which cannot be ranked.
+    """
+
+    gone: Bool[Array, "B K S"]
+    changed: dict[str, Any]
+    rows: dict[str, Any]
+    lost: Bool[Array, "B"]
+
+
+def select(
+    keep: Keep,
+    traces: tuple[Trace, ...],
+    view: View,
+    seen: Seen,
+    due: Bool[Array, "B"],
+    carried: dict[str, Any],
+) -> Selected:
+    """The slots of one layer that leave while decoding, in the rows that are due; others stay as they are.
+
+    After every token (`at_once`) that is the worst slot beyond the budget, or what lies below a threshold;
+    else all that are not among the budget's best. carried: what rows carry, by the key of the word.
+    """
+    assert keep.score is not None
+    given, back = view, None
+    if not keep.when.at_once or getattr(keep.score, "ordered", False):
+        order, back = orders(view.pos)
+        view, seen = _in_order(view, seen, order)
+    view = judged(traces, view, seen)
+    score = ranked(keep, view, seen)
+    lost = not_numbers(score, view.pos) & due
+    gone = (_worst if keep.when.at_once else _beyond)(keep, score, view.pos, seen.n) & due[:, None, None]
+    rows: dict[str, Any] = {}
+    if keep.merge is not None:
+        stay = (view.pos >= 0) & ~gone
+        view, rows = folded(keep, view, stay, seen, carried, one=keep.when.at_once)
+    names = [name for name in written(keep.merge) if name != "traces"]
+    new = {name: x for name in (*names, "traces") if (x := getattr(view, name)) is not None}
+    if back is not None:
+        gone, new = jax.tree.map(lambda x: taken(x, back), (gone, new))
+    changed = jax.tree.map(
+        lambda x, old: jnp.where(due.reshape(-1, *(1,) * (x.ndim - 1)), x, old),
+        new,
+        {name: getattr(given, name) for name in new},
+    )
+    return Selected(gone, changed, rows, lost)
+
+
+def ranked(keep: Keep, view: View, seen: Seen, score: Any = None) -> Float[Array, "B K S"]:
+    """The scores of a layer's slots, +inf where a pattern protects and -inf where a slot is empty.
+
+    score: what the keep's word gave, where it was asked of another view.
+    """
+    s = (scored(keep.score, view, seen) if score is None else score).astype(jnp.float32)
+    # What a pattern protects stays also before what a score wants at any price, as `stage` does.
+    s = jnp.minimum(s, _HIGHEST) if keep.protect else s
+    for pattern in keep.protect:
+        s = jnp.where(protected(pattern, view.pos, seen.length, seen.n), jnp.inf, s)
+    return jnp.where(view.pos < 0, -jnp.inf, s)
+
+
+def folded(
+    keep: Keep,
+    view: View,
+    stay: Bool[Array, "B K S"],
+    seen: Seen,
+    carried: dict[str, Any],
+    *,
+    one: bool = False,
+) -> tuple[View, dict[str, Any]]:
+    """The view after the live slots that do not stay have joined those that do, as the keep's merge says.
+
+    Also what rows carry for the merge. one: at most one slot of a list leaves.
+    """
+    slots, gone = view.pos.shape[-1], (view.pos >= 0) & ~stay
+    if one:
+        leaving = jnp.where(gone.any(-1), jnp.argmax(gone, -1), slots).astype(jnp.int32)[..., None]
+    else:
+        slot = jax.lax.broadcasted_iota(jnp.int32, gone.shape, gone.ndim - 1)
+        leaving = jnp.where(gone, slot, slots)
+    return merged(keep.merge, view, stay, leaving, seen, carried)
+
+
+def _worst(
+    keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
+) -> Bool[Array, "B K S"]:
+    """The slots below a threshold, or the one of the lowest score in lists beyond their budget.
+
+    Where slots merge, the first of those below a threshold: the others are merged after later tokens.
+    """
+    live = pos >= 0
+    threshold = getattr(keep.allocate, "threshold", None)
+    if threshold is not None:
+        below = live & (score < threshold)
+        return below if keep.merge is None else below & (jnp.cumsum(below, -1) == 1)
+    # Ties keep the older token, as at the end of a prefill.
+    score = jnp.where(live, score, jnp.inf)
+    lowest = score == score.min(-1, keepdims=True)
+    newest = jnp.where(lowest & live, pos, -1).max(-1, keepdims=True)
+    return lowest & (pos == newest) & (live.sum(-1) > n[:, None])[..., None]
+
+
+def _beyond(
+    keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
+) -> Bool[Array, "B K S"]:
+    """The live slots that are not among the n best of their list; the view is in position order."""
+    return (pos >= 0) & ~top(score, jnp.broadcast_to(n[:, None], pos.shape[:2]))
+
+
+def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
+    """What is remembered of slots after new queries, from what they received of them [..., S].
+
+    Slots of which something is not remembered stay so. What other methods remember, of a prompt that several
+    of them share, is left out.
+    """
+    length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
+    seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
+    both = [t for t in traces if key_of(t) in old]
+    return {key_of(t): t.grow(old[key_of(t)], seen) if received else old[key_of(t)] for t in both}
+
+
+def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
+    """A layer's view with what traces remember of this choice."""
+    new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
+    return view._replace(traces=view.traces | new)
+
+
+def not_numbers(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[Array, "B"]:
+    """Rows in which a live slot's score is not a number."""
+    return (jnp.isnan(score) & (pos >= 0)).any((1, 2))
+
+
+def _in_order(view: View, seen: Seen, order: Int[Array, "B K S"]) -> tuple[View, Seen]:
+    """A view, and what was seen of its slots, with the slots in another order."""
+    there = lambda x: taken(x, order)  # noqa: E731
+    masses = seen.observed | {name: there(x) for name, x in view.received.items()}
+    mass = None if seen.mass is None else there(seen.mass)
+    return jax.tree.map(there, view), seen._replace(observed=masses, mass=mass)
+
+
+def orders(pos: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    """Slots by position, the empty ones last, and the way back."""
+    order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), axis=-1, stable=True)
+    return order, jnp.argsort(order, axis=-1)
+
+
+def taken(x: Array, index: Int[Array, "B K S"]) -> Array:
+    """x of the slots at `index`, list by list."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 3)), axis=2)

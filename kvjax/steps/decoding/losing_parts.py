@@ -1,0 +1,102 @@
+"""The parts of a group that may lose slots while decoding, as one view, and what leaves written back to each.
+
+A body of codes and the plain tail after it lose slots alike: the worst of both leaves, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.selection import Selected, grown
+from kvjax.grammar.protocols import View
+from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import GroupState, Slots
+from kvjax.state.codes import Codes
+from kvjax.steps.decoding.attend import Received
+from kvjax.steps.shared.rotate import turned_keys, turns_over
+from kvjax.steps.shared.run import Run
+
+
+def tail_of(group: GroupState) -> Slots:
+    """The slots that new tokens go to."""
+    assert group.tail is not None
+    return group.tail
+
+
+def losing(gm: GroupMethod, group: GroupState) -> tuple[Slots, ...]:
+    """The last parts of a group, whose slots may leave: the tail, and codes of several tokens before it."""
+    parts = group.parts if gm.split else (tail_of(group),)
+    return tuple(part for part in parts if isinstance(part, Slots))
+
+
+def with_losing(group: GroupState, parts: Sequence[Slots]) -> GroupState:
+    """The group with others in place of its `losing` parts."""
+    return group.with_parts((*group.parts[: len(group.parts) - len(parts)], *parts))
+
+
+def view_of(
+    run: Run,
+    gm: GroupMethod,
+    rope: Rope,
+    group: GroupState,
+    index: int | Array,
+    length: Int[Array, "B"],
+    received: Sequence[Received] = (),
+) -> View:
+    """One layer of the parts that may lose slots, with keys as the newest query meets them, in any order.
+
+    received: what the slots of all parts of the group received of it, by which traces grow.
+    """
+    parts = losing(gm, group)
+    first = len(group.parts) - len(parts)
+    turn = turns_over(run, length - 1, group.parts, index)[0]
+    seen = received[-len(parts) :] if received else ({},) * len(parts)
+    views = []
+    for i, (part, got) in enumerate(zip(parts, seen, strict=True)):
+        one = part.layer(index)
+        keys = turned_keys(rope, one.keys(), turn, first + i, length)
+        views.append(View(keys.k, keys.v, one.pos, one.bias, grown(gm.traces, one.traces, got), got))
+    return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
+
+
+def emptied(parts: Sequence[Slots], index: int | Array, found: Selected) -> tuple[Slots, ...]:
+    """The parts of a `view_of` one layer without the slots that leave, and what these change of others."""
+    changed = {name: x for name, x in found.changed.items() if name != "traces"}
+    # What is encoded several tokens at a time is not written slot by slot.
+    assert not changed or len(parts) == 1
+    out, at = [], 0
+    for part in parts:
+        mine = slice(at, at + part.capacity)
+        gone, at = found.gone[..., mine], at + part.capacity
+        put = lambda x, new, fill, gone=gone: x.at[index].set(jnp.where(gone, fill, new))  # noqa: E731
+        said = {
+            name: put(x, found.changed["traces"][name][..., mine], 0.0) for name, x in part.traces.items()
+        }
+        part = replace_layer(part, index, **changed)
+        out.append(dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said))
+    return tuple(out)
+
+
+def held(parts: Sequence[Slots]) -> Int[Array, "Lg B K"]:
+    """How many slots every list holds in the parts that may lose some."""
+    return sum(((part.pos >= 0).sum(-1, dtype=jnp.int32) for part in parts), jnp.int32(0))
+
+
+def replace_layer(slots: Slots, index: int | Array, **leaves: Any) -> Slots:
+    """One layer's leaves written back; merging stores encoded what the segment encodes."""
+
+    def put(old: Any, new: Array) -> Any:
+        if not isinstance(old, Codes):
+            return old.at[index].set(new)
+        fresh = old.encoded(new, index)
+        return dataclasses.replace(old, data={n: x.at[index].set(fresh[n]) for n, x in old.data.items()})
+
+    written = {n: put(getattr(slots, n), x) for n, x in leaves.items() if getattr(slots, n) is not None}
+    return dataclasses.replace(slots, **written)
