@@ -22,6 +22,7 @@ from kvjax.grammar.calls import with_probe, with_token_ids
 from kvjax.grammar.fitted import with_fitted
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods import as_method
+from kvjax.models.clean_spaces import uncleaned
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
@@ -113,7 +114,7 @@ def _with_ids(method: Method, tokenizer: Any) -> Method:
                 "separators="
             )
         each = [[i] for i in range(tokenizer.get_vocab_size())]
-        texts = tokenizer.decode_batch(each, skip_special_tokens=False)
+        texts = map(uncleaned(tokenizer), each)
         marks = [any(c in text for c in characters) and not any(map(str.isalnum, text)) for text in texts]
         return tuple(i for i, mark in enumerate(marks) if mark)
 

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from kvjax.base.errors import InputError
+from kvjax.models.clean_spaces import clean_spaces
 from kvjax.models.files import read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -23,8 +24,8 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
     and always to the same ids. Tokens that stand only in
     tokenizer_config.json, or else in special_tokens_map.json and added_tokens.json, are added as transformers
     5 adds them. As there, add_bos_token and add_eos_token are ignored beside a tokenizer.json, whose
-    post-processor decides. Raises InputError for a broken file, and where a file gives a token another id
-    than it gets.
+    post-processor decides. With clean_up_tokenization_spaces it decodes to text without spaces before
+    punctuation. Raises InputError for a broken file, and where a file gives a token another id than it gets.
     """
     file = folder / _newest(settings)
     if not file.is_file():
@@ -39,6 +40,8 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
         tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
     if settings.get("split_special_tokens"):
         tokenizer.encode_special_tokens = True
+    if settings.get("clean_up_tokenization_spaces"):
+        clean_spaces(tokenizer)
     before = tokenizer.get_vocab()
     listed, settings = _listed(folder, settings)
     named, extra = _named(settings), list(_extra(settings))

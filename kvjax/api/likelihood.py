@@ -23,6 +23,7 @@ from kvjax.compat.max_length import last_position
 from kvjax.grammar import Method
 from kvjax.grammar.when import PREFILL_END
 from kvjax.hosts.arrays import fetch
+from kvjax.models.clean_spaces import uncleaned
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache, nbytes
 
@@ -197,7 +198,8 @@ def _bytes(model: Model, fed: Batch) -> int | None:
     if (tokenizer := getattr(model, "tokenizer", None)) is None:
         return None
     rows = (row[:length].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True))
-    return sum(len(tokenizer.decode(row, skip_special_tokens=False).encode()) for row in rows)
+    decode = uncleaned(tokenizer)
+    return sum(len(decode(row).encode()) for row in rows)
 
 
 def _scored(

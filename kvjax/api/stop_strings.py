@@ -8,14 +8,15 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from kvjax.base.errors import InputError
+from kvjax.models.clean_spaces import uncleaned
 from kvjax.models.model import Model
 
 
 class StopStrings:
     """Which rows have written one of `strings`, asked with every row's next token.
 
-    The written tokens are decoded as one text, special tokens included, so a string may begin and end inside
-    tokens. Raises InputError where the model has no tokenizer, or a string is empty.
+    The written tokens are decoded as one text, special tokens included and spaces as written, so a string may
+    begin and end inside tokens. Raises InputError where the model has no tokenizer, or a string is empty.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -29,12 +30,12 @@ class StopStrings:
             raise InputError(f"stop_strings is {strings!r}, expected a list of texts that are not empty")
         if model.tokenizer is None:
             raise InputError(f"{model.name} has no tokenizer, so it writes no text: give stop= token ids")
-        self.decode, self.strings = model.tokenizer.decode, tuple(strings)
+        self.decode, self.strings = uncleaned(model.tokenizer), tuple(strings)
         self.written: list[list[int]] = [[] for _ in range(rows)]
 
     def __call__(self, shown: Int[np.ndarray, "B"]) -> Bool[np.ndarray, "B"]:
         for row, token in zip(self.written, shown.tolist(), strict=True):
             if token >= 0:
                 row.append(token)
-        texts = [self.decode(row, skip_special_tokens=False) for row in self.written]
+        texts = [self.decode(row) for row in self.written]
         return np.array([any(s in text for s in self.strings) for text in texts])

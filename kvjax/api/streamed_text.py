@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from kvjax.models.clean_spaces import cleans_spaces, settled
+
 
 class Decoding:
-    """Ids to text as they come: characters that are not complete yet are held back.
+    """Ids to text as they come: what is no complete character yet, or a space that may go, is held back.
 
     Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
 
@@ -19,11 +21,13 @@ class Decoding:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+        self.cleans = cleans_spaces(tokenizer)
 
     def add(self, id: int) -> str:
         """What a further token adds to the text that was shown."""
         self.ids.append(id)
-        return self._new(self._text().rstrip("\ufffd"))
+        text = self._text().rstrip("\ufffd")
+        return self._new(settled(text) if self.cleans else text)
 
     def rest(self) -> str:
         """What is left of the text where no token follows."""

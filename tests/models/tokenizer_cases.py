@@ -14,6 +14,14 @@ _SPLIT = [8, 9, 0, 1, 2, 3, 4, 1, 5, 10, 0, 6, 7, 4, 5, 8, 9]
 _WHOLE, _PADDED, _ENDED = [8, 9, 12, 10, 13, 8, 9], [*_SPLIT[:10], 12, 8, 9], [8, 9, 12, *_SPLIT[9:]]
 
 
+# Written texts, and what transformers 5.2.0 shows of them with clean_up_tokenization_spaces (tests/parity).
+SHOWN = {
+    "a . b ? c ! d , e": "a. b? c! d, e",
+    "do n't , I 'm , it 's , we 've , you 're": "don't, I'm, it's, we've, you're",
+    "x ' y": "x'y", "x  ' .": "x  '.", " n ' t": "n't", "a  . . .": "a ...", "he 'll : ; )": "he 'll : ; )",
+}  # fmt: skip
+
+
 class Files(NamedTuple):
     """The ids that TEXT becomes, the files beside tokenizer.json, and what is done to that one."""
 

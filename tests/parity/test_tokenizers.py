@@ -1,10 +1,14 @@
 """Live against transformers: what a text becomes, whatever files a tokenizer comes in."""
 
+import random
+
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from kvjax.models.tokenizer import read_text
-from tests.models.tokenizer_cases import CASES, TEXT, Files, tokenizer, write
+from kvjax.train.data.byte_tokenizer import byte_tokenizer
+from tests.models.tokenizer_cases import CASES, SHOWN, TEXT, Files, tokenizer, write
 
 pytestmark = pytest.mark.parity
 _HF = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -36,3 +40,28 @@ def test_ids_that_contradict_the_files_are_theirs_alone(tmp_path):
     gap = {"added_tokens_decoder": {"20": {"content": "<pad>", "special": True}}, **_HF}
     made = AutoTokenizer.from_pretrained(write(Files([], gap), tmp_path))
     assert made.convert_tokens_to_ids("<pad>") == tokenizer().get_vocab_size() == 12
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_texts_are_shown_as_theirs_are(clean, tmp_path):
+    write(Files([], {"clean_up_tokenization_spaces": clean, **_HF}), tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), read_text(tmp_path).tokenizer
+    drawn = random.Random(0)
+    for text in [*SHOWN, *("".join(drawn.choices("   .?,'nntsmver", k=12)) for _ in range(500))]:
+        ids = ours.encode(text).ids
+        assert theirs(text)["input_ids"] == ids
+        assert (
+            ours.decode(ids) == theirs.decode(ids) == (SHOWN.get(text, ours.decode(ids)) if clean else text)
+        )
+
+
+def test_words_without_a_decoder_are_joined_as_theirs_are(tmp_path):
+    write(Files([], {"clean_up_tokenization_spaces": True, **_HF}), tmp_path)
+    words = {"it": 0, "'s": 1, ",": 2, ".": 3, "'": 4}
+    Tokenizer(models.WordLevel(vocab=words, unk_token="it")).save(str(tmp_path / "tokenizer.json"))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), read_text(tmp_path).tokenizer
+    drawn = random.Random(0)
+    for _ in range(100):
+        ids = drawn.choices(range(5), k=8)
+        assert ours.decode(ids) == theirs.decode(ids)

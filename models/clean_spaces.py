@@ -1,0 +1,64 @@
+"""Text without spaces before punctuation, where a checkpoint asks for it: `clean_up_tokenization_spaces`.
+
+A tokenizer's decoder does it, so whatever decodes with the tokenizer shows what transformers shows, and a
+saved tokenizer.json goes on doing it. What counts or compares written text takes `uncleaned`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders
+
+# In the order of transformers 5.2.0, `_decode` in tokenization_utils_tokenizers.py.
+_REPLACED = [(" " + text, text) for text in (".", "?", "!", ",")]
+_REPLACED += [(" ' ", "'")] + [(" " + text, text) for text in ("n't", "'m", "'s", "'ve", "'re")]
+# No token has it, so the decoder joins tokens by spaces, as `tokenizers` does without a decoder.
+_NO_PREFIX = "\0" * 8
+# A match begins with a space and has at most three more characters. " ' " may make one with what stands
+# before it (" n ' t" is "n't"), and the space that ends it may begin " .", which comes first.
+_OPEN = re.compile(r"(( +[^ ]{0,2}){1,2}|')$")
+
+
+def clean_spaces(tokenizer: Tokenizer) -> None:
+    """Has the tokenizer decode to cleaned text: "a , b" becomes "a, b"; ids stay as they are."""
+    if not cleans_spaces(tokenizer):
+        first = tokenizer.decoder or decoders.WordPiece(prefix=_NO_PREFIX, cleanup=False)
+        steps = [first, decoders.Fuse(), *(decoders.Replace(old, new) for old, new in _REPLACED)]
+        tokenizer.decoder = decoders.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def cleans_spaces(tokenizer: Any) -> bool:
+    """Whether a tokenizer's decoder is one of `clean_spaces`."""
+    return _first_step(tokenizer) is not None
+
+
+def uncleaned(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """What decodes ids, special tokens included, to the text as it was written."""
+    if (first := _first_step(tokenizer)) is None:
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    decoder = decoders.Sequence([])
+    decoder.__setstate__(json.dumps({"type": "Sequence", "decoders": [first]}).encode())
+
+    def decode(ids: Sequence[int]) -> str:
+        tokens = (tokenizer.id_to_token(i) for i in ids)
+        return decoder.decode([token for token in tokens if token is not None])
+
+    return decode
+
+
+def settled(text: str) -> str:
+    """The part of a cleaned text that further text does not change."""
+    return _OPEN.sub("", text)
+
+
+def _first_step(tokenizer: Any) -> Any:
+    """The decoder before `clean_spaces`, as JSON; None where nothing is cleaned."""
+    if tokenizer.decoder is None:
+        return None
+    steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])
+    found = [(step["pattern"].get("String"), step["content"]) for step in steps[2:] if "pattern" in step]
+    return steps[0] if found == _REPLACED else None
