@@ -57,7 +57,7 @@ def settled(text: str) -> str:
 
 def _first_step(tokenizer: Any) -> Any:
     """The decoder before `clean_spaces`, as JSON; None where nothing is cleaned."""
-    if tokenizer.decoder is None:
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.decoder is None:
         return None
     steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])
     found = [(step["pattern"].get("String"), step["content"]) for step in steps[2:] if "pattern" in step]
