@@ -4,7 +4,8 @@
     python -m scripts.eval --gin mine.gin --out runs/mine --resume # goes on with a run that was cut
     python -m scripts.eval --gin pilot --out runs/pilot --minutes 60 # stops in time; --resume goes on
 
-A file binds arguments of `kvjax.compare`, as `compare.samples = 8`.
+A file binds arguments of `kvjax.compare`, as `compare.samples = 8`. One with seeds is a board, which runs in
+shards and leaves out what docs/real-model-board.jsonl has (`scripts.studies.board`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvjax.base.errors import InputError
 from kvjax.commands.programs import keep_programs
 from kvjax.eval.compare import compare
 from kvjax.io.gin_bindings import load_comparison
+from scripts.studies import board
 
 NAMES = [
     n for n in inspect.signature(compare).parameters if n not in ("console", "out", "resume", "mesh", "rules")
@@ -41,7 +43,10 @@ def main(argv: list[str] | None = None) -> None:
         if args.model is not None:
             given["model"] = args.model
         keep_programs()
-        compare(**given, out=args.out, resume=args.resume)
+        if given.get("seeds"):
+            board.run(given, args.out, args.resume)
+        else:
+            compare(**given, out=args.out, resume=args.resume)
     except InputError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -1,0 +1,287 @@
+"""The board of a real language model, shard by shard: what is known is not run again.
+
+    python -m scripts.eval --gin board-1024 --out runs/board-1024 --minutes 60 --resume
+        # goes on where docs/real-model-board.jsonl and runs/board-1024 end
+    python -m scripts.studies.board collect --out runs/board-1024
+        # what was found, finished or not, becomes the data
+    python -m scripts.studies.board              # prints the tables
+    python -m scripts.studies.board --write      # writes them into docs/real-model.md
+
+A file of configs/eval with seeds is a board. A shard of it is a few methods under one protocol on the
+contexts of one seed, in a folder of its own: all methods under the first protocol on the contexts of the
+first seed come first. The data has a line per task, protocol, method, budget and seed, with the scores of all contexts, the
+revision that ran, and a digest of the method's source: where that is another now, the method is run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
+from kvjax.eval.report.cells import budget_label
+from kvjax.eval.report.paired import Scores, difference
+from kvjax.eval.run.cellplan import Entry, plan_cells
+from kvjax.eval.run.revision import revision
+from kvjax.grammar import Method
+from kvjax.methods import METHODS
+from kvjax.models.model import Model
+from scripts.docs_tables import DOCS
+from scripts.studies import real_model
+from scripts.studies.runner import Page, parser
+
+DATA = DOCS / "real-model-board.jsonl"
+# Methods of a shard: they share the reading of its contexts, and so many are unfinished when it is cut.
+TOGETHER = 6
+# What a comparison's folder gets besides: the revision that runs, and a digest of every method's source.
+ORIGIN = "origin.json"
+NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
+Line = dict[str, Any]
+
+
+def main() -> None:
+    asked = parser(__doc__, ("collect",))
+    asked.add_argument("--out", nargs="+", type=Path, metavar="DIR", help="folders of boards to collect")
+    args = asked.parse_args()
+    if args.what == "collect":
+        if not args.out:
+            asked.error("collect was given without --out, expected the folders of the boards: add --out DIR")
+        lines = joined(read(), (line for folder in args.out for line in collect(folder)))
+        write_atomic(DATA, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    else:
+        PAGE.show(args)
+
+
+# --- shards ----------------------------------------------------------------------------------------------
+
+
+class Shard(NamedTuple):
+    """Methods under one protocol on the contexts of one seed; `cells` are those that are not known yet."""
+
+    name: str
+    protocol: str
+    seed: int
+    cells: list[Entry]
+
+
+def run(given: Mapping[str, Any], out: Path, resume: bool = False) -> None:
+    """Runs the shards of a board that are neither known nor finished under `out`, on from where one was cut.
+
+    given: arguments of `kvjax.compare`, several seeds among them. InputError where one that a board needs is
+    missing, and where `out` is there without `resume`.
+    """
+    import kvjax
+    from kvjax.eval.compare import compare
+
+    if missing := [f"compare.{name}" for name in NEEDED if not given.get(name)]:
+        raise InputError(
+            f"a board with compare.seeds was given without {', '.join(missing)}: add what is missing"
+        )
+    if out.exists() and not resume:
+        raise InputError(f"{out} is there already: give --resume to go on with it, or another --out")
+    model = kvjax.load(given["model"])
+    for shard in shards(given, model, read()):
+        folder = out / shard.name
+        if (folder / "metrics.json").exists():
+            continue
+        origin = {"revision": revision(), "sources": {e.label: source_of(e.method) for e in shard.cells}}
+        methods = [*origin["sources"]]
+        if (folder / "settings.json").exists():
+            methods = [*json.loads((folder / ORIGIN).read_text())["sources"]]
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / ORIGIN, json.dumps(origin, indent=1).encode())
+        own = {"methods": methods, "protocols": (shard.protocol,), "seeds": None, "seed": shard.seed}
+        own |= {"model": model, "baselines": False}
+        compare(**{**given, **own}, out=folder, resume=(folder / "settings.json").exists())
+
+
+def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Iterator[Shard]:
+    """The shards of a board in their order, without methods whose lines are known; none that is empty.
+
+    A shard's name changes with the sources of its methods, known or not.
+    """
+    preset = given.get("preset") or ("short" if given["length"] <= 1024 else "long")
+    cells = plan_cells(model, given["methods"], given["budgets"], preset, given.get("baselines", True))
+    labels = list(dict.fromkeys(entry.label for entry in cells))
+    pieces = [labels[at : at + TOGETHER] for at in range(0, len(labels), TOGETHER)]
+    digests = {entry: source_of(entry.method) for entry in cells}
+    have = _counted(known, model.fingerprint, given["length"])
+    for seed, protocol, (number, piece) in itertools.product(
+        given["seeds"], given["protocols"], enumerate(pieces)
+    ):
+        mine = [entry for entry in cells if entry.label in piece]
+        digest = hashlib.sha256(repr([(e, digests[e]) for e in mine]).encode()).hexdigest()[:8]
+
+        def missing(e: Entry, of: tuple[str, int] = (protocol, seed)) -> bool:
+            key = *of, e.label, repr(e.budget), repr(e.method), digests[e]
+            return any(have.get((task, *key), 0) < given["samples"] for task in given["tasks"])
+
+        lacking = {entry.label for entry in mine if missing(entry)}
+        if lacking:
+            left = [entry for entry in mine if entry.label in lacking]
+            yield Shard(f"{protocol}-{seed}-{number:02}-{digest}", protocol, seed, left)
+
+
+def _counted(lines: Iterable[Line], fingerprint: str, length: int) -> dict[tuple[Any, ...], int]:
+    """How many contexts the lines of a model and a length have, by what was asked of which sentence."""
+    found = {}
+    for line in lines:
+        if (line["fingerprint"], line["length"]) == (fingerprint, length):
+            key = line["protocol"], line["seed"], line["method"], repr(line["budget"]), line["sentence"]
+            found[line["task"], *key, line["source"]] = len(line["scores"])
+    return found
+
+
+def source_of(method: Method) -> str:
+    """A digest of what defines a method: its functions and the classes of its words, with their bases.
+
+    What methods share, such as attention, is not in it: lines tell by their revision which of it they ran.
+    """
+    parts = {_text(one) for one in _defined(method)}
+    return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:12]
+
+
+# Reading a class from its file takes longer than all else here.
+_text = functools.cache(inspect.getsource)
+
+
+def _defined(word: Any) -> Iterator[Any]:
+    """The functions that a sentence names and the classes of kvjax that it is made of."""
+    if isinstance(word, tuple | frozenset):
+        for part in word:
+            yield from _defined(part)
+    elif isinstance(word, str) and word in METHODS:
+        yield inspect.unwrap(METHODS[word])
+    elif dataclasses.is_dataclass(word) and not isinstance(word, type):
+        if not isinstance(word, Method):
+            yield from (c for c in type(word).__mro__ if c.__module__.startswith("kvjax."))
+        for field in dataclasses.fields(word):
+            yield from _defined(getattr(word, field.name))
+
+
+# --- data ------------------------------------------------------------------------------------------------
+
+
+def collect(folder: Path) -> Iterator[Line]:
+    """The lines of a board's shards, finished or not."""
+    for origin in sorted(folder.glob(f"*/{ORIGIN}")):
+        if (origin.parent / "units.jsonl").exists():
+            about = json.loads(origin.read_text())
+            for line in real_model.collect([origin.parent]):
+                source = about["sources"][line["method"]]
+                yield {**line, "revision": about["revision"], "source": source}
+
+
+def joined(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
+    """Lines in a fixed order; of two about the same cell, task and seed, the new one stands.
+
+    One of the same sentence and source stands only where it has as many contexts.
+    """
+    found: dict[tuple[Any, ...], Line] = {}
+    for line in (*old, *new):
+        key = (
+            line["length"],
+            line["protocol"],
+            line["seed"],
+            line["method"],
+            repr(line["budget"]),
+            line["task"],
+        )
+        there = found.get(key)
+        same = there is not None and all(there[x] == line[x] for x in ("sentence", "source", "fingerprint"))
+        if there is None or not same or len(line["scores"]) > len(there["scores"]):
+            found[key] = line
+    return [found[key] for key in sorted(found)]
+
+
+def read() -> list[Line]:
+    return [json.loads(line) for line in DATA.read_text().splitlines()] if DATA.exists() else []
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def table(lines: Sequence[Line], protocol: str, length: int) -> str:
+    """Every method that was asked all tasks, how much less likely right answers are than with the full cache.
+
+    Budgets largest first, and within one the least loss first. Differences are paired by context.
+    """
+    mine = [line for line in lines if (line["protocol"], line["length"]) == (protocol, length)]
+    tasks = {line["task"] for line in mine}
+    cells = dict.fromkeys((line["method"], line["budget"]) for line in mine)
+    by_cell = {c: [x for x in mine if (x["method"], x["budget"]) == c] for c in cells}
+    full = by_cell.get(("full", None), [])
+    rows = []
+    for (method, budget), cell in by_cell.items():
+        if {line["task"] for line in cell} < tasks or method == "full":
+            continue
+        lost = difference(_by_sample(cell, "nll"), _by_sample(full, "nll"), shares=False)
+        right = difference(_by_sample(cell, "scores"), _by_sample(full, "scores"))
+        if lost is None or right is None:
+            continue
+        kept = 100 * np.mean([line["kept"] for line in cell])
+        text = f"| {method} | {budget_label(budget)} | {kept:.1f} | {lost.samples // len(tasks)} "
+        text += f"| {_signed(lost)} | {_signed(right, 100)} |"
+        rows.append((-(budget or 2), lost.mean, text))
+    head = (
+        "| method | budget | bytes, % | contexts | -log p, above the full cache's | right answers, points |"
+    )
+    return "\n".join([head, "|---|--:|--:|--:|--:|--:|", *(text for _, _, text in sorted(rows))])
+
+
+def counts(lines: Sequence[Line], length: int) -> str:
+    """One sentence: what the tables of a length hold."""
+    mine = [line for line in lines if line["length"] == length]
+    if not mine:
+        return "No rows yet."
+    tasks = sorted({line["task"] for line in mine})
+    out = []
+    for protocol in sorted({line["protocol"] for line in mine}):
+        of = [line for line in mine if line["protocol"] == protocol]
+        by = {}
+        for line in of:
+            by.setdefault((line["method"], repr(line["budget"])), set()).add(line["task"])
+        whole = {method for (method, _), found in by.items() if found >= {*tasks}}
+        out.append(f"{len(whole)} methods under `{protocol}`")
+    return f"So far: {', '.join(out)}, of {len(tasks)} tasks ({', '.join(f'`{t}`' for t in tasks)})."
+
+
+def _by_sample(lines: Iterable[Line], what: str) -> Scores:
+    return {
+        (line["task"], f"{line['seed']}-{i:04}"): value
+        for line in lines
+        for i, value in enumerate(line[what])
+    }
+
+
+def _signed(found: Any, unit: float = 1.0) -> str:
+    """A difference with its interval, where there are enough contexts for one."""
+    digits = 3 if unit == 1 else 0
+    text = f"{unit * found.mean:+.{digits}f}"
+    if found.low is None:
+        return text
+    return f"{text} [{unit * found.low:+.{digits}f}, {unit * found.high:+.{digits}f}]"
+
+
+PAGE = Page(
+    "real-model.md",
+    {
+        "board counts": lambda: counts(read(), 1024),
+        "board agnostic": lambda: table(read(), "agnostic", 1024),
+        "board aware": lambda: table(read(), "aware", 1024),
+    },
+)
+
+if __name__ == "__main__":
+    main()

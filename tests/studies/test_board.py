@@ -1,0 +1,127 @@
+"""The board: shards in order, nothing known runs again, and what was found becomes lines and a table."""
+
+import json
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.io.gin_bindings import load_comparison
+from scripts import eval as evaluation
+from scripts.studies import board
+
+GIN = """
+compare.model = 'recall-tiny'
+compare.tasks = ('get', 'copy')
+compare.methods = ('snapkv', 'keydiff')
+compare.budgets = (0.5,)
+compare.protocols = ('agnostic', 'aware')
+compare.samples = 5
+compare.seeds = (0, 1)
+compare.length = 96
+compare.baselines = False
+compare.gold = True
+"""
+
+
+def given(text=GIN, **changes):
+    lines = (line.partition(" = ") for line in text.strip().splitlines())
+    return {key.removeprefix("compare."): eval(value) for key, _, value in lines} | changes
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load("recall-tiny")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """A board of one seed and one protocol, with the full cache; its folder, and the gin file's."""
+    folder = tmp_path_factory.mktemp("board")
+    text = GIN.replace("('snapkv'", "('full', 'snapkv'").replace("('agnostic', 'aware')", "('agnostic',)")
+    (folder / "mine.gin").write_text(text.replace("(0, 1)", "(0,)"))
+    evaluation.main(["--gin", str(folder / "mine.gin"), "--out", str(folder / "runs")])
+    return folder
+
+
+def test_all_methods_come_under_one_protocol_and_seed_before_the_next(model, monkeypatch):
+    monkeypatch.setattr(board, "TOGETHER", 1)
+    found = [(s.seed, s.protocol, s.cells[0].label) for s in board.shards(given(), model, [])]
+    methods = ("snapkv", "keydiff")
+    assert found == [(s, p, m) for s in (0, 1) for p in ("agnostic", "aware") for m in methods]
+
+
+def test_known_methods_are_left_out_until_their_source_sentence_or_contexts_change(model, out):
+    (folder,) = [*(out / "runs").iterdir()]
+    lines = [*board.collect(out / "runs")]
+    assert {line["revision"] for line in lines} == {
+        json.loads((folder / board.ORIGIN).read_text())["revision"]
+    }
+    first = lambda lines, **changes: next(board.shards(given(**changes), model, lines))  # noqa: E731
+    assert (first(lines).protocol, first(lines).seed) == ("aware", 0)
+    assert first(lines, samples=6).protocol == "agnostic"
+    for name, value in (("source", "other"), ("sentence", "snapkv"), ("fingerprint", "0"), ("length", 97)):
+        changed = [{**line, name: value} if line["method"] == "snapkv" else line for line in lines]
+        shard = first(changed)
+        assert (shard.protocol, [e.label for e in shard.cells]) == ("agnostic", ["snapkv"])
+    assert [e.label for e in first([x for x in lines if x["task"] == "get"]).cells] == ["snapkv", "keydiff"]
+
+
+def test_a_finished_shard_does_not_run_again(out, monkeypatch):
+    def stop(*_, **__):
+        raise AssertionError("ran again")
+
+    monkeypatch.setattr("kvjax.eval.compare.compare", stop)
+    evaluation.main(["--gin", str(out / "mine.gin"), "--out", str(out / "runs"), "--resume"])
+    with pytest.raises(SystemExit, match="is there already: give --resume"):
+        evaluation.main(["--gin", str(out / "mine.gin"), "--out", str(out / "runs")])
+
+
+def test_a_board_without_tasks_is_refused(tmp_path):
+    (tmp_path / "mine.gin").write_text(GIN.replace("compare.tasks", "# compare.tasks"))
+    with pytest.raises(SystemExit, match="without compare.tasks: add"):
+        evaluation.main(["--gin", str(tmp_path / "mine.gin"), "--out", str(tmp_path / "out")])
+
+
+def test_a_digest_changes_with_the_words_and_not_with_their_numbers():
+    digest = lambda text: board.source_of(kvjax.method(text))  # noqa: E731
+    assert digest("snapkv(budget=0.5)") == digest("snapkv(budget=0.25, window=8)")
+    assert (
+        len({digest(x) for x in ("snapkv(budget=0.5)", "tova(budget=0.5)", "snapkv(budget=0.5) + int8")}) == 3
+    )
+
+
+def test_lines_with_more_contexts_or_of_another_source_replace_others(out):
+    lines = [*board.collect(out / "runs")]
+    fewer = [{**x, "scores": x["scores"][:2], "nll": x["nll"][:2]} for x in lines]
+    other = [{**x, "source": "other"} for x in fewer]
+    assert board.joined(fewer, lines) == board.joined(lines, fewer) == board.joined(lines, [])
+    assert board.joined(lines, other) == board.joined(other, [])
+    assert len(board.joined(lines, [{**x, "seed": 1} for x in lines])) == 2 * len(lines)
+
+
+def test_a_table_says_what_methods_lose_on_the_same_contexts(out):
+    lines = board.joined([], board.collect(out / "runs"))
+    text = board.table(lines, "agnostic", lines[0]["length"])
+    nll = lambda method, task: next(  # noqa: E731
+        np.array(x["nll"]) for x in lines if (x["method"], x["task"]) == (method, task)
+    )
+    lost = np.mean([(nll("keydiff", task) - nll("full", task)).mean() for task in ("copy", "get")])
+    assert "| keydiff | 0.5 |" in text and f"| 5 | {lost:+.3f} [" in text
+    # One that lacks a task is not shown, and neither is one under another protocol.
+    part = [x for x in lines if (x["method"], x["task"]) != ("keydiff", "get")]
+    assert "keydiff" not in board.table(part, "agnostic", lines[0]["length"])
+    assert board.table(lines, "aware", lines[0]["length"]).count("\n") == 1
+    assert board.counts(lines, lines[0]["length"]).startswith(
+        "So far: 3 methods under `agnostic`, of 2 tasks"
+    )
+
+
+@pytest.mark.parametrize("name", ["board-1024", "board-2048", "board-4096", "board-8192", "board-turns"])
+def test_a_board_of_the_real_model_binds_what_it_needs(name):
+    found = load_comparison(name, evaluation.NAMES)
+    assert found.keys() >= {*board.NEEDED, "seeds"} and found["gold"]
+
+
+def test_the_page_has_the_tables_of_its_data():
+    assert board.PAGE.agrees()
