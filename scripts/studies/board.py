@@ -9,8 +9,9 @@
 
 A file of configs/eval with seeds is a board. A shard of it is a few methods under one protocol on the
 contexts of one seed, in a folder of its own: all methods under the first protocol on the contexts of the
-first seed come first. The data has a line per task, protocol, method, budget and seed, with the scores of all contexts, the
-revision that ran, and a digest of the method's source: where that is another now, the method is run again.
+first seed come first. The data has a line per task, protocol, method, budget and seed, with the scores of all
+contexts, the revision that ran, and a digest of the method's source: where that is another now, the method is
+run again.
 """
 
 from __future__ import annotations
