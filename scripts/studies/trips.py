@@ -1,0 +1,104 @@
+"""How much of kvjax one call passes through: the functions and files that it enters while JAX traces it.
+
+    python -m scripts.studies.trips                 # counts, call by call
+    python -m scripts.studies.trips --list h2o-step # the functions of one call, file by file
+
+A stranger who follows a call reads so many functions in so many files. Counted are distinct functions of kvjax,
+its models and its kernels on a model of four layers whose programs are not compiled yet; lambdas, comprehensions
+and what a dataclass writes itself are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import kvjax
+
+HOMES = tuple(f"{Path(kvjax.__file__).parents[1] / name}/" for name in ("kvjax", "models", "pallas_kernels"))
+PROMPT = [list(range(1, 97))]
+Call = Callable[[Any], Any]
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--list", choices=CALLS, metavar="CALL", help=f"one of {', '.join(CALLS)}")
+    args = asked.parse_args()
+    if args.list is not None:
+        for file, names in sorted(by_file(counted(args.list)).items()):
+            print(f"{file}: {', '.join(sorted(names))}")
+        return
+    print("| call | functions | files |\n|---|---|---|")
+    for name in CALLS:
+        found = by_file(counted(name))
+        print(f"| {name} | {sum(map(len, found.values()))} | {len(found)} |")
+
+
+def prefill(method: str) -> tuple[Call, Call]:
+    """What is done before, and the call that is counted: a prompt read and compressed."""
+    return lambda model: model, lambda model: kvjax.prefill(model, PROMPT, method=method, room=8)
+
+
+def step(method: str) -> tuple[Call, Call]:
+    """The same of one token behind a prompt."""
+
+    def first(model: Any) -> Any:
+        return model, kvjax.prefill(model, PROMPT, method=method, room=8)[1]
+
+    return first, lambda held: kvjax.step(held[0], held[1], [5])
+
+
+CALLS = {
+    "full-prefill": prefill("full"),
+    "snapkv-prefill": prefill("snapkv(budget=0.5, window=8)"),
+    "full-step": step("full"),
+    "h2o-step": step("h2o(budget=0.5)"),
+    "adakv-int4-step": step("adakv(budget=0.5, window=8) + int4"),
+}
+
+
+def counted(name: str) -> set[CodeType]:
+    """The functions that a call enters, none of whose programs is kept from before."""
+    import jax
+
+    jax.clear_caches()
+    before, call = CALLS[name]
+    held = before(kvjax.load("recall-tiny"))
+    with entered() as found:
+        call(held)
+    return found
+
+
+@contextmanager
+def entered() -> Iterator[set[CodeType]]:
+    """Collects the functions of kvjax that are entered meanwhile."""
+    found: set[CodeType] = set()
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and not code.co_name.startswith("<") and code.co_filename.startswith(HOMES):
+            found.add(code)
+
+    sys.setprofile(see)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def by_file(found: set[CodeType]) -> dict[str, set[str]]:
+    """The functions by the file they stand in."""
+    out = defaultdict(set)
+    for code in found:
+        out[code.co_filename.removeprefix(str(Path(kvjax.__file__).parents[1]) + "/")].add(code.co_qualname)
+    return dict(out)
+
+
+if __name__ == "__main__":
+    main()
