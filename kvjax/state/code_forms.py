@@ -65,6 +65,11 @@ def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> Gro
     return dataclasses.replace(state, bodies=tuple(with_shared(i, s) for i, s in enumerate(state.bodies)))
 
 
+def borrows(group: GroupState) -> bool:
+    """Whether arrays of a group's codes lie with the group below (`completed`)."""
+    return any(isinstance(s, Slots) and (_borrows(s.k) or _borrows(s.v)) for s in group.bodies)
+
+
 def _borrows(x: Array | Codes | None) -> bool:
     return isinstance(x, Codes) and getattr(x.codec, "borrows", False)
 

@@ -15,9 +15,9 @@ from kvjax.grammar.calls import met, shaped
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import Turn
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Read, Resting, Sampling
+from kvjax.grammar.read_protocols import Read, Resting
 from kvjax.models.attending import attend_at_once, in_lists
-from kvjax.models.mixer import AttentionLogits, Expand, Layer, Left, Projected
+from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.decode import grouped_decode as grouped
@@ -25,10 +25,9 @@ from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
 from kvjax.ops.decode.turning import Turn as TurnInKernel
 from kvjax.place.common import copies_of, lists_of
-from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.read.pages import positions, visited
-from kvjax.state.cache import GroupState, Paged, Pages, Slots
+from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Met, factors_of, groups_of, meet
 from kvjax.state.codes import Codes
 from kvjax.state.page_gather import gather_pages
@@ -42,13 +41,11 @@ from kvjax.steps.decoding.dispatch import (
     what_kernels_read,
 )
 from kvjax.steps.decoding.past import Past, Picks
-from kvjax.steps.decoding.per_device import attended_on_each, on_all, picked_on_each, split_of
+from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
 from kvjax.steps.decoding.rotate_pages import attend_turned_pages
 from kvjax.steps.shared.rotate import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.steps.shared.run import Run
 
-# What the slots of one part received of a query, by the repr of the observed mass.
-Received = dict[str, Float[Array, "*_"]]
 # What multiplies the keys and the values of a layer's slots.
 Factors = tuple[Array | None, Array | None]
 
@@ -241,65 +238,11 @@ def _read(
     return keys
 
 
-def selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
-    """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
-    if past.gm.read is None or past.gm.picker is not None:
-        return None
-    return _chosen(run, past, q, length)
-
-
-def persistent(
-    run: Run, past: Past, layer: Layer, q: Array, length: Int[Array, "B"]
-) -> tuple[Past, Picks | None, Left]:
-    """Where some layers choose for others: the past as this one reads it, its picks, and what it publishes.
-
-    A layer that chooses reads all of its own slots.
-    """
-    if past.gm.picks:
-        found = _chosen(run, past, q, length) if "picks" in layer.publishes else None
-        return past._replace(gm=past.gm._replace(read=None)), None, {} if found is None else {"picks": found}
-    return past, layer.taken.get("picks"), {}
-
-
-def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
-    read, body = past.gm.read, past.parts[0]
-    assert isinstance(body, Slots)
-    if isinstance(read, Sampling):
-        found = Picks(*read.sample(q, body, past.index, length))
-    else:
-        # The queries of a group choose together, as where what slots receive is summed.
-        alone = getattr(read, "by_list", False)
-        split = split_of(run.on_mesh, body, mass=True) if alone else None
-        select = partial(read.select, implementation=run.without_gpu)
-        found = Picks(*picked_on_each(split, select, q, body, past.index, length))
-    lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
-    shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
-    shaped(read, "counts of pages", found.counts, "[B, K]", lists)
-    if isinstance(read, Sampling):
-        shaped(read, "biases", found.bias, "[B, N, M * granule]", (*q.shape[:2], most * read.granule))
-    return found
-
-
 def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
     """What is added to logits, of slots [B, K, P] and of query heads [B, N, P] together."""
     if of_slots is None or of_heads is None:
         return of_slots if of_heads is None else of_heads
     return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
-
-
-def brought(
-    run: Run, past: Past, state: GroupState, found: Picks | None
-) -> tuple[Past, GroupState, Picks | None]:
-    """The same past and pages where the device holds them, and the group with what it holds now."""
-    body = past.parts[0]
-    if past.gm.host is None or found is None:
-        return past, state, found
-    assert isinstance(body, Slots)
-    page = past.gm.read.granule
-    body, places = fetched(body, past.index, found.pages, found.counts, page, run.on_mesh)
-    assert body.near is not None
-    near = past._replace(parts=(body.near.slots, *past.parts[1:]))
-    return near, dataclasses.replace(state, bodies=(body,)), found._replace(pages=places)
 
 
 def _rest_of(

@@ -18,7 +18,7 @@ from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.state.cache import GroupState, Slots
 from kvjax.state.write import first_empty, write_slots
-from kvjax.steps.decoding.attend import Received
+from kvjax.steps.decoding.at_layer import Received
 from kvjax.steps.decoding.losing_parts import emptied, losing, tail_of, view_of, with_losing
 from kvjax.steps.decoding.update_traces import received_in_all
 from kvjax.steps.shared.run import Run

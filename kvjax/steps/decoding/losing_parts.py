@@ -19,7 +19,7 @@ from kvjax.grammar.protocols import View
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Slots
 from kvjax.state.codes import Codes
-from kvjax.steps.decoding.attend import Received
+from kvjax.steps.decoding.at_layer import Received
 from kvjax.steps.shared.rotate import turned_keys, turns_over
 from kvjax.steps.shared.run import Run
 

@@ -42,10 +42,12 @@ class Past(NamedTuple):
         return tail
 
 
-def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: GroupState) -> Past:
-    """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
+def past_of_others(gms: tuple[GroupMethod, ...], gm: GroupMethod, layer: Layer, state: GroupState) -> Past:
+    """What a layer of group `gm` attends to where another layer holds the slots, or their values."""
     slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
-    source = layer.mixer.source_of("slots")
-    if source is not None and slots is not None:
-        return Past(owner[source], 0, slots.state.parts, above=slots.above)
-    return Past(gm, layer.index, state.parts, values and tuple(s.layer(0) for s in values.state.parts))
+    if slots is not None:
+        source = layer.mixer.source_of("slots")
+        owner = next(gm for gm in gms if gm.first == source)
+        return Past(owner, 0, slots.state.parts, above=slots.above)
+    assert values is not None
+    return Past(gm, layer.index, state.parts, tuple(s.layer(0) for s in values.state.parts))

@@ -18,14 +18,19 @@ def any_far(parts: Sequence[Segment]) -> bool:
     return any(isinstance(s, Slots) and s.far for s in parts)
 
 
+def any_group_far(groups: Sequence[GroupState]) -> bool:
+    """Whether keys and values of any group come layer by layer."""
+    return any(any_far(group.parts) for group in groups)
+
+
 def started(groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
     """The groups, of which the first has begun to bring its first layer."""
-    return (_bringing(groups[0], 0), *groups[1:])
+    return (_bringing(groups[0], 0), *groups[1:]) if any_group_far(groups) else groups
 
 
 def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], GroupState] | None:
     """What has a group bring its first layer while the group below it runs; None where nothing is far."""
-    return _ahead if any(any_far(group.parts) for group in groups) else None
+    return _ahead if any_group_far(groups) else None
 
 
 def _ahead(x: Float[Array, "B T D"], state: GroupState) -> GroupState:

@@ -16,7 +16,7 @@ from kvjax.grammar.protocols import Inputs
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.state.cache import GroupState, Pages, Slots
-from kvjax.steps.decoding.attend import Received
+from kvjax.steps.decoding.at_layer import Received
 from kvjax.steps.shared.run import Run
 
 

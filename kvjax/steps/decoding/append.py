@@ -1,0 +1,105 @@
+"""A layer's new key and value go into an empty slot of every list."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.sinks import behind_sinks, write_sinks
+from kvjax.grammar.keys import key_of
+from kvjax.mesh.per_device import each_device
+from kvjax.models.attending import rotary
+from kvjax.models.mixer import Layer
+from kvjax.ops.base.dispatch import form
+from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
+from kvjax.place import by_layer
+from kvjax.state.cache import GroupState, Slots
+from kvjax.state.codes import Codes
+from kvjax.state.write import first_empty, write_slots
+from kvjax.steps.decoding.at_layer import AtLayer
+from kvjax.steps.decoding.per_device import Split, bare, on_this_device, said_of_one, split_of
+from kvjax.steps.shared.run import Run, repeated
+
+
+def append_token(here: AtLayer) -> AtLayer:
+    """Stores the token's key and value, with what is remembered of a slot from its start."""
+    run, gm, layer, x, token = here.run, here.gm, here.layer, here.x, here.token
+    assert x.k is not None and here.state.tail is not None
+    k = x.k if run.unrotated else rotary(layer, x.k, token.at[:, None], token.length)
+    v = None if x.v is None else repeated(run, gm.first, x.v)
+    traces = {}
+    if gm.traces:
+        inputs, lists = here.inputs(), here.state.tail.kv_heads
+        traces = {key_of(t): t.start(inputs, lists) for t in gm.traces}
+    where = jnp.where(token.append, token.at, -1)
+    state = _append(run, gm, layer, here.state, repeated(run, gm.first, k), v, where, traces)
+    return here.holding(state)
+
+
+def _append(
+    run: Run, gm: GroupMethod, layer: Layer, state: GroupState, k: Array, v: Array | None,
+    pos: Int[Array, "B"], traces: dict[str, Float[Array, "B K 1"]],
+) -> GroupState:  # fmt: skip
+    if state.sinks is not None:
+        at = jnp.broadcast_to(pos[None, :, None, None], (1, *k.shape[:2], 1))
+        first = {name: x[None] for name, x in traces.items()}
+        state = write_sinks(gm, state, k[None], None if v is None else v[None], at, first, layer.index)
+    pos, tail = behind_sinks(gm, state, pos), state.tail
+    assert tail is not None
+    slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
+    spread = jnp.broadcast_to(pos[None, :, None, None], (1, *slot.shape, 1))
+    write = partial(
+        write_slots, slot=slot[None, ..., None], pos=spread, layer=layer.index,
+        traces={name: x[None] for name, x in traces.items()},
+    )  # fmt: skip
+    split = split_of(run.on_mesh, tail)
+    if tail.far:
+        return state.with_tail(_append_far(run, tail, write, k, v, slot, layer.index))
+    chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
+    if chosen == "reference":
+        return state.with_tail(write(tail, k=k[None], v=None if v is None else v[None]))
+    new_k, new_v = _appended(split, chosen, tail, k, v, slot, layer.index)
+    return state.with_tail(write(dataclasses.replace(tail, k=new_k, v=new_v), k=None, v=None))
+
+
+def _append_far(
+    run: Run, tail: Slots, write: Callable[..., Slots], k: Array, v: Array | None, slot: Int[Array, "B K"],
+    index: int | Array,
+) -> Slots:  # fmt: skip
+    """A tail in host memory with a token more, which the layer on the device has, too."""
+    one = write(by_layer.of_layer(tail, index), k=k[None], v=None if v is None else v[None], layer=0)
+    return by_layer.stored(write(tail, k=None, v=None), one, slot, index, run.on_mesh)
+
+
+def _appended(
+    split: Split | None, implementation: str, tail: Slots, k: Array, v: Array | None,
+    slot: Int[Array, "B K"], index: int | Array,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """The keys and values of all layers, with a row more in every list of one, on the devices they lie on."""
+
+    def put(tail: Slots, k: Array, v: Array | None, slot: Array, index: Array) -> tuple[Array, Array | None]:
+        assert not isinstance(tail.k, Codes) and not isinstance(tail.v, Codes)
+        one = None if v is None else v[:, :, 0]
+        mine = on_this_device(split, tail.capacity, slot)
+        return stacked_append(tail.k, tail.v, k[:, :, 0], one, mine, index, implementation=implementation)
+
+    slot = jnp.where(slot < tail.capacity, slot, -1)
+    args = bare(tail), k, v, slot, jnp.asarray(index)
+    if split is None:
+        return put(*args)
+    specs = [*split.specs(*args[:1], k)[:1], *split.of_lists(*args[1:])]
+    return each_device(split.on, put, specs, (specs[0].k, specs[0].v))(*args)
+
+
+def _form_of_append(run: Run, tail: Slots, new: Array) -> str:
+    """XLA writes rows where they lie; slots that lie on the lanes it would lay out anew."""
+    caches = [x for x in (tail.k, tail.v) if x is not None and not isinstance(x, Codes)]
+    if isinstance(tail.k, Codes) or isinstance(tail.v, Codes) or not any(map(on_lanes, caches)):
+        return "reference"
+    why = "" if tail.capacity % LANES == 0 else f"{tail.capacity} slots, expected a multiple of {LANES}"
+    return form("append", run.without_gpu, tail, new, tpu=why)

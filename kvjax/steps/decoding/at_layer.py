@@ -1,0 +1,98 @@
+"""What the hooks of a decode step are given and give on: one layer in the step of one token per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.grammar.fitted import of_layer
+from kvjax.grammar.phase import Turn
+from kvjax.grammar.protocols import Inputs
+from kvjax.models.attending import rotary
+from kvjax.models.layers import Params
+from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
+from kvjax.state.cache import Cache, GroupState
+from kvjax.steps.decoding.past import Past, Picks
+from kvjax.steps.shared.run import Run
+
+# What the slots of one part received of a query, by the key of the observed mass.
+Received = dict[str, Float[Array, "*_"]]
+# (out, lse) of one query over some slots, which merge with those of others.
+Part = tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]
+
+
+class Token(NamedTuple):
+    """What all layers of a step share.
+
+    at: the position of each row's token. length: how many tokens each row has, this one included. append: the
+    rows that store it. ids: None where vectors were given in their place. gms: the method of every group.
+    """
+
+    run: Run
+    params: Params
+    cache: Cache
+    gms: tuple[GroupMethod, ...]
+    ids: Int[Array, "B 1"] | None
+    at: Int[Array, "B"]
+    length: Int[Array, "B"]
+    append: Bool[Array, "B"]
+
+
+class AtLayer(NamedTuple):
+    """One layer in a step: what it was given, what it attends to, and what it leaves.
+
+    q: its queries, rotated once the hooks before attention have run; x.q are not. state: what its group
+    holds. past: the slots that it attends to. others: the further turns in which queries meet them. found:
+    the pages that a read method picks of them. parts: attention over what is no slot. received: what the
+    slots of each part of the past received of the query. rows: what rows carry to the next step. left: what
+    other layers, and the end of the step, take from this one.
+    """
+
+    token: Token
+    gm: GroupMethod
+    layer: Layer
+    x: Projected
+    q: Float[Array, "B N 1 H"]
+    state: GroupState
+    past: Past
+    others: tuple[Turn, ...] = ()
+    found: Picks | None = None
+    parts: tuple[Part, ...] = ()
+    out: Float[Array, "B N 1 V"] | None = None
+    logits: AttentionLogits = ()
+    received: tuple[Received, ...] = ()
+    rows: dict[str, Any] = {}  # noqa: RUF012 (never written to)
+    left: Left = {}  # noqa: RUF012 (never written to)
+
+    @property
+    def run(self) -> Run:
+        return self.token.run
+
+    @property
+    def asking(self) -> Projected:
+        """The projections with the queries as they meet slots."""
+        return self.x._replace(q=self.q)
+
+    def holding(self, state: GroupState) -> AtLayer:
+        """The same, whose group holds this and attends to it."""
+        return self._replace(state=state, past=self.past._replace(parts=state.parts))
+
+    def leaving(self, **things: Any) -> AtLayer:
+        """The same, which leaves these things too."""
+        return self._replace(left=self.left | things)
+
+    def inputs(self) -> Inputs:
+        """What observations look at. Where layers read others' slots, the keys are not theirs."""
+        token, x = self.token, self.x
+        raw, pos = x.q if x.k is None else x.k, jnp.where(token.append, token.at, -1)[:, None]
+        k = raw if x.k is None else rotary(self.layer, x.k, token.at[:, None], token.length)
+        taught = of_layer(token.params, self.layer.number)
+        return Inputs(self.q, x.q, raw, x.hidden, pos, token.length, taught, token.ids, k=k, v=x.v)
+
+
+# What a method has a layer do before or after it attends.
+Hook = Callable[[AtLayer], AtLayer]

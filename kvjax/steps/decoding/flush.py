@@ -1,0 +1,59 @@
+"""Codes of several tokens: where a tail is full, its oldest granules are encoded into the body before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import flush_in_place, is_full
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.mesh.per_device import each_device, specs_of
+from kvjax.state.axes import lie_apart, specs_of_slots
+from kvjax.state.cache import GroupState, Slots
+from kvjax.state.write import after
+
+
+def flushed(
+    gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...], x: Float[Array, "B T D"],
+    on: OnMesh | None,
+) -> tuple[GroupState, ...]:  # fmt: skip
+    """Where any tail is full, all give what they can to the bodies before them. x: what the layers made.
+
+    One loop of one turn or none for all groups: XLA for GPUs copies all that a conditional passes through,
+    and waits for the host at every loop whose turns are data. On a mesh every device has a loop of its own,
+    unless it has but some slots of a list, or what was fitted for all lists.
+    """
+    split = {i: _body_and_tail(group) for i, group in enumerate(groups) if gms[i].split}
+    if not split:
+        return groups
+
+    def flushed_here(split: dict[int, tuple[Slots, Slots]], x: Array) -> dict[int, tuple[Slots, Slots]]:
+        full = [is_full(gms[i], tail) for i, (_, tail) in split.items()]
+        turns = after(jnp.stack(full).any().astype(jnp.int32), x)
+        return jax.lax.fori_loop(0, turns, flush, split)
+
+    def flush(_: Any, split: dict[int, tuple[Slots, Slots]]) -> dict[int, tuple[Slots, Slots]]:
+        return {i: flush_in_place(gms[i], *parts) for i, parts in split.items()}
+
+    on = on and on.with_whole_layers
+    taught = any(jax.tree.leaves(gms[i].taught) for i in split)
+    if on is not None and (taught or any(lie_apart(s, on) for parts in split.values() for s in parts)):
+        on = None
+    specs = None if on is None else {i: tuple(specs_of_slots(s, on) for s in split[i]) for i in split}
+    split = each_device(on, flushed_here, (specs, specs_of(on, ("batch",), x)), specs)(split, x)
+    return tuple(
+        dataclasses.replace(group, bodies=split[i][:1], tail=split[i][1]) if i in split else group
+        for i, group in enumerate(groups)
+    )
+
+
+def _body_and_tail(group: GroupState) -> tuple[Slots, Slots]:
+    (body,) = group.bodies
+    assert isinstance(body, Slots)
+    assert group.tail is not None
+    return body, group.tail

@@ -1,0 +1,152 @@
+"""What single mechanisms have a layer do in a decode step, before it attends and after it has."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.grammar.fitted import of_layer
+from kvjax.models.attending import published_by
+from kvjax.state.axes import lie_apart, pinned_to
+from kvjax.state.code_forms import completed
+from kvjax.state.write import after
+from kvjax.steps.decoding.at_layer import AtLayer
+from kvjax.steps.decoding.attend import attend_past, attend_turn, met_by
+from kvjax.steps.decoding.evict_now import Now, evict_hidden, evict_one
+from kvjax.steps.decoding.past import past_of_others
+from kvjax.steps.decoding.prefetch import arrived, next_one
+from kvjax.steps.decoding.update_traces import Asked, carried, weights_of
+from kvjax.steps.shared.rotate import turned_queries, turns_over
+from kvjax.steps.shared.run import answered
+
+# --- before attention ----------------------------------------------------------------------------------
+
+
+def evict_what_token_hides(here: AtLayer) -> AtLayer:
+    """Evicts the slots that the token hides, from itself too."""
+    token = here.token
+    return here.holding(evict_hidden(here.run, here.gm, here.layer, here.state, here.inputs(), token.append))
+
+
+def read_other_layers(here: AtLayer) -> AtLayer:
+    """Attends to the slots, or to the values, of another layer."""
+    return here._replace(past=past_of_others(here.token.gms, here.gm, here.layer, here.state))
+
+
+def complete_pair(here: AtLayer) -> AtLayer:
+    """Reads the directions of merged keys and values, which lie with the layer below."""
+    whole = completed(here.token.cache.groups, here.layer.group, here.state)
+    return here._replace(past=here.past._replace(parts=whole.parts))
+
+
+def bring_layers(here: AtLayer) -> AtLayer:
+    """Takes this layer's slots as they arrive from host memory, and sends for those of the next one."""
+    return here._replace(past=arrived(here.past), state=next_one(here.state, here.layer.index))
+
+
+def rotate_queries(here: AtLayer) -> AtLayer:
+    """Rotates the queries by their positions, or as the method's phase says, by which the keys then turn."""
+    token, past = here.token, here.past
+    turn, *others = turns_over(here.run, token.at, past.parts, past.index, token.cache.pools)
+    q = turned_queries(here.layer, here.x.q, turn, token.length)
+    return here._replace(q=q, past=past._replace(turn=turn), others=tuple(others))
+
+
+def send_queries(here: AtLayer) -> AtLayer:
+    """Has each device hold the queries of all heads where it holds slots of all heads.
+
+    Left to itself the compiler might send slots to where the queries of their heads are.
+    """
+    on = here.run.on_mesh
+    if on is None or not any(lie_apart(part, on) for part in here.past.parts):
+        return here
+    heads = {*on.rules.mesh_axes("heads")} & {*on.rules.mesh_axes("slots")}
+    return here._replace(q=pinned_to(here.q, on, "batch", None if heads else "heads", None, None))
+
+
+def answer_for_evicted(here: AtLayer) -> AtLayer:
+    """Attends to what the merge keeps of slots that have left."""
+    found = answered(here.gm, here.layer, here.state, here.q, here.token.params)
+    return here._replace(parts=(*here.parts, *found))
+
+
+def attend_in_other_turns(here: AtLayer) -> AtLayer:
+    """Attends to the slots that the query meets in further turns of its phase."""
+    token = here.token
+    found = [
+        attend_turn(here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, turn)
+        for turn in here.others
+    ]
+    return here._replace(parts=(*here.parts, *found))
+
+
+# --- attention -----------------------------------------------------------------------------------------
+
+
+def attend(here: AtLayer) -> AtLayer:
+    """One query over the parts of the past, and over what was attended before."""
+    token = here.token
+    out, received, logits = attend_past(
+        here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, here.found, here.parts
+    )
+    return here._replace(out=out, received=received, logits=logits)
+
+
+# --- after attention -----------------------------------------------------------------------------------
+
+
+def compare_slots_with_query(here: AtLayer) -> AtLayer:
+    """Adds to what slots received what traces compute of them and the query."""
+    token = here.token
+    received = met_by(
+        here.gm, here.past, here.q, token.at, token.cache.pools, here.received, here.layer.number
+    )
+    return here._replace(received=received)
+
+
+def count_stored_tokens_only(here: AtLayer) -> AtLayer:
+    """Has slots receive nothing from tokens that are not stored."""
+    stored = here.token.append[:, None, None]
+    return here._replace(received=jax.tree.map(lambda m: jnp.where(stored, m, 0.0), here.received))
+
+
+def publish(here: AtLayer) -> AtLayer:
+    """Leaves what other layers take from this one."""
+    return here.leaving(**published_by(here.layer, here.state, None, None, here.logits))
+
+
+def leave_all_received(here: AtLayer) -> AtLayer:
+    """Leaves what slots received to the end of the step, where all layers that read them have."""
+    return here.leaving(collected=Asked(here.received, here.q, {}))
+
+
+def carry_rows(here: AtLayer) -> AtLayer:
+    """Notes what rows carry to the next step."""
+    return here._replace(rows=carried(here.gm, here.layer, here.state, here.inputs()))
+
+
+def evict(here: AtLayer) -> AtLayer:
+    """Evicts the slot of the lowest score from lists that are beyond their budget."""
+    token, gm, layer, out = here.token, here.gm, here.layer, here.out
+    assert out is not None
+    weights = weights_of(gm, token.params["layers"][layer.group])
+    weights = jax.tree.map(lambda w: w[layer.index], weights)
+    # What moves into a second tier is written where this layer's attention has read.
+    tiers = gm.keep is not None and gm.keep.lower is not None
+    length = after(token.length, out) if tiers else token.length
+    fitted = of_layer(token.params, layer.number)
+    now = Now(here.received, here.q, here.rows, length, token.append, weights, fitted)
+    state, rows, lost = evict_one(here.run, gm, layer, here.state, now)
+    return here._replace(state=state, rows=here.rows | rows, out=broken(out, lost))
+
+
+def leave_to_end(here: AtLayer) -> AtLayer:
+    """Leaves what the end of the step needs of this layer."""
+    received = () if here.gm.at_once else here.received
+    return here.leaving(collected=Asked(received, None, here.rows))
+
+
+def broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:
+    """x, but NaN in rows without an empty slot, or whose slots could not be ranked: a step cannot raise."""
+    return jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), jnp.asarray(jnp.nan, x.dtype), x)

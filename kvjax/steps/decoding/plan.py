@@ -1,0 +1,134 @@
+"""Which hooks a layer runs in a decode step: those of the mechanisms that its method has, and no other.
+
+A method is lowered once per group of layers. `layer_plan` is the one place that knows which mechanism needs
+which hook, and in which order hooks run; the step runs what it is given.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from kvjax.compress.group import GroupMethod
+from kvjax.models.exchange import published
+from kvjax.models.mixer import Layer, Projected, Take
+from kvjax.state.cache import GroupState
+from kvjax.state.code_forms import borrows
+from kvjax.steps.decoding import hooks, picks, step_end
+from kvjax.steps.decoding.append import append_token
+from kvjax.steps.decoding.at_layer import AtLayer, Hook
+from kvjax.steps.decoding.prefetch import any_far
+from kvjax.steps.decoding.step_end import EndHook
+from kvjax.steps.shared.run import Run
+
+T = TypeVar("T")
+
+
+class Facts(NamedTuple):
+    """What a plan must know of a layer beside its method.
+
+    publishes: the names that other layers take from it. new: it has slots of its own. others: it attends to
+    slots or values of another layer. read: the group whose slots it attends to. far: these come layer by
+    layer from host memory. borrows: arrays of its codes lie with the layer below.
+    """
+
+    publishes: frozenset[str]
+    new: bool
+    others: bool
+    read: GroupMethod
+    far: bool
+    borrows: bool
+
+
+class LayerPlan(NamedTuple):
+    """The hooks of a layer, in their order: attention is one of them."""
+
+    hooks: tuple[Hook, ...]
+
+    def __call__(self, here: AtLayer) -> AtLayer:
+        for hook in self.hooks:
+            here = hook(here)
+        return here
+
+
+@lru_cache(maxsize=1024)
+def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
+    """The plan of a group's layers."""
+    before = chosen(
+        (facts.new, append_token),
+        (gm.hiding is not None and gm.at_once, hooks.evict_what_token_hides),
+        (facts.others, hooks.read_other_layers),
+        (facts.borrows, hooks.complete_pair),
+        (facts.far, hooks.bring_layers),
+        (True, hooks.rotate_queries),
+        (run.on_mesh is not None, hooks.send_queries),
+        (gm.answering is not None, hooks.answer_for_evicted),
+        *_of_read(facts.read),
+        (run.unrotated, hooks.attend_in_other_turns),
+    )
+    received = bool(facts.read.masses or gm.meetings)
+    after = chosen(
+        (bool(gm.meetings), hooks.compare_slots_with_query),
+        (received, hooks.count_stored_tokens_only),
+        (bool(facts.publishes & {"slots", "logits"}), hooks.publish),
+    )
+    if "slots" in facts.publishes or not facts.new:
+        return LayerPlan((*before, hooks.attend, *after, hooks.leave_all_received))
+    carries = bool(gm.carried) or (gm.merge is not None and gm.at_once)
+    evicts = gm.at_once and gm.hiding is None
+    after += chosen(
+        (carries, hooks.carry_rows),
+        (evicts, hooks.evict),
+        (carries or (received and not gm.at_once), hooks.leave_to_end),
+    )
+    return LayerPlan((*before, hooks.attend, *after))
+
+
+def _of_read(gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
+    """The hooks of a read method, of the group whose slots are read."""
+    if gm.read is None:
+        return ()
+    if gm.picks:
+        return ((True, picks.pick_for_others),)
+    reuses = gm.picker is not None
+    return (
+        (reuses, picks.take_picks),
+        (not reuses, picks.pick),
+        (gm.host is not None, picks.bring_picked),
+    )
+
+
+@lru_cache(maxsize=1024)
+def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook, ...]:
+    """The hooks behind the layers. far: slots of some group came layer by layer from host memory."""
+    shared = {first for first, names in published(run.config).items() if "slots" in names}
+    remembers = [gm for gm in gms if gm.masses or gm.meetings or gm.carried or gm.merge]
+    return chosen(
+        (far, step_end.forget_brought_layers),
+        (bool(remembers), step_end.remember),
+        (any(gm.at_once and gm.first in shared for gm in gms), step_end.evict_shared),
+        (any(gm.evicting and not gm.at_once for gm in gms), step_end.evict_due),
+        (any(gm.split for gm in gms), step_end.flush),
+    )
+
+
+def facts_of(gms: tuple[GroupMethod, ...], layer: Layer, x: Projected, state: GroupState) -> Facts:
+    """What a plan must know of a layer, which has projected its token and found what its group holds."""
+    slots, gm = layer.taken.get("slots"), gms[layer.group]
+    if slots is None:
+        others, parts = "slot values" in layer.taken, state.parts
+    else:
+        source = layer.mixer.source_of("slots")
+        others, parts, gm = True, slots.state.parts, next(g for g in gms if g.first == source)
+    return Facts(layer.publishes, x.k is not None, others, gm, any_far(parts), borrows(state))
+
+
+def picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
+    """Which layers take up the picks of which, by the first layer of a group."""
+    found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
+    return {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
+
+
+def chosen(*pairs: tuple[bool, T]) -> tuple[T, ...]:
+    """The hooks that are needed."""
+    return tuple(hook for needed, hook in pairs if needed)
