@@ -12,8 +12,8 @@ from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
 from kvjax.ops.decode.stacked_decode import layer_of
-from kvjax.read.pages import visited
 from kvjax.state.cache import Slots
+from kvjax.state.picked_pages import visited
 
 
 @dataclasses.dataclass(frozen=True)

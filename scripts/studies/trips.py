@@ -3,9 +3,9 @@
     python -m scripts.studies.trips                 # counts, call by call
     python -m scripts.studies.trips --list h2o-step # the functions of one call, file by file
 
-A stranger who follows a call reads so many functions in so many files. Counted are distinct functions of kvjax,
-its models and its kernels on a model of four layers whose programs are not compiled yet; lambdas, comprehensions
-and what a dataclass writes itself are not.
+A stranger who follows a call reads so many functions in so many files. Counted are distinct functions of
+kvjax, its models and its kernels, on a model of four layers whose programs are not compiled yet. Lambdas,
+comprehensions and what a dataclass writes itself are not.
 """
 
 from __future__ import annotations

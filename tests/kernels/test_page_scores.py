@@ -15,8 +15,9 @@ from kvjax.ops.attention.union import attend
 from kvjax.ops.decode.page_pool import make_pool
 from kvjax.ops.decode.page_scores import best_pages, page_scores, tpu_page_scores
 from kvjax.ops.decode.paged_decode import paged_decode
-from kvjax.read.pages import PageBounds, visited
+from kvjax.read.pages import PageBounds
 from kvjax.state.cache import Slots
+from kvjax.state.picked_pages import visited
 from tests.ops.oracles import rms
 from tests.sweep import sweep
 

@@ -14,8 +14,8 @@ from kvjax.grammar.protocols import Meeting
 from kvjax.grammar.read_protocols import Read, Remembering
 from kvjax.place.host import Host
 from kvjax.read.blocks import LocalLogits, LocalScore, RepresentativeKeys
-from kvjax.read.pages import visited
 from kvjax.state.cache import Slots
+from kvjax.state.picked_pages import visited
 from tests.float64.reference import Decoder, Prompt, best, rope, softmax
 from tests.methods.battery import MAIN, ROOM, model
 from tests.models import conversation

@@ -26,11 +26,11 @@ from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
 from kvjax.ops.decode.turning import Turn as TurnInKernel
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.paged import attend_pages
-from kvjax.read.pages import positions, visited
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Met, factors_of, groups_of, meet
 from kvjax.state.codes import Codes
 from kvjax.state.page_gather import gather_pages
+from kvjax.state.picked_pages import positions, visited
 from kvjax.steps.decoding.computed_keys import Part, attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
     form_of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import jax
@@ -39,51 +40,8 @@ class Run(NamedTuple):
     on_mesh: OnMesh | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
-        stack = self.method.stack
-        lower = () if stack is None else pairs_of(stack, self.config)
-        out, first = [], 0
-        for p in params["layers"]:
-            size = next(iter(p.values())).shape[0]
-            mixer = mixer_of(self.config, first)
-            slots = mixer.slots(self.config)
-            shared = slots.value if slots is not None and slots.shared else None
-            kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
-            kind = kind if mixer.source_of("slots") is None else "reads"
-            gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
-            if mixer.grows:
-                gm = gm._replace(grows=mixer.grows, codecs=(None, None))
-            if self.on_mesh is not None and slots is not None:
-                gm = gm._replace(multiple=self.on_mesh.parts_of_a_list(slots.heads))
-            if any(first <= i + 1 and i < first + size for i in lower):
-                if size > 1:
-                    raise ValueError(
-                        f"{self.method.id} merges pairs of single layers, and layers {first} to "
-                        f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
-                    )
-                gm = gm._replace(stack=stack, upper=first - 1 in lower)
-            ids = slots is not None and slots.ids
-            out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
-            first += size
-        return self._with_pickers(out, first)
-
-    def _with_pickers(self, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
-        """Which layers' picks the groups read, where only some layers choose."""
-        out, picker = [], None
-        ends = [gm.first for gm in gms[1:]] + [layers]
-        for gm, end in zip(gms, ends, strict=True):
-            if isinstance(gm.read, Reusing):
-                due = max(at for at in gm.read.starts(layers) if at < end)
-                if picker is None or picker < due:
-                    picker = gm.first
-                    if end > gm.first + 1:
-                        raise ValueError(
-                            f"{self.method.id} picks slots in layer {max(due, gm.first)} for those above it, "
-                            f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
-                            "not stacked"
-                        )
-                gm = gm._replace(picker=picker)
-            out.append(gm)
-        return tuple(out)
+        """What the method means for each group of layers; remembered, because every step asks."""
+        return _groups(self, tuple(next(iter(p.values())).shape[0] for p in params["layers"]))
 
     def acts(self, gm: GroupMethod, compress: bool) -> bool:
         """Whether a prefill chooses among a group's slots: windowed layers always keep their window alone."""
@@ -130,6 +88,60 @@ class Run(NamedTuple):
         return AttentionSpec(
             mixer_of(c, layer).slots_of(c).scale, c.attention_softcap, mixer_of(c, layer).rope(c, layer)
         )
+
+
+@lru_cache(maxsize=1024)
+def _groups(run: Run, sizes: tuple[int, ...]) -> tuple[GroupMethod, ...]:
+    """The groups of a method, in a model whose layers are stacked in groups of these sizes."""
+    out, first = [], 0
+    for size in sizes:
+        out.append(_group(run, first, size))
+        first += size
+    return _with_pickers(run, out, first)
+
+
+def _group(run: Run, first: int, size: int) -> GroupMethod:
+    stack, config = run.method.stack, run.config
+    mixer = mixer_of(config, first)
+    slots = mixer.slots(config)
+    shared = slots.value if slots is not None and slots.shared else None
+    kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
+    kind = kind if mixer.source_of("slots") is None else "reads"
+    gm = group_method(run.method, first, size, config.window(first), shared, kind)
+    if mixer.grows:
+        gm = gm._replace(grows=mixer.grows, codecs=(None, None))
+    if run.on_mesh is not None and slots is not None:
+        gm = gm._replace(multiple=run.on_mesh.parts_of_a_list(slots.heads))
+    lower = () if stack is None else pairs_of(stack, config)
+    if any(first <= i + 1 and i < first + size for i in lower):
+        if size > 1:
+            raise ValueError(
+                f"{run.method.id} merges pairs of single layers, and layers {first} to "
+                f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
+            )
+        gm = gm._replace(stack=stack, upper=first - 1 in lower)
+    ids = slots is not None and slots.ids
+    return gm._replace(codecs=(gm.codecs[0], None)) if ids else gm
+
+
+def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
+    """Which layers' picks the groups read, where only some layers choose."""
+    out, picker = [], None
+    ends = [gm.first for gm in gms[1:]] + [layers]
+    for gm, end in zip(gms, ends, strict=True):
+        if isinstance(gm.read, Reusing):
+            due = max(at for at in gm.read.starts(layers) if at < end)
+            if picker is None or picker < due:
+                picker = gm.first
+                if end > gm.first + 1:
+                    raise ValueError(
+                        f"{run.method.id} picks slots in layer {max(due, gm.first)} for those above it, "
+                        f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
+                        "not stacked"
+                    )
+            gm = gm._replace(picker=picker)
+        out.append(gm)
+    return tuple(out)
 
 
 def held(layer: Layer, state: GroupState) -> list[Keys]:

@@ -1,0 +1,35 @@
+"""The slots of some pages of a body: those that a read method picks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.ops.decode.picked_decode import picked
+from kvjax.state.cache import Slots
+
+
+def visited(
+    body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
+) -> Slots:
+    """The slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis."""
+
+    def pick(x: Array) -> Array:
+        # Arrays of one number per slot are cut down to their layer first: an index into all layers at once
+        # would have them laid out anew, all of them, in other tiles.
+        x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
+        return picked(x, pages, at, x.shape[3] * page // body.capacity)
+
+    k, v, bias = jax.tree.map(pick, (body.k, body.v, body.bias))
+    return dataclasses.replace(body, k=k, v=v, pos=positions(body, layer, page, pages, counts), bias=bias)
+
+
+def positions(
+    body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
+) -> Int[Array, "B K S"]:
+    """Positions of the slots in the first `counts` of `pages`; -1 for the slots of the other pages."""
+    used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
+    return jnp.where(jnp.repeat(used, page, axis=2), picked(body.pos[layer][None], pages, 0, page), -1)
