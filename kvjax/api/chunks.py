@@ -170,7 +170,7 @@ class _Turns:
         if self.acting[i] and gm.paged:
             newest = np.minimum(self.next, min(recent_tokens(gm), self.listed))
             return tail_slots(gm, self.listed, room, width) - newest
-        built = gm if self.acting[i] else gm._replace(keep=None, stack=None)
+        built = gm if self.acting[i] else gm.replaced(keep=None, stack=None)
         slots = slots_needed(built, self.bound, room, width)
         if gm.rated:
             assert gm.keep is not None

@@ -43,7 +43,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.trim import counted
-from kvjax.pure import bind
+from kvjax.pure import bind, decoding
 from kvjax.state.axes import check_rows, placed
 from kvjax.state.cache import Cache, check_alive, kept_positions
 from kvjax.steps import Run
@@ -215,6 +215,8 @@ def read_prompt(
     cache = None if cache is None else there(model, cache)
     run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)
+    # Steps find their method lowered, and what they cannot do is said before the prompt is read.
+    decoding(model, chosen, implementation).groups(params)
     if cache is not None and is_shared(cache):
         cache = _apart_to_choose(run, params, cache, compress, len(before))
     cache = None if cache is None else bare_cache(cache)

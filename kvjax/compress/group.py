@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -22,8 +24,9 @@ from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Taught
 
 
-class GroupMethod(NamedTuple):
-    """What a sentence means for one group of layers.
+@dataclasses.dataclass(frozen=True)
+class GroupMethod:
+    """What a method means for one group of layers; what follows from its fields is worked out once.
 
     shared: channels of the keys that are the values too, which are then not stored; None where they are
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
@@ -53,55 +56,55 @@ class GroupMethod(NamedTuple):
     multiple: int = 1
     grows: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def picks(self) -> bool:
         """Whether the layer chooses for those above it, and reads all of its own slots."""
         return self.picker == self.first
 
-    @property
+    @cached_property
     def budget(self) -> Budget | None:
         """How many slots of a prompt stay beside those that are merged; None where all do."""
         if self.stack is not None:
             return self.stack.most
         return None if self.keep is None else self.keep.budget
 
-    @property
+    @cached_property
     def paged(self) -> bool:
         return self.keep is not None and not self.keep.allocate.uniform
 
-    @property
+    @cached_property
     def codecs_of_new(self) -> tuple[Any, Any]:
         """The codecs of the slots that new tokens enter; a tail before an encoded body is plain."""
         return (None, None) if self.split else self.codecs
 
-    @property
+    @cached_property
     def evicting(self) -> bool:
         """Whether slots leave in steps."""
         return self.keep is not None and self.keep.when.in_steps
 
-    @property
+    @cached_property
     def at_once(self) -> bool:
         """Whether a slot may leave after every token, inside the layer."""
         return self.keep is not None and self.keep.when.at_once
 
-    @property
+    @cached_property
     def hiding(self) -> Hiding | None:
         """What hides slots from tokens behind them, before a layer attends."""
         return hiding_of(self.keep)
 
-    @property
+    @cached_property
     def rated(self) -> bool:
         """Whether steps keep the group's dense lists at a budget, rather than let slots leave alone."""
         return self.evicting and not self.paged and not counts_slots(self.keep)
 
-    @property
+    @cached_property
     def lasting(self) -> bool:
         """Whether steps add slots and change none that is stored, so that copies can have these in common."""
         apart = self.split or self.sinks or self.stack is not None or self.host is not None
         unsteady = self.keep is not None and not self.keep.phase.steady
         return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
 
-    @property
+    @cached_property
     def traces(self) -> tuple[Trace, ...]:
         """What is remembered of every slot."""
         score = None if self.keep is None else self.keep.score
@@ -109,13 +112,13 @@ class GroupMethod(NamedTuple):
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
         return tuple(sorted(found, key=key_of))
 
-    @property
+    @cached_property
     def meetings(self) -> tuple[Meeting, ...]:
         """What is computed of slots and new queries, because traces grow by it."""
         asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
         return tuple(sorted(asked, key=key_of))
 
-    @property
+    @cached_property
     def carried(self) -> tuple[Carried, ...]:
         """What every row carries from step to step: observations of more than the newest token."""
         if self.keep is None or not self.evicting:
@@ -124,18 +127,18 @@ class GroupMethod(NamedTuple):
         # A token's own step has its query at hand.
         return tuple(o for o in found if not (self.at_once and o == Queries(1)))
 
-    @property
+    @cached_property
     def merge(self) -> CarryingMerge | None:
         """The merge of which every row carries something."""
         merge = None if self.keep is None else self.keep.merge
         return merge if isinstance(merge, CarryingMerge) else None
 
-    @property
+    @cached_property
     def answering(self) -> Answering | None:
         """The merge that answers queries for what has left."""
         return self.merge if isinstance(self.merge, Answering) else None
 
-    @property
+    @cached_property
     def masses(self) -> tuple[Mass, ...]:
         """The attention that a step records of its query, in the ways in which words ask for it."""
         if self.keep is None or self.keep.score is None:
@@ -147,12 +150,16 @@ class GroupMethod(NamedTuple):
                 asked.add(Mass("sum"))
         return tuple(sorted(asked, key=key_of))
 
+    def replaced(self, **fields: Any) -> GroupMethod:
+        """The same with other fields."""
+        return dataclasses.replace(self, **fields)
+
     def of_layer(self, index: Array) -> GroupMethod:
         """The same with what was taught to one layer, as a group of its own."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
-        return self._replace(taught=jax.tree.map(one, self.taught))
+        return self.replaced(taught=jax.tree.map(one, self.taught))
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Whether the group has an encoded body and a plain tail, rather than one segment."""
         return not self.paged and (self.granule > 1 or self.residual > 0 or self.read is not None)

@@ -118,7 +118,7 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most), 1)
     slots = take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
-    return encoded(slots, gm._replace(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
+    return encoded(slots, gm.replaced(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
 
 
 def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int, room: int) -> GroupState:

@@ -25,7 +25,7 @@ def pick(here: AtLayer) -> AtLayer:
 def pick_for_others(here: AtLayer) -> AtLayer:
     """Chooses pages for the layers above, and has the layer itself read all of its slots."""
     found, past = pick(here).found, here.past
-    here = here._replace(past=past._replace(gm=past.gm._replace(read=None)))
+    here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
     return here.leaving(picks=found) if "picks" in here.layer.publishes else here
 
 

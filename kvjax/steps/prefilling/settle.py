@@ -251,7 +251,7 @@ def _built(
     new: int,
 ) -> GroupState:
     """A group's dense segments; a keep that does not act yet leaves everything, with the room behind it."""
-    plain = gm if acting else gm._replace(keep=None, stack=None)
+    plain = gm if acting else gm.replaced(keep=None, stack=None)
     if sizes.ahead.slots and not (acting or gm.evicting):
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
     built = build(plain, view, kept, sizes.tokens, sizes.room)

@@ -17,7 +17,8 @@ from kvjax.state.codes import Taught, lent
 def taught_groups(gms: tuple[GroupMethod, ...], params: Params) -> tuple[GroupMethod, ...]:
     """Groups with the arrays that their codecs' words were fitted to, of their own layers."""
     sizes = [next(iter(p.values())).shape[0] for p in params["layers"]]
-    return tuple(gm._replace(taught=_taught(gm, n, params)) for gm, n in zip(gms, sizes, strict=True))
+    found = [_taught(gm, n, params) for gm, n in zip(gms, sizes, strict=True)]
+    return tuple(gm.replaced(taught=x) if x else gm for gm, x in zip(gms, found, strict=True))
 
 
 def _taught(gm: GroupMethod, layers: int, params: Params) -> Taught | tuple[()]:

@@ -109,9 +109,9 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
     kind = kind if mixer.source_of("slots") is None else "reads"
     gm = group_method(run.method, first, size, config.window(first), shared, kind)
     if mixer.grows:
-        gm = gm._replace(grows=mixer.grows, codecs=(None, None))
+        gm = gm.replaced(grows=mixer.grows, codecs=(None, None))
     if run.on_mesh is not None and slots is not None:
-        gm = gm._replace(multiple=run.on_mesh.parts_of_a_list(slots.heads))
+        gm = gm.replaced(multiple=run.on_mesh.parts_of_a_list(slots.heads))
     lower = () if stack is None else pairs_of(stack, config)
     if any(first <= i + 1 and i < first + size for i in lower):
         if size > 1:
@@ -119,9 +119,9 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
                 f"{run.method.id} merges pairs of single layers, and layers {first} to "
                 f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
             )
-        gm = gm._replace(stack=stack, upper=first - 1 in lower)
+        gm = gm.replaced(stack=stack, upper=first - 1 in lower)
     ids = slots is not None and slots.ids
-    return gm._replace(codecs=(gm.codecs[0], None)) if ids else gm
+    return gm.replaced(codecs=(gm.codecs[0], None)) if ids else gm
 
 
 def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
@@ -139,7 +139,7 @@ def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupM
                         f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
                         "not stacked"
                     )
-            gm = gm._replace(picker=picker)
+            gm = gm.replaced(picker=picker)
         out.append(gm)
     return tuple(out)
 
