@@ -31,7 +31,8 @@ from kvjax.state.code_forms import Met, factors_of, groups_of, meet
 from kvjax.state.codes import Codes
 from kvjax.state.page_gather import gather_pages
 from kvjax.state.picked_pages import positions, visited
-from kvjax.steps.decoding.computed_keys import Part, attend_computed, in_strips
+from kvjax.steps.decoding.at_layer import Part, Received
+from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
     form_of,
     pages_apart,

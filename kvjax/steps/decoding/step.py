@@ -61,6 +61,7 @@ def step_hidden(
         gm = gms[layer.group]
         plan = layer_plan(run, bare[layer.group], facts_of(bare, layer, x, state))
         here = plan(AtLayer(shared, gm, layer, x, x.q, state, Past(gm, layer.index, state.parts)))
+        assert here.out is not None
         return here.out, here.state, here.left
 
     def recur(layer: Layer, step: Step, state: GroupState):
