@@ -1,0 +1,91 @@
+"""The rows of the study of what the field leaves open, a sentence each, and which rows answer a question."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvjax.grammar import Method
+from kvjax.methods.parse import parse_method
+from kvjax.methods.shared import window_score
+from kvjax.words import AcrossLayers, Affine, Budget, Keep, Pool, Recent, Store, Uniform, WindowAttention
+
+# Tokens after which the rows that compress again do so: the second turn begins there.
+AGAIN = 64
+QUARTER, WINDOW, KERNEL = 0.25, 16, 5
+
+
+class Row(NamedTuple):
+    """A sentence: a method as text, or as words. again: it compresses once more after `AGAIN` tokens."""
+
+    method: str | Method
+    again: bool = False
+
+
+def sentence(row: Row) -> Method:
+    if isinstance(row.method, Method):
+        return row.method
+    return parse_method(row.method, {})[1](None)
+
+
+def _codes(keys: int, values: int) -> Method:
+    """Min-max codes per token, in groups of 32 channels."""
+    return Method(store=Store(Affine(keys, group=32), Affine(values, group=32)))
+
+
+def _snapkv(budget: float, window: int) -> Row:
+    return Row(f"snapkv(budget={budget}, window={window})")
+
+
+def _layer() -> Method:
+    """SnapKV's score, averaged over a layer's heads, which all keep the same tokens."""
+    score = WindowAttention(WINDOW, heads="layer") >> Pool(KERNEL)
+    return Method(Keep(score, Budget(QUARTER), Uniform(), (Recent(WINDOW),)))
+
+
+def _anywhere() -> Method:
+    """SnapKV's score, the best slots of the whole stack."""
+    score = window_score(WINDOW, KERNEL, "grouped")
+    return Method(Keep(score, Budget(QUARTER), AcrossLayers(), (Recent(WINDOW),)))
+
+
+# In the order in which they are measured: what compiles fastest and is asked for first comes first.
+ROWS = {
+    "int8": Row("int8"),
+    "int4": Row("int4"),
+    "kivi": Row("kivi"),
+    "turboquant": Row("turboquant"),
+    "turboquant, no sketch": Row("turboquant(sketch=False)"),
+    "keys 4, values 2": Row(_codes(4, 2)),
+    "keys 2, values 4": Row(_codes(2, 4)),
+    "no sinks": Row("sink-recent(budget=0.25, sinks=0)"),
+    "1 sink": Row("sink-recent(budget=0.25, sinks=1)"),
+    "4 sinks": Row("sink-recent(budget=0.25, sinks=4)"),
+    "per head": _snapkv(QUARTER, WINDOW),
+    "per layer": Row(_layer()),
+    "unequal heads": Row(f"adakv(budget=0.25, window={WINDOW})"),
+    "unequal layers": Row(f"pyramidkv(budget=0.25, window={WINDOW})"),
+    "unequal anywhere": Row(_anywhere()),
+    "window 4": _snapkv(QUARTER, 4),
+    "window 64": _snapkv(QUARTER, 64),
+    "half, window 4": _snapkv(0.5, 4),
+    "half, window 64": _snapkv(0.5, 64),
+    "keydiff": Row("keydiff(budget=0.25)"),
+    "expected attention": Row("expected-attention(budget=0.25)"),
+    "kvzip": Row("kvzip(budget=0.25)"),
+    "per head, again": Row(_snapkv(QUARTER, WINDOW).method, again=True),
+    "keydiff, again": Row("keydiff(budget=0.25)", again=True),
+    "expected attention, again": Row("expected-attention(budget=0.25)", again=True),
+    "kvzip, again": Row("kvzip(budget=0.25)", again=True),
+}
+
+# What a row is compared with stands first.
+TOPICS = {
+    "codes": ("int4", "int8", "kivi", "turboquant", "turboquant, no sketch"),
+    "bits": ("keys 4, values 2", "keys 2, values 4"),
+    "sinks": ("4 sinks", "1 sink", "no sinks"),
+    "heads": ("per head", "per layer", "unequal heads", "unequal layers", "unequal anywhere"),
+    "windows": ("per head", "window 4", "window 64"),
+    "windows of half": ("half, window 64", "half, window 4"),
+}
+SECOND = ("per head", "keydiff", "expected attention", "kvzip")
+assert all(name in ROWS for names in (*TOPICS.values(), SECOND) for name in names)
