@@ -48,18 +48,28 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
             continue
         if gm.rated:
             # A token needs an empty slot before another leaves, and a share of the tokens grows with them.
-            slots = group.tail
-            assert gm.keep is not None and slots is not None
-            full = (slots.pos >= 0).all(-1).any((0, 2))
-            free.append(jnp.where(full, 0, tokens_in(gm.keep, slots.capacity) - cache.next))
+            assert gm.keep is not None and group.tail is not None
+            full = (group.tail.pos >= 0).all(-1).any((0, 2))
+            free.append(jnp.where(full, 0, tokens_in(gm.keep, list_capacity(gm, group)) - cache.next))
             continue
         # New tokens enter a tail; only where they are encoded behind it does a body take them, too.
         parts = (*group.bodies, group.tail) if gm.split else (group.tail,)
         used = [(s.pos < 0).sum(-1, dtype=jnp.int32) for s in parts if isinstance(s, Slots)]
+        if gm.split:
+            # Holes that slots left are gathered, a granule at a time.
+            used[0] = used[0] // gm.granule * gm.granule
         room = reduce(jnp.add, used) + jnp.maximum(gm.sinks - cache.next, 0)[None, :, None]
         # A full body cannot take the granule that a full tail would flush.
         free.append((room - int(gm.split)).min((0, 2)))
     return jnp.stack(free)
+
+
+def list_capacity(gm: GroupMethod, group: GroupState) -> int:
+    """How many slots a list holds at most: a granule of a body may consist of holes."""
+    assert group.tail is not None
+    if not gm.split:
+        return group.tail.capacity
+    return sum(s.capacity for s in group.parts if isinstance(s, Slots)) - gm.granule
 
 
 def tokens_in(keep: Keep, capacity: int) -> int:

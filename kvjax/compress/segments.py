@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
+from kvjax.compress.holes import empty_granules, gathered, in_order
 from kvjax.compress.select import Fresh
 from kvjax.compress.selection import grown
 from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
@@ -131,7 +132,9 @@ def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int,
 
 def body_slots(gm: GroupMethod, capacity: int) -> int:
     """Slots of the encoded body that `capacity` tokens need before a tail."""
-    return whole_granules(max((capacity - gm.residual) // gm.granule, 1)) * gm.granule
+    # Holes take up to a granule less one: a list that evicts needs another one's places.
+    more = gm.granule - 1 if gm.evicting else 0
+    return whole_granules(max((capacity - gm.residual + more) // gm.granule, 1)) * gm.granule
 
 
 def capacity_of(gm: GroupMethod, slots: int) -> int:
@@ -217,18 +220,19 @@ def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Sl
 def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:
     """Moves the oldest full granules of the tail into the body, leaving `residual` tokens or a few more.
 
-    The tail's live slots must be its first ones, in order; `layer`: which of the body's its first layer is.
-    Returns it with its resting capacity of residual + granule slots.
+    The tail's live slots must be its first ones, in order, unless slots leave in steps; `layer`: which of the
+    body's its first layer is. Returns it with its resting capacity of residual + granule slots.
     """
     g = gm.granule
+    tail = in_order(tail) if gm.evicting else tail
     count = (tail.pos >= 0).sum(-1, dtype=jnp.int32)
     moved = jnp.maximum(count - gm.residual, 0) // g
     most = max((tail.capacity - gm.residual) // g, 0)
     if most:
+        body = gathered(gm, body, moved > 0, layer) if gm.evicting else body
         held = jax.lax.dynamic_slice_in_dim(body.pos, layer, tail.pos.shape[0])
-        start = (held >= 0).sum(-1, dtype=jnp.int32) // g
-        index = jnp.arange(most, dtype=jnp.int32)[None, None, None]
-        row = jnp.where(index < moved[..., None], start[..., None] + index, -1)
+        row = empty_granules(held, g, moved, most)
+        moved = (row >= 0).sum(-1, dtype=jnp.int32)
         body = _write_granules(gm, body, row, jax.tree.map(lambda x: x[:, :, :, : most * g], tail), layer)
     return body, _rested(tail, count, moved, g, gm.residual + g)
 
@@ -269,6 +273,7 @@ def _write_granules(
         v=None if body.v is None else jax.tree.map(put, body.v, v),
         pos=put(body.pos, new.pos),
         bias=None if body.bias is None else put(body.bias, new.bias),  # type: ignore[arg-type]
+        traces={n: put(x, new.traces[n]) for n, x in body.traces.items()},
         summary={n: put(x, summary[n]) for n, x in body.summary.items()},
         sums=sums_with_new(gm, body, dataclasses.replace(new, k=k, v=v), moves, layer),
     )

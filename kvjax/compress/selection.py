@@ -170,7 +170,7 @@ def _in_order(view: View, seen: Seen, order: Int[Array, "B K S"]) -> tuple[View,
     return jax.tree.map(there, view), seen._replace(observed=masses, mass=mass)
 
 
-def orders(pos: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+def orders(pos: Int[Array, "*b S"]) -> tuple[Int[Array, "*b S"], Int[Array, "*b S"]]:
     """Slots by position, the empty ones last, and the way back."""
     order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), axis=-1, stable=True)
     return order, jnp.argsort(order, axis=-1)

@@ -355,8 +355,8 @@ def check(method: Method) -> None:
             f"{granule} tokens together behind a residual of {residual}: use int8, int4 or fp8",
         ),
         (
-            in_steps and together,
-            "evicting while decoding needs a store that encodes tokens one by one, this one encodes "
+            keep is not None and in_steps and together and keep.merge is not None,
+            f"{keep and keep.merge!r} writes slots one by one while decoding, and this store encodes "
             f"{granule} together behind a residual: use int8, int4 or fp8",
         ),
         (

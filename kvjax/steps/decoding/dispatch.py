@@ -114,6 +114,8 @@ def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups
     """Why no kernel can read these codes; they count slots and ask neither positions nor biases."""
     if layer.window is not None or slots.bias is not None or past.gm.masses:
         return _nowhere("windows, biases and masses over a dense cache of such codes have no kernel")
+    if past.gm.evicting:
+        return _nowhere("codes in groups have no kernel where slots leave them: it counts slots")
     assert isinstance(slots.k, Codes)
     return grouped.refusals(q, grouped.Grouped(**slots.k.data), groups.bits, groups.group)
 

@@ -85,7 +85,7 @@ def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any]
 def _with(gm: GroupMethod, group: GroupState, leaves: tuple[dict[str, Any], ...]) -> GroupState:
     """The group with other arrays in the parts that may lose slots."""
     pairs = zip(losing(gm, group), leaves, strict=True)
-    return with_losing(group, [dataclasses.replace(part, **new) for part, new in pairs])
+    return with_losing(gm, group, [dataclasses.replace(part, **new) for part, new in pairs])
 
 
 def _evict_layer(

@@ -30,15 +30,23 @@ def tail_of(group: GroupState) -> Slots:
     return group.tail
 
 
+def _which(gm: GroupMethod, group: GroupState) -> tuple[int, ...]:
+    """The parts of a group whose slots may leave: the tail, and codes of several tokens before it."""
+    last = len(group.parts) - 1
+    return (len(group.bodies) - 1, last) if gm.split else (last,)
+
+
 def losing(gm: GroupMethod, group: GroupState) -> tuple[Slots, ...]:
-    """The last parts of a group, whose slots may leave: the tail, and codes of several tokens before it."""
-    parts = group.parts if gm.split else (tail_of(group),)
-    return tuple(part for part in parts if isinstance(part, Slots))
+    """The parts of a group whose slots may leave."""
+    parts = tuple(group.parts[i] for i in _which(gm, group))
+    assert all(isinstance(part, Slots) for part in parts)
+    return parts  # type: ignore[return-value]
 
 
-def with_losing(group: GroupState, parts: Sequence[Slots]) -> GroupState:
+def with_losing(gm: GroupMethod, group: GroupState, parts: Sequence[Slots]) -> GroupState:
     """The group with others in place of its `losing` parts."""
-    return group.with_parts((*group.parts[: len(group.parts) - len(parts)], *parts))
+    new = dict(zip(_which(gm, group), parts, strict=True))
+    return group.with_parts([new.get(i, part) for i, part in enumerate(group.parts)])
 
 
 def view_of(
@@ -55,13 +63,12 @@ def view_of(
     received: what the slots of all parts of the group received of it, by which traces grow.
     """
     parts = losing(gm, group)
-    first = len(group.parts) - len(parts)
     turn = turns_over(run, length - 1, group.parts, index)[0]
-    seen = received[-len(parts) :] if received else ({},) * len(parts)
     views = []
-    for i, (part, got) in enumerate(zip(parts, seen, strict=True)):
+    for i, part in zip(_which(gm, group), parts, strict=True):
+        got = received[i - len(group.parts)] if received else {}
         one = part.layer(index)
-        keys = turned_keys(rope, one.keys(), turn, first + i, length)
+        keys = turned_keys(rope, one.keys(), turn, i, length)
         views.append(View(keys.k, keys.v, one.pos, one.bias, grown(gm.traces, one.traces, got), got))
     return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
 

@@ -255,6 +255,9 @@ def _built(
     if sizes.ahead.slots and not (acting or gm.evicting):
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
     built = build(plain, view, kept, sizes.tokens, sizes.room)
+    if gm.evicting and gm.split and not acting:
+        # Steps need room for the holes that they leave.
+        return widened(gm, built, gm.granule)
     return built if acting else with_empty_tier(gm, built, view, sizes.tokens, sizes.room)
 
 

@@ -1,0 +1,84 @@
+"""Codes of several tokens under keeps that evict while decoding: what is kept, and what steps answer."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar.when import STEP
+from kvjax.keep.algebra import Word
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.observations.observe import Mass
+from kvjax.keep.patterns import Recent
+from tests.float64.granules import Granules, heaviest
+from tests.float64.reference import Prompt, best
+from tests.methods.battery import MAIN, VOCAB, decoder, model, off, positions
+
+BUDGET, RECENT, GROUP, RESIDUAL, TOKENS = 14, 4, 4, 3, 40
+H2O = kvjax.method("h2o", budget=BUDGET, recent=RECENT / BUDGET)
+
+
+def kivi(**hyper):
+    return kvjax.method("kivi", **(dict(bits=8, group=GROUP, residual=RESIDUAL) | hyper))
+
+
+def fed(method, prompts, tokens, **more):
+    """The logits and positions of every step of a decode, and the last cache."""
+    m, out = model("4/2"), []
+    _, cache = kvjax.prefill(m, prompts, method=method, room=TOKENS, **more)
+    for token in tokens:
+        logits, cache = kvjax.step(m, cache, token.tolist())
+        out.append((np.asarray(logits, np.float64), positions(cache)))
+    return out, cache
+
+
+def drawn(rows, seed=5):
+    return np.random.default_rng(seed).integers(0, VOCAB, (TOKENS, rows))
+
+
+def h2o_kept(prompt):
+    """The newest tokens, and those of the largest mass."""
+    found = []
+    for p in prompt.p:
+        mass = p.reshape(2, -1, *p.shape[1:]).sum((1, 2))
+        mass[:, prompt.length - RECENT :] = np.inf
+        found.append(best(mass, np.full(2, BUDGET)))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class OfNow(Word):
+    """The attention that slots receive of what is read right now, summed over a group."""
+
+    @property
+    def needs(self):
+        return frozenset({Mass("sum")})
+
+    def __call__(self, view, seen):
+        return seen.of(Mass("sum"))
+
+
+NOW = Method(Keep(OfNow(), Budget(BUDGET), Uniform(), (Recent(RECENT),), when=STEP))
+# The keep, what a token leaves by, the bits of codes, the error, and what happened to granules.
+RULES = {"h2o": (H2O, "mass", 8, 0.01, ()), "now": (NOW, "now", 4, 0.1, ("emptied", "gathered"))}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_union_of_codes_and_tail_loses_its_worst_token(rule):
+    method, name, bits, error, happened = RULES[rule]
+    tokens, rows = drawn(len(MAIN.first)), []
+    for first in MAIN.first:
+        prompt = Prompt(decoder("4/2"), first)
+        places = -(-(BUDGET + 1 - RESIDUAL) // GROUP)
+        how = dict(bits=bits, group=GROUP, residual=RESIDUAL, places=places)
+        rows.append(Granules(prompt, h2o_kept(prompt), **how, worst=heaviest(BUDGET, RECENT, name)))
+    done, cache = fed(kvjax.chain(method, kivi(bits=bits)), MAIN.first, tokens)
+    for token, (logits, held) in zip(tokens, done, strict=True):
+        for b, row in enumerate(rows):
+            assert off(logits[b], row.step(token[b])) < error
+            assert [lists[b] for lists in held] == row.positions()
+    assert all(sum(row.memory[what] for row in rows) for what in happened)
+    # Bytes are those of the budget, a granule of holes, and a plain tail.
+    assert [part.capacity for part in cache.groups[0].parts] == [places * GROUP, RESIDUAL + GROUP]
