@@ -174,7 +174,9 @@ class _Turns:
         slots = slots_needed(built, self.bound, room, width)
         if gm.rated:
             assert gm.keep is not None
-            return tokens_in(gm.keep, slots) - self.next
+            # A granule may consist of holes.
+            holes = gm.granule if gm.split and self.acting[i] else 0
+            return tokens_in(gm.keep, capacity_of(built, slots) - holes) - self.next
         held = self.next
         if built.budget is not None:
             held = np.array([min(built.budget.capacity(int(n)), n) for n in self.next])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.segments import whole_tiles
+from kvjax.compress.segments import body_slots, whole_tiles
 from kvjax.grammar import Keep
 from kvjax.grammar.calls import counts_slots
 from kvjax.grammar.when import Full
@@ -107,14 +107,24 @@ def as_used(
             return group
         tail = group.tail
         assert tail is not None
-        # What stays lies in the first slots of every list.
-        longest = bucket(int((fetch(tail.pos) >= 0).sum(-1).max(initial=1)))
+        # What stays lies in the first slots of every list, in granules and behind them.
+        parts = [part for part in (*group.bodies, tail) if isinstance(part, Slots)]
+        longest = bucket(int(sum((fetch(part.pos) >= 0).sum(-1) for part in parts).max(initial=1)))
         size = whole_tiles(longest + room, width_of(tail.k), gm.multiple)
-        return group.with_tail(jax.tree.map(lambda x: x[:, :, :, :size], tail))
+        if not gm.split:
+            return group.with_tail(_first_slots(tail, size))
+        (body,) = group.bodies
+        assert isinstance(body, Slots)
+        return dataclasses.replace(group, bodies=(_first_slots(body, body_slots(gm, size)),))
 
     cache = trimmed(cache, bucket)
     groups = tuple(shorter(gm, group) for gm, group in zip(gms, cache.groups, strict=True))
     return dataclasses.replace(cache, groups=groups)
+
+
+def _first_slots(slots: Slots, count: int) -> Slots:
+    """The first `count` slots of every list, of codes as many granules."""
+    return jax.tree.map(lambda x: x[:, :, :, : x.shape[3] * count // slots.capacity], slots)
 
 
 def more_slots(gm: GroupMethod, room: int, width: int) -> int:
