@@ -1,6 +1,6 @@
 """KIVI's codes under a keep that evicts while decoding, in float64 numpy, token by token.
 
-Written from the rules: KIVI (arXiv:2402.02750, section 3.3) quantises a granule of `g` tokens at a time, keys by
+Written from the rules: KIVI (arXiv:2402.02750, section 3.3) quantises `g` tokens at a time, keys by
 channel and values by token, and leaves the newest tokens as they are; H2O (arXiv:2306.14048, section 4) gives
 up the token of the least attention received so far, wherever it is stored.
 """

@@ -34,7 +34,7 @@ def test_a_chain_joins_the_verbs_of_its_parts():
     [
         (("snapkv", "h2o"), "at most one keep"),
         (("int8", "kivi"), "at most one store"),
-        (("h2o", "kivi"), "encodes tokens one by one"),
+        (("keepkv", "kivi"), "writes slots one by one"),
         (("adakv", "kivi"), "encodes tokens one by one"),
         (("h2o", "quest"), "stay put"),
         (("adakv", "quest"), "same number of slots"),

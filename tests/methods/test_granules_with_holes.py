@@ -15,6 +15,7 @@ from kvjax.keep.patterns import Recent
 from tests.float64.granules import Granules, heaviest
 from tests.float64.reference import Prompt, best
 from tests.methods.battery import MAIN, VOCAB, decoder, model, off, positions
+from tests.methods.table import BY_LABEL
 
 BUDGET, RECENT, GROUP, RESIDUAL, TOKENS = 14, 4, 4, 3, 40
 H2O = kvjax.method("h2o", budget=BUDGET, recent=RECENT / BUDGET)
@@ -24,10 +25,10 @@ def kivi(**hyper):
     return kvjax.method("kivi", **(dict(bits=8, group=GROUP, residual=RESIDUAL) | hyper))
 
 
-def fed(method, prompts, tokens, **more):
+def fed(method, prompts, tokens, name="4/2"):
     """The logits and positions of every step of a decode, and the last cache."""
-    m, out = model("4/2"), []
-    _, cache = kvjax.prefill(m, prompts, method=method, room=TOKENS, **more)
+    m, out = model(name), []
+    _, cache = kvjax.prefill(m, prompts, method=method, room=TOKENS)
     for token in tokens:
         logits, cache = kvjax.step(m, cache, token.tolist())
         out.append((np.asarray(logits, np.float64), positions(cache)))
@@ -82,3 +83,36 @@ def test_the_union_of_codes_and_tail_loses_its_worst_token(rule):
     assert all(sum(row.memory[what] for row in rows) for what in happened)
     # Bytes are those of the budget, a granule of holes, and a plain tail.
     assert [part.capacity for part in cache.groups[0].parts] == [places * GROUP, RESIDUAL + GROUP]
+
+
+def alike(one, other, error):
+    """Two decodes that keep the same tokens, and whose logits differ by less than `error`."""
+    for (logits, held), (others, kept) in zip(one, other, strict=True):
+        assert held == kept
+        assert off(logits, others) < error
+
+
+@pytest.mark.rotating
+def test_a_keep_that_nothing_leaves_is_the_store_alone():
+    first, tokens = [MAIN.first[0][:20], MAIN.first[1][:20]], drawn(2)[:20]
+    whole = kvjax.method("h2o", budget=1.0, recent=0.5)
+    both, alone = kvjax.chain(whole, kivi(bits=2)), kivi(bits=2)
+    alike(fed(both, first, tokens)[0], fed(alone, first, tokens)[0], 1e-5)
+
+
+# Scores of masses, positions, keys, carried queries and thresholds; after every token and after several.
+KEEPS = ["h2o", "tova", "streamingllm", "r-kv", "hashevict", "pagedeviction", "lagkv", "corm", "wg-kv", "dcp"]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("label", KEEPS)
+def test_codes_behind_a_residual_that_holds_all_are_the_keep_alone(label):
+    row, tokens = BY_LABEL[label], drawn(len(MAIN.first))[:12]
+    plain = fed(row.method(), MAIN.first, tokens, name=row.model)[0]
+    alike(
+        fed(kvjax.chain(row.method(), kivi(residual=64)), MAIN.first, tokens, name=row.model)[0], plain, 1e-5
+    )
+    # With little residual, most slots are codes of 8 bits.
+    coded = fed(kvjax.chain(row.method(), kivi(residual=2)), MAIN.first, tokens, name=row.model)[0]
+    for (logits, _), (others, _) in zip(coded, plain, strict=True):
+        assert np.isfinite(logits).all() and off(logits, others) < 0.05
