@@ -230,7 +230,7 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
     arrays = arrays_of(plan, batches)
     room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)
-    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold)
+    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold, scan=plan.gold)
     with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for cells in _groups(entries, len(batches)):

@@ -9,7 +9,9 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.eval.compare import compare
+from kvjax.eval.run import scanned as scanned_module
 from kvjax.eval.run.plan import batches_of, planned
+from kvjax.eval.run.scanned import runs_scanned
 from kvjax.eval.tasks.rows import make_rows, targets_of
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.eval.tasks.suite import make_suite
@@ -37,6 +39,23 @@ def test_one_pass_predicts_what_steps_predict(model, protocol, tmp_path):
         assert (mine["kept_bytes"], mine["span_kept"]) == (other["kept_bytes"], other["span_kept"])
         assert (mine["score"] == 1.0) <= (mine["nll"] < np.log(model.config.vocab))
     assert not any(key.startswith("decode") for cell in gold.metrics["cells"] for key in cell)
+
+
+def test_a_deep_model_is_looped_over_where_a_method_treats_its_layers_alike(model, tmp_path, monkeypatch):
+    """Of four layers two and two are a loop; what picks in one layer for the next runs without."""
+    asked = ASKED | dict(methods=["pyramidkv", "kivi", "tidaldecode"])
+    plain = compare(model, out=tmp_path / "plain", gold=True, **asked)
+    looped = []
+    regrouped = type(model).regrouped
+    monkeypatch.setattr(scanned_module, "DEEP", 3)
+    monkeypatch.setattr(type(model), "regrouped", lambda *a: looped.append(regrouped(*a)) or looped[-1])
+    deep = compare(model, out=tmp_path / "deep", gold=True, **asked)
+    assert [len(one.params["layers"]) for one in looped] == [2]
+    texts = "pyramidkv(budget=0.5)", "kivi", "tidaldecode(budget=0.5)"
+    assert [runs_scanned(looped[0], kvjax.method(text)) for text in texts] == [True, True, False]
+    for mine, other in zip(deep.rows, plain.rows, strict=True):
+        assert mine.pop("nll") == pytest.approx(other.pop("nll"), rel=1e-4, abs=1e-5)
+        assert {**mine, "seconds": 0} == {**other, "seconds": 0}
 
 
 def test_nll_of_the_full_cache_is_the_likelihood_of_the_answer(model, tmp_path):

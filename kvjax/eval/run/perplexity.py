@@ -208,7 +208,7 @@ def stream_text(
     _check_budgets(entries, length)
     found = read_windows(model, text_path, length=length, steps=steps, windows=windows, seed=seed)
     mine = entries if log is None else my_cells(model, entries)
-    runner = Runner(model, Recall((), length, seed), mine, bucket(length), steps)
+    runner = Runner(model, Recall((), length, seed), mine, bucket(length), steps, scan=True)
     done: dict[str, Any] = {} if log is None else log.done
     batches = list(_batches(model, found, length, steps))
     with Bars(console=console, transient=True) as progress:

@@ -37,6 +37,7 @@ from kvjax.eval.run.answers import (
 )
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.newest import keeping_newest
+from kvjax.eval.run.scanned import runs_scanned, scanned
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.grammar import Method
@@ -147,14 +148,18 @@ class Given(NamedTuple):
 class Runner:
     """Runs cells of one model over batches of rows; holds no results.
 
-    gold: right answers are fed in one pass. together: whether other hosts hold parts of the model and run
-    every cell with this one, in one order.
+    gold: right answers are fed in one pass. scan: programs loop over equal layers (`scanned`), but for
+    methods that treat these differently. together: whether other hosts hold parts of the model and run every
+    cell with this one, in one order.
     """
 
     def __init__(
-        self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int, gold: bool = False
-    ):
-        self.model, self.suite, self.entries, self.gold = model, suite, entries, gold
+        self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int, gold: bool = False,
+        scan: bool = False,
+    ):  # fmt: skip
+        self.unrolled = model
+        self.model = model = scanned(model) if scan else model
+        self.suite, self.entries, self.gold = suite, entries, gold
         self.together = is_shared(model.params)
         self.tokens, self.room = tokens, room
         self.plain = Run(model.config, Method(), on_mesh=model.on_mesh)
@@ -169,11 +174,11 @@ class Runner:
 
     def apart(self, entry: Entry) -> bool:
         """Whether a cell reads prompts for itself, in its own way or on a model of its own."""
-        return reads_apart(entry.method) or made(self.model, entry.method) is not self.model
+        return reads_apart(entry.method) or self.given(entry).model is not self.model
 
     def given(self, entry: Entry) -> Given:
         """The model that a cell runs on, with its parameters."""
-        model = made(self.model, entry.method)
+        model = made(self.model if runs_scanned(self.model, entry.method) else self.unrolled, entry.method)
         if model is self.model:
             return Given(model, self.params)
         return Given(model, with_fitted(model.params, entry.method))
