@@ -189,12 +189,14 @@ def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: n
         return f"in layer {gm.first} some of them lie in pages, which are written once"
     if not gm.split:
         return ""
+    if gm.paged and (forgets & (bodies[1] > 0) & (tail[0] - count < gm.residual)).any():
+        return f"lists of layer {gm.first} have encoded as many tokens as each of them holds"
     # Steps leave granules * g tokens in the body and `residual` or a few more in the tail.
     in_body = np.clip(count - tail, 0, bodies)
     whole = np.maximum(bodies + tail - count - gm.residual, 0) // gm.granule * gm.granule
     if isinstance(gm.read, Resting | Learning) and (in_body > 0).any():
         return f"layer {gm.first} holds sums of what lies in its body, and some of them are in these"
-    if (forgets & ((bodies - in_body != whole) | (in_body % gm.granule != 0))).any():
+    if not gm.paged and (forgets & ((bodies - in_body != whole) | (in_body % gm.granule != 0))).any():
         return (
             f"layer {gm.first} encodes {gm.granule} tokens together, and has encoded some that would still "
             "be plain without them"

@@ -139,11 +139,11 @@ def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
     if not gm.split:
         assert group.tail is not None
         return group.with_tail(pad_slots(group.tail, slots))
-    (body,) = group.bodies
+    *pages, body = group.bodies
     assert isinstance(body, Slots)
     body = _pad_granules(body, slots // gm.granule, gm.granule)
     body = in_its_memory(gm.host, gm.read, body)
-    return dataclasses.replace(group, bodies=(body,))
+    return dataclasses.replace(group, bodies=(*pages, body))
 
 
 def _room_of_state(gm: GroupMethod, group: GroupState) -> int:

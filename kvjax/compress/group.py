@@ -161,8 +161,8 @@ class GroupMethod:
 
     @cached_property
     def split(self) -> bool:
-        """Whether the group has an encoded body and a plain tail, rather than one segment."""
-        return not self.paged and (self.granule > 1 or self.residual > 0 or self.read is not None)
+        """Whether new tokens go to a plain tail before a body that is encoded, rather than to one segment."""
+        return self.granule > 1 or self.residual > 0 or self.read is not None
 
 
 def group_method(

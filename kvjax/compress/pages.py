@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.segments import encoded, take, whole_tiles
+from kvjax.compress.segments import body_slots, empty_body, encoded, take, whole_tiles
 from kvjax.grammar import Keep
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.protocols import View
@@ -51,7 +52,7 @@ def build_group_pages(
     layers = sum(v.pos.shape[0] for v in views)
     heads, slots = views[0].pos.shape[2:]
     slots = list_slots(keep, lists or slots, tokens)
-    newest = [_newest(gm, view, length) & stays for gm, view, stays in zip(gms, views, kept, strict=True)]
+    newest = [_newest(gm, view, stays, length) for gm, view, stays in zip(gms, views, kept, strict=True)]
     longest = longest_list(gms[0], slots, tokens)
     n = min(keep.budget.capacity(tokens), longest)
     most = keep.allocate.layer_slots(n, longest, layers, heads)
@@ -68,7 +69,7 @@ def build_group_pages(
         for group, index in zip(bodies, _build_tier(gms, views, tier, page, pools), strict=True):
             group.append(index)
     groups = [
-        GroupState(tuple(body), _tail_of(gm, view, new, slots, room))
+        _before_tail(gm, body, _tail_of(gm, view, new, slots, room), room)
         for gm, view, body, new in zip(gms, views, bodies, newest, strict=True)
     ]
     return groups, tuple(pools)
@@ -127,17 +128,22 @@ def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
     keep = gm.keep
     assert keep is not None
     if keep.page is not None:
-        return keep.page
+        return _whole_granules(gm, keep.page)
     n = getattr(keep.allocate, "mean", int)(min(keep.budget.capacity(tokens), slots))
     n = n // 4 if hasattr(keep.allocate, "threshold") else n
     n = n if keep.lower is None else min(n, slots - n)
     page = min(2 ** ((n // _ONE_IN + 1).bit_length() - 1), _LARGEST) if n > 0 else 1
     if platform() != "tpu":
-        return page
+        return _whole_granules(gm, page)
     coded = gm.codecs != (None, None)
     beside = coded or keep.merge is not None or keep.phase != BY_POSITION
     least = _LANES if beside and n >= 4 * _LANES else _TILE_OF_CODES if coded else _TILE
-    return max(page, least)
+    return _whole_granules(gm, max(page, least))
+
+
+def _whole_granules(gm: GroupMethod, page: int) -> int:
+    """The least page of as many slots that holds whole granules."""
+    return -(-page // gm.granule) * gm.granule
 
 
 def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
@@ -146,9 +152,17 @@ def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
     return [heads * tokens] * layers if rest is None else rest(keep.budget, tokens, layers, heads)
 
 
-def _newest(gm: GroupMethod, view: View, length: Int[Array, "B"]) -> Bool[Array, "Lg B K S"]:
-    """The slots of a view that a step may empty later: those that `Recent` protects now."""
-    return (view.pos >= (length - recent_tokens(gm))[None, :, None, None]) & (view.pos >= 0)
+def _newest(
+    gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], length: Int[Array, "B"]
+) -> Bool[Array, "Lg B K S"]:
+    """The kept slots that lie in the tail: those that a step may empty later, which `Recent` protects now.
+
+    Where several tokens are encoded together, every list's newest ones, down to its whole granules.
+    """
+    if gm.split:
+        count = jnp.maximum(kept.sum(-1, keepdims=True, dtype=jnp.int32) - gm.residual, 0)
+        return kept & (jnp.cumsum(kept, -1, dtype=jnp.int32) > count // gm.granule * gm.granule)
+    return kept & (view.pos >= (length - recent_tokens(gm))[None, :, None, None])
 
 
 def recent_tokens(gm: GroupMethod) -> int:
@@ -158,11 +172,27 @@ def recent_tokens(gm: GroupMethod) -> int:
 
 
 def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
-    """Slots of the tail behind pages that were chosen of `slots`: the newest tokens, and room for more."""
+    """Slots behind pages that were chosen of `slots`: the newest tokens, and room for more."""
+    if gm.split:
+        return _new_granules(gm, room) + gm.residual + gm.granule
     return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)
+
+
+def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int) -> GroupState:
+    """Pages and the tail behind them; between both, empty granules for what steps will encode."""
+    if not gm.split:
+        return GroupState(tuple(pages), tail)
+    return GroupState((*pages, empty_body(gm, tail, _new_granules(gm, room))), tail)
+
+
+def _new_granules(gm: GroupMethod, room: int) -> int:
+    """Slots that `room` more tokens need between pages and a full tail."""
+    return body_slots(gm, gm.residual + room + gm.granule - 1)
 
 
 def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:
     """The newest slots behind pages, and empty ones for `room` more tokens."""
+    if gm.split:
+        return take(gm, view, newest, gm.residual + gm.granule)
     slots = take(gm, view, newest, min(recent_tokens(gm), most))
     return encoded(pad_slots(slots, tail_slots(gm, most, room, view.k.shape[-1]) - slots.capacity), gm)

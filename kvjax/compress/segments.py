@@ -98,7 +98,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
         return GroupState(tail=_tail(gm, slots), sinks=sinks)
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
-    body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
+    body, tail = flush(gm, empty_body(gm, tail, body_slots(gm, capacity)), tail)
     body = in_its_memory(gm.host, gm.read, body)
     return GroupState((body,), tail, sinks=sinks)
 
@@ -142,7 +142,7 @@ def capacity_of(gm: GroupMethod, slots: int) -> int:
     return body_slots(gm, slots) + gm.residual + gm.granule if gm.split else slots
 
 
-def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
+def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
@@ -304,10 +304,10 @@ def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T
     tail = write_slots(tail, slot, fresh.k, fresh.v, where, traces=start)
     if not gm.split:
         return past.with_tail(tail)
-    (body,) = past.bodies
+    *pages, body = past.bodies
     assert isinstance(body, Slots)
     body, tail = flush(gm, lent(body, ()), tail)
-    return dataclasses.replace(past, bodies=(body,), tail=tail)
+    return dataclasses.replace(past, bodies=(*pages, body), tail=tail)
 
 
 def _grown_slots(gm: GroupMethod, segment: Segment, received: dict[str, Array]) -> Segment:

@@ -360,9 +360,9 @@ def check(method: Method) -> None:
             f"{granule} together behind a residual: use int8, int4 or fp8",
         ),
         (
-            paged and together,
-            "heads of unequal budgets need a store that encodes tokens one by one, this one encodes "
-            f"{granule} together behind a residual: use int8, int4 or fp8",
+            paged and together and in_steps,
+            "heads of unequal budgets that lose slots while decoding need a store that encodes tokens one by "
+            f"one, this one encodes {granule} together behind a residual: use int8, int4 or fp8",
         ),
         (
             in_steps and read is not None,

@@ -35,7 +35,7 @@ def test_a_chain_joins_the_verbs_of_its_parts():
         (("snapkv", "h2o"), "at most one keep"),
         (("int8", "kivi"), "at most one store"),
         (("keepkv", "kivi"), "writes slots one by one"),
-        (("adakv", "kivi"), "encodes tokens one by one"),
+        (("duoattention", "kivi"), "encodes tokens one by one"),
         (("h2o", "quest"), "stay put"),
         (("adakv", "quest"), "same number of slots"),
     ],

@@ -47,13 +47,16 @@ def flushed(
     specs = None if on is None else {i: tuple(specs_of_slots(s, on) for s in split[i]) for i in split}
     split = each_device(on, flushed_here, (specs, specs_of(on, ("batch",), x)), specs)(split, x)
     return tuple(
-        dataclasses.replace(group, bodies=split[i][:1], tail=split[i][1]) if i in split else group
+        dataclasses.replace(group, bodies=(*group.bodies[:-1], split[i][0]), tail=split[i][1])
+        if i in split
+        else group
         for i, group in enumerate(groups)
     )
 
 
 def _body_and_tail(group: GroupState) -> tuple[Slots, Slots]:
-    (body,) = group.bodies
+    # Pages before it are written once.
+    *_, body = group.bodies
     assert isinstance(body, Slots)
     assert group.tail is not None
     return body, group.tail
