@@ -266,6 +266,20 @@ def kivi_bytes(bits, slots=everything, group=16, residual=16):
     )  # fmt: skip
 
 
+def holes_bytes(s: Sizes, group=4, residual=4) -> int:
+    """KIVI's 8 bits under H2O: up to a granule of holes in the body, and a mass beside every slot."""
+    slots = lambda s: half_and_one(s) + group - 1  # noqa: E731
+    body, tail = (slots(s) - residual) // group * group, residual + group
+    return kivi_bytes(8, slots, group, residual)(s) + s.layers * s.b * s.k * 4 * (body + tail)
+
+
+def granules_in_pages_bytes(s: Sizes, group=4, residual=4) -> int:
+    """KIVI's 8 bits in pages of PAGE slots; granules for the room, and a plain tail."""
+    slot = lambda s: (s.h * (group + 4)) // group + s.h + 4 * (s.h // group) + 4  # noqa: E731
+    pages = paged(lambda s, i: s.k * count(s.tokens), slot=slot)(s._replace(room=-(-s.room // group) * group))
+    return pages + s.layers * s.b * s.k * (residual + group) * plain(s)
+
+
 def gear_bytes(bits, rank, group=16):
     """KIVI's codes; a number and an index for one outlier at each end; two float16 matrices per granule."""
     ends, matrices = 2 * (4 + 1), lambda s: (group + s.h) * rank * 2

@@ -104,8 +104,10 @@ from tests.methods.rows import (
     due_by_2,
     everything,
     gear_bytes,
+    granules_in_pages_bytes,
     half,
     half_and_one,
+    holes_bytes,
     infllm_bytes,
     kivi_bytes,
     kvquant_bytes,
@@ -421,6 +423,14 @@ ROWS = [
     chained(
         "h2o + int8", dense(half_and_one, slot=coded(8), extra=4), ("h2o", dict(budget=0.5)), ("int8", {}),
         kept=each_layer(received, recent_half), error=0.02, victim=h2o_victim(count),
+    ),
+    chained(
+        "h2o + kivi", holes_bytes, ("h2o", dict(budget=0.5)), ("kivi", dict(bits=8, group=4, residual=4)),
+        kept=each_layer(received, recent_half), error=0.02, victim=h2o_victim(count),
+    ),
+    chained(
+        "adakv + kivi", granules_in_pages_bytes, ("adakv", SNAP | dict(budget=0.5, page=PAGE)),
+        ("kivi", dict(bits=8, group=4, residual=4)), kept=adakv_kept, error=0.02, moves=False,
     ),
     *SELECTION,
     *LEARNED,
