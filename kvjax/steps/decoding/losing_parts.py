@@ -19,7 +19,6 @@ from kvjax.grammar.protocols import View
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Slots
 from kvjax.state.codes import Codes
-from kvjax.steps.decoding.at_layer import Received
 from kvjax.steps.shared.rotate import turned_keys, turns_over
 from kvjax.steps.shared.run import Run
 
@@ -56,7 +55,7 @@ def view_of(
     group: GroupState,
     index: int | Array,
     length: Int[Array, "B"],
-    received: Sequence[Received] = (),
+    received: Sequence[dict[str, Array]] = (),
 ) -> View:
     """One layer of the parts that may lose slots, with keys as the newest query meets them, in any order.
 
