@@ -205,7 +205,10 @@ def read_prompt(
     check_switch(model.config, before, batch.lengths)
     if compress:
         ends = range(width, width + longest, width)
-        check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})
+        new = [np.minimum(batch.lengths, at) for at in ends]
+        if chosen.reread is not None:
+            new = [np.array([chosen.reread.most(int(n)) for n in rows]) for rows in new]
+        check_budget(chosen, {int(n) for rows in new for n in before + rows})
     on = mesh_for(chosen, model.on_mesh)
     check_rows(len(batch.lengths), on)
     if on is not None:

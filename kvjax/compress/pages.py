@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.segments import body_slots, empty_body, encoded, take, whole_tiles
+from kvjax.compress.segments import body_slots, empty_body, encoded, first_tokens, take, whole_tiles
 from kvjax.grammar import Keep
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.protocols import View
@@ -43,7 +44,8 @@ def build_group_pages(
     """Paged bodies of groups, each with a dense tail of `room` slots for new tokens.
 
     A keep with a second tier has a second body, in pages of its own. Where slots leave in steps, the tail
-    also holds the newest tokens, which may leave when they are older. One pool per tier for all groups where
+    also holds the newest tokens, which may leave when they are older. First tokens lie apart where the store
+    holds them as computed. One pool per tier for all groups where
     the allocation moves slots between layers, else one per group. lists: as in `Ahead`.
     """
     gms, views, kept = (list(x) for x in zip(*chosen, strict=True))
@@ -52,6 +54,8 @@ def build_group_pages(
     layers = sum(v.pos.shape[0] for v in views)
     heads, slots = views[0].pos.shape[2:]
     slots = list_slots(keep, lists or slots, tokens)
+    sinks = [first_tokens(gm, view, stays) for gm, view, stays in zip(gms, views, kept, strict=True)]
+    kept = [stays & (view.pos >= gm.sinks) for gm, view, stays in zip(gms, views, kept, strict=True)]
     newest = [_newest(gm, view, stays, length) for gm, view, stays in zip(gms, views, kept, strict=True)]
     longest = longest_list(gms[0], slots, tokens)
     n = min(keep.budget.capacity(tokens), longest)
@@ -69,8 +73,8 @@ def build_group_pages(
         for group, index in zip(bodies, _build_tier(gms, views, tier, page, pools), strict=True):
             group.append(index)
     groups = [
-        _before_tail(gm, body, _tail_of(gm, view, new, slots, room), room)
-        for gm, view, body, new in zip(gms, views, bodies, newest, strict=True)
+        dataclasses.replace(_before_tail(gm, body, _tail_of(gm, view, new, slots, room), room), sinks=own)
+        for gm, view, body, new, own in zip(gms, views, bodies, newest, sinks, strict=True)
     ]
     return groups, tuple(pools)
 

@@ -86,7 +86,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     if whole and not gm.split:
         plain = whole_slots(gm, view)
         return GroupState(tail=_tail(gm, pad_slots(plain, capacity - plain.capacity)))
-    sinks = _sinks(gm, view, kept)
+    sinks = first_tokens(gm, view, kept)
     if sinks is not None:
         kept &= view.pos >= gm.sinks
         if gm.keep is None and not gm.split:
@@ -108,7 +108,7 @@ def _tail(gm: GroupMethod, slots: Slots) -> Slots:
     return in_its_memory(gm.host, gm.read, encoded(slots, gm))
 
 
-def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
+def first_tokens(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
     """The kept ones of every row's first tokens, as computed; None where the group holds none so."""
     return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
 

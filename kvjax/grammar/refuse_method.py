@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.fitted import fitted_words, lacks_fit
 from kvjax.grammar.read_protocols import Remembering, Resting, Reusing, Sampling
 from kvjax.grammar.refuse_keep import Refusals
 
@@ -69,9 +69,15 @@ def _by_layer(method: Method) -> Refusals:
             "chain it with one, such as quest, or write Host()",
         ),
         (
-            keep is not None and (keep.when.in_steps or not keep.allocate.uniform or keep.lower is not None),
-            f"{host!r} brings lists layer by layer, and this keep moves slots while decoding, gives heads "
-            "unequal numbers or has a second tier: use one that acts at the end of prompts, such as snapkv",
+            keep is not None and not keep.allocate.uniform,
+            f"{host!r} brings lists of equal length layer by layer, and this keep's unequal lists lie in "
+            "pages, which would stay on the device: use a keep of equal heads, such as snapkv or h2o",
+        ),
+        (
+            keep is not None and (keep.lower is not None or (keep.when.in_steps and keep.merge is not None)),
+            f"{host!r} brings what a step reads, and sends the new token back alone, and this keep writes "
+            "other slots, too, where it merges them while decoding or has a second tier: use one that frees "
+            "slots, such as h2o, or acts at the end of prompts, such as snapkv",
         ),
         (
             method.stack is not None,
@@ -94,11 +100,6 @@ def _in_read(method: Method) -> Refusals:
             isinstance(method.read, Reusing) and method.keep is not None,
             f"{method.read!r} reads in one layer the slots that another one picked, and a keep would leave "
             "them other tokens: leave one out",
-        ),
-        (
-            isinstance(method.read, Remembering) and method.keep is not None,
-            f"{method.read!r} ranks blocks by what the tokens behind them asked for, which a keep would cut "
-            "into: leave one out",
         ),
     ]
 
@@ -136,15 +137,14 @@ def _in_store(method: Method) -> Refusals:
     keep, store, read = method.keep, method.store, method.read
     if store is None:
         return []
-    in_steps = keep is not None and keep.when.in_steps
     paged = keep is not None and not keep.allocate.uniform
-    tiers, turns = keep is not None and keep.lower is not None, keep is not None and not keep.phase.steady
-    learned = any(True for _ in fitted_words(store))
+    tiers = keep is not None and keep.lower is not None
+    learned = any(word.fitted is not None or lacks_fit(word) for word in fitted_words(store))
     return [
         (
-            store.sinks > 0 and (in_steps or paged or tiers or turns or read is not None),
-            f"the first {store.sinks} tokens lie apart from the others, which works with keeps of equal "
-            "heads that act at the end of prompts, and without a read method: give sinks=0",
+            store.sinks > 0 and tiers,
+            f"the first {store.sinks} tokens lie apart from the others, and a second tier would take them "
+            "with what leaves the first one: give sinks=0, or use a keep without a second tier",
         ),
         (
             store.unrotated and read is not None,

@@ -382,9 +382,19 @@ def check(method: Method) -> None:
             "whenever they are read",
         ),
         (
-            keep is not None and method.reread is not None,
-            "what stays of its prompts is chosen as they are read, and a keep would choose again: leave one "
-            "out",
+            keep is not None and hasattr(method.reread, "fitted"),
+            f"{method.reread!r} says itself which slots stay of a prompt, and a keep would choose again: "
+            "leave one out, or use gemfilter, which leaves a shorter text to choose from",
+        ),
+        (
+            keep is not None and method.reread is not None and not keep.phase.first_alike,
+            f"{keep and keep.phase!r} says where the contexts of a prompt lie, and {method.reread!r} reads "
+            "some of its tokens at other positions: leave one out",
+        ),
+        (
+            keep is not None and method.reread is not None and keep.restore is not None,
+            f"{keep and keep.restore!r} reads whole prompts, and {method.reread!r} leaves tokens out: leave "
+            "one out",
         ),
         *refused_parts(method),
         (

@@ -144,7 +144,11 @@ MERGES = dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, merge=ZipM
 @pytest.mark.parametrize(
     ("other", "store", "message"),
     [
-        (kvjax.method("h2o", budget=0.5), KVQUANT, "the first 1 tokens lie apart .*: give sinks=0"),
+        (
+            dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, lower=Store(Affine(4))),
+            KVQUANT,
+            "the first 1 tokens lie apart .*: give sinks=0",
+        ),
         (
             kvjax.method("adakv", budget=0.5),
             BARE,

@@ -76,6 +76,28 @@ def test_every_number_is_that_of_the_same_method_on_the_device(both):
         assert_equal((a.tail.k, a.tail.v, a.tail.pos), (b.tail.k, b.tail.v, b.tail.pos))
 
 
+FREE = {
+    "h2o": ("h2o",),
+    "tova + int8": ("tova", "int8"),
+    "streamingllm": ("streamingllm",),
+    "r-kv + int8": ("r-kv", "int8"),
+    "h2o + intactkv": ("h2o", "intactkv"),
+}
+
+
+@pytest.mark.parametrize("name", sweep(FREE, "r-kv + int8"))
+def test_what_frees_slots_while_decoding_frees_them_in_host_memory(name):
+    keep, *store = FREE[name]
+    # R-KV evicts after several tokens, and looks at keys.
+    more = dict(buffer=2, window=1) if keep == "r-kv" else {}
+    parts = [kvjax.method(keep, budget=0.5, **more), *map(kvjax.method, store)]
+    (want, near), (got, far) = talked(kvjax.chain(*parts), steps=6), talked(kvjax.chain(*parts, FAR), steps=6)
+    assert_equal(want, got)
+    for a, b in zip(near.groups, far.groups, strict=True):
+        assert_equal(a.tail.pos, b.tail.pos)
+    assert parts_of(far) and (host_nbytes(far) > 0) == memory.offers_host()
+
+
 @needs_host
 def test_keys_and_values_lie_in_host_memory_and_all_else_on_the_device(both):
     cache = both[1][1]
@@ -202,9 +224,10 @@ def test_a_step_on_a_mesh_sends_nothing_as_large_as_a_list(name):
 
 
 def test_what_the_word_cannot_do_is_refused_with_the_reason():
-    for method in ("h2o", "adakv", "streamingllm"):
-        with pytest.raises(ValueError, match="brings lists layer by layer, and this keep moves slots while"):
-            kvjax.chain(kvjax.method(method, budget=0.5), Host())
+    with pytest.raises(ValueError, match="unequal lists lie in pages, which would stay on the device: use a"):
+        kvjax.chain(kvjax.method("adakv", budget=0.5), Host())
+    with pytest.raises(ValueError, match="writes other slots, too, where it merges them while decoding"):
+        kvjax.chain(kvjax.method("d2o", budget=0.5), Host())
     with pytest.raises(ValueError, match="without a read method it reads all: chain it with one, such as"):
         kvjax.chain(kvjax.method("kivi"), Host(0.5))
     with pytest.raises(ValueError, match="brings one layer after the other, and this method stores two as"):

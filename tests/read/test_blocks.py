@@ -158,10 +158,6 @@ def test_scores_follow_the_text_through_prompts_chunks_turns_and_steps():
 
 def test_what_the_method_cannot_do_is_refused_with_the_reason():
     method = kvjax.method("infllm", budget=0.5, page=4, newest=8, sinks=4, keys=2)
-    with pytest.raises(
-        ValueError, match="what the tokens behind them asked for, which a keep would cut into"
-    ):
-        kvjax.chain(kvjax.method("snapkv", budget=0.5, window=4), method)
     for name, why in (("mla", "the model stores latents"), ("yoco", "several layers read the slots")):
         with pytest.raises(InputError, match=why):
             kvjax.prefill(conversation.model(name), conversation.TEXTS[:2, :13], method=method, room=8)

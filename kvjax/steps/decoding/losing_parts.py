@@ -30,9 +30,10 @@ def tail_of(group: GroupState) -> Slots:
 
 
 def _which(gm: GroupMethod, group: GroupState) -> tuple[int, ...]:
-    """The parts of a group whose slots may leave: the tail, and codes of several tokens before it."""
+    """The parts of a group whose slots may leave: the tail, and codes or first tokens before it."""
     last = len(group.parts) - 1
-    return (len(group.bodies) - 1, last) if gm.split else (last,)
+    body = (len(group.bodies) - 1,) if gm.split else ()
+    return (*body, *((last - 1,) if group.sinks is not None else ()), last)
 
 
 def losing(gm: GroupMethod, group: GroupState) -> tuple[Slots, ...]:
@@ -76,7 +77,7 @@ def emptied(parts: Sequence[Slots], index: int | Array, found: Selected) -> tupl
     """The parts of a `view_of` one layer without the slots that leave, and what these change of others."""
     changed = {name: x for name, x in found.changed.items() if name != "traces"}
     # What is encoded several tokens at a time is not written slot by slot.
-    assert not changed or len(parts) == 1
+    assert not changed or all(_by_slot(part) for part in parts)
     out, at = [], 0
     for part in parts:
         mine = slice(at, at + part.capacity)
@@ -85,9 +86,14 @@ def emptied(parts: Sequence[Slots], index: int | Array, found: Selected) -> tupl
         said = {
             name: put(x, found.changed["traces"][name][..., mine], 0.0) for name, x in part.traces.items()
         }
-        part = replace_layer(part, index, **changed)
+        part = replace_layer(part, index, **{name: x[:, :, mine] for name, x in changed.items()})
         out.append(dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said))
     return tuple(out)
+
+
+def _by_slot(part: Slots) -> bool:
+    """Whether every slot of a part is encoded by itself, or as computed."""
+    return all(x.codec.granule == 1 for x in (part.k, part.v) if isinstance(x, Codes))
 
 
 def held(parts: Sequence[Slots]) -> Int[Array, "Lg B K"]:

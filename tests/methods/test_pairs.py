@@ -1,0 +1,86 @@
+"""Pairs of methods: where one of both changes no number, the sentence answers as the other one alone."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import steps
+from kvjax.steps import Run
+from tests.methods.battery import model
+from tests.methods.pairs import PROMPTS, answers, apart, exact, talked
+from tests.sweep import sweep
+
+SINKS = exact(sinks=2)
+
+
+def of(id, **hyper):
+    return kvjax.method(id, **hyper)
+
+
+# Sentences that first tokens apart, as computed, may stand in.
+WITH_SINKS = {
+    "h2o": lambda: of("h2o", budget=0.5),
+    "d2o": lambda: of("d2o", budget=0.5),
+    "streamingllm": lambda: of("streamingllm", budget=0.5),
+    "r-kv": lambda: of("r-kv", budget=0.5, buffer=4, window=2),
+    "adakv": lambda: of("adakv", budget=0.5, window=4),
+    "finch": lambda: of("finch", budget=0.5, question=4),
+}
+# Reads of all there is, beside the same.
+READS = {
+    "quest": lambda: of("quest", budget=1.0, page=4, skip_layers=0),
+    "sparq": lambda: of("sparq", budget=1.0, newest=4),
+    "pqcache": lambda: of("pqcache", budget=1.0, newest=4),
+    "infllm": lambda: of("infllm", budget=1.0, page=4, newest=4),
+    "tidaldecode": lambda: of("tidaldecode", budget=1.0, skip_layers=0),
+}
+
+
+@pytest.mark.parametrize("name", sweep(WITH_SINKS, "h2o", "adakv"))
+def test_first_tokens_apart_are_ranked_with_all_others(name):
+    alone = WITH_SINKS[name]()
+    (got, cache), (want, _) = answers(kvjax.chain(alone, SINKS)), answers(alone)
+    assert apart(got, want) < 2e-5
+    assert all(group.sinks is not None for group in cache.groups)
+
+
+@pytest.mark.parametrize("name", sweep(READS, "quest"))
+def test_a_read_of_all_slots_beside_first_tokens_apart_is_attention_to_all(name):
+    got, cache = answers(kvjax.chain(READS[name](), SINKS))
+    assert apart(got, answers(kvjax.method("full"))[0]) < 2e-5
+    assert all((group.sinks.pos >= 0).all() for group in cache.groups)
+
+
+# A keep may choose of the shorter text that GemFilter reads.
+READ_SHORTER = {
+    "h2o": lambda: of("h2o", budget=0.5),
+    "adakv": lambda: of("adakv", budget=0.5, window=4),
+    "kvzip": lambda: of("kvzip", budget=0.5),
+    "fastkv": lambda: of("fastkv", budget=0.5, window=4),
+    "streamingllm + int8": lambda: kvjax.chain(of("streamingllm", budget=0.5), of("int8")),
+}
+
+
+@pytest.mark.parametrize("name", sweep(READ_SHORTER, "h2o"))
+def test_a_keep_chooses_of_the_text_that_gemfilter_reads_as_if_it_were_given(name):
+    whole, keep = model("4/2"), READ_SHORTER[name]()
+    word, one = of("gemfilter", budget=0.5, filter_layer=0), PROMPTS[0]
+    run, ids = Run(whole.config, word), jnp.asarray([one])
+    read = steps.observe(run, whole.params, ids, jnp.asarray([len(one)]), None, frozenset())
+    shorter = [one[i] for i in np.asarray(read.source[0]) if i >= 0]
+    assert len(shorter) == len(one) // 2
+    got, want = talked(kvjax.chain(word, keep), [one] * 2)[0], talked(keep, [shorter] * 2)[0]
+    assert apart(got, want) < 2e-5
+
+
+def test_blocks_of_what_a_keep_leaves_are_read_as_it_leaves_them():
+    keep = of("snapkv", budget=0.5, window=4)
+    both = kvjax.chain(keep, of("infllm", budget=1.0, page=4, newest=4))
+    assert apart(answers(both)[0], answers(keep)[0]) < 2e-5
+
+
+def test_a_store_that_was_not_fitted_is_read_in_part():
+    store = of("think", group=4, residual=4)
+    both = kvjax.chain(store, of("quest", budget=1.0, page=4, skip_layers=0))
+    assert apart(answers(both)[0], answers(store)[0]) < 2e-5
