@@ -45,8 +45,8 @@ def build_group_pages(
 
     A keep with a second tier has a second body, in pages of its own. Where slots leave in steps, the tail
     also holds the newest tokens, which may leave when they are older. First tokens lie apart where the store
-    holds them as computed. One pool per tier for all groups where
-    the allocation moves slots between layers, else one per group. lists: as in `Ahead`.
+    holds them as computed. One pool per tier for all groups where the allocation moves slots between layers,
+    else one per group. lists: as in `Ahead`.
     """
     gms, views, kept = (list(x) for x in zip(*chosen, strict=True))
     keep = gms[0].keep
