@@ -11,7 +11,8 @@ A file of configs/eval with seeds is a board. A shard of it is a few methods und
 contexts of one seed, in a folder of its own: all methods under the first protocol on the contexts of the
 first seed come first. The data has a line per task, protocol, method, budget and seed, with the scores of all
 contexts, the revision that ran, and a digest of the method's source: where that is another now, the method is
-run again.
+run again. Only runs that asked the same tasks are put together: where the question is read before the
+compression, as many tokens stay as the longest question of all of them has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.paired import Scores, difference
 from kvjax.eval.run.cellplan import Entry, plan_cells
 from kvjax.eval.run.revision import revision
+from kvjax.eval.tasks.suite import FIRST_IN_ENGLISH
 from kvjax.grammar import Method
+from kvjax.io.gin_bindings import load_comparison
 from kvjax.methods import METHODS
 from kvjax.models.model import Model
 from scripts.docs_tables import DOCS
@@ -46,6 +49,7 @@ DATA = DOCS / "real-model-board.jsonl"
 TOGETHER = 6
 # What a comparison's folder gets besides: the revision that runs, and a digest of every method's source.
 ORIGIN = "origin.json"
+OTHERS = ("preset", "seeds", "gold")
 NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
 Line = dict[str, Any]
 
@@ -117,7 +121,7 @@ def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Ite
     labels = list(dict.fromkeys(entry.label for entry in cells))
     pieces = [labels[at : at + TOGETHER] for at in range(0, len(labels), TOGETHER)]
     digests = {entry: source_of(entry.method) for entry in cells}
-    have = _counted(known, model.fingerprint, given["length"])
+    have = _counted(known, model.fingerprint, given["length"], given["tasks"])
     for seed, protocol, (number, piece) in itertools.product(
         given["seeds"], given["protocols"], enumerate(pieces)
     ):
@@ -134,11 +138,14 @@ def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Ite
             yield Shard(f"{protocol}-{seed}-{number:02}-{digest}", protocol, seed, left)
 
 
-def _counted(lines: Iterable[Line], fingerprint: str, length: int) -> dict[tuple[Any, ...], int]:
-    """How many contexts the lines of a model and a length have, by what was asked of which sentence."""
+def _counted(
+    lines: Iterable[Line], fingerprint: str, length: int, tasks: Sequence[str]
+) -> dict[tuple[Any, ...], int]:
+    """How many contexts the lines of a model, a length and tasks have, by what was asked of what."""
     found = {}
     for line in lines:
-        if (line["fingerprint"], line["length"]) == (fingerprint, length):
+        same = line["fingerprint"], line["length"], line["asked"]
+        if same == (fingerprint, length, sorted(tasks)):
             key = line["protocol"], line["seed"], line["method"], repr(line["budget"]), line["sentence"]
             found[line["task"], *key, line["source"]] = len(line["scores"])
     return found
@@ -179,9 +186,10 @@ def collect(folder: Path) -> Iterator[Line]:
     for origin in sorted(folder.glob(f"*/{ORIGIN}")):
         if (origin.parent / "units.jsonl").exists():
             about = json.loads(origin.read_text())
+            asked = sorted(json.loads((origin.parent / "settings.json").read_text())["tasks"])
             for line in real_model.collect([origin.parent]):
                 source = about["sources"][line["method"]]
-                yield {**line, "revision": about["revision"], "source": source}
+                yield {**line, "asked": asked, "revision": about["revision"], "source": source}
 
 
 def joined(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
@@ -191,14 +199,8 @@ def joined(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
     """
     found: dict[tuple[Any, ...], Line] = {}
     for line in (*old, *new):
-        key = (
-            line["length"],
-            line["protocol"],
-            line["seed"],
-            line["method"],
-            repr(line["budget"]),
-            line["task"],
-        )
+        key = *(line[x] for x in ("length", "asked", "protocol", "seed", "method", "task")), line["budget"]
+        key = tuple(map(repr, key))
         there = found.get(key)
         same = there is not None and all(there[x] == line[x] for x in ("sentence", "source", "fingerprint"))
         if there is None or not same or len(line["scores"]) > len(there["scores"]):
@@ -213,12 +215,13 @@ def read() -> list[Line]:
 # --- tables ----------------------------------------------------------------------------------------------
 
 
-def table(lines: Sequence[Line], protocol: str, length: int) -> str:
+def table(lines: Sequence[Line], protocol: str) -> str:
     """Every method that was asked all tasks, how much less likely right answers are than with the full cache.
 
-    Budgets largest first, and within one the least loss first. Differences are paired by context.
+    lines: of one length and of the same tasks (`alike`). Budgets largest first, and within one the least loss
+    first. Differences are paired by context.
     """
-    mine = [line for line in lines if (line["protocol"], line["length"]) == (protocol, length)]
+    mine = [line for line in lines if line["protocol"] == protocol]
     tasks = {line["task"] for line in mine}
     cells = dict.fromkeys((line["method"], line["budget"]) for line in mine)
     by_cell = {c: [x for x in mine if (x["method"], x["budget"]) == c] for c in cells}
@@ -241,9 +244,14 @@ def table(lines: Sequence[Line], protocol: str, length: int) -> str:
     return "\n".join([head, "|---|--:|--:|--:|--:|--:|", *(text for _, _, text in sorted(rows))])
 
 
-def counts(lines: Sequence[Line], length: int) -> str:
-    """One sentence: what the tables of a length hold."""
-    mine = [line for line in lines if line["length"] == length]
+def alike(lines: Sequence[Line], length: int, tasks: Sequence[str]) -> list[Line]:
+    """The lines of a length from runs that asked these tasks."""
+    return [line for line in lines if (line["length"], line["asked"]) == (length, sorted(tasks))]
+
+
+def counts(mine: Sequence[Line]) -> str:
+    """One sentence: what the tables of these lines hold."""
+    names = lambda found: ", ".join(f"`{one}`" for one in sorted(found))  # noqa: E731
     if not mine:
         return "No rows yet."
     tasks = sorted({line["task"] for line in mine})
@@ -254,8 +262,8 @@ def counts(lines: Sequence[Line], length: int) -> str:
         for line in of:
             by.setdefault((line["method"], repr(line["budget"])), set()).add(line["task"])
         whole = {method for (method, _), found in by.items() if found >= {*tasks}}
-        out.append(f"{len(whole)} methods under `{protocol}`")
-    return f"So far: {', '.join(out)}, of {len(tasks)} tasks ({', '.join(f'`{t}`' for t in tasks)})."
+        out.append(f"{len(whole)} methods under `{protocol}` ({names(whole)})")
+    return f"So far, of {len(tasks)} tasks ({names(tasks)}): {'; '.join(out)}."
 
 
 def _by_sample(lines: Iterable[Line], what: str) -> Scores:
@@ -269,18 +277,23 @@ def _by_sample(lines: Iterable[Line], what: str) -> Scores:
 def _signed(found: Any, unit: float = 1.0) -> str:
     """A difference with its interval, where there are enough contexts for one."""
     digits = 3 if unit == 1 else 0
-    text = f"{unit * found.mean:+.{digits}f}"
+    number = lambda x: f"{round(unit * x, digits) + 0.0:+.{digits}f}"  # noqa: E731  # no -0
     if found.low is None:
-        return text
-    return f"{text} [{unit * found.low:+.{digits}f}, {unit * found.high:+.{digits}f}]"
+        return number(found.mean)
+    return f"{number(found.mean)} [{number(found.low)}, {number(found.high)}]"
+
+
+def _board() -> list[Line]:
+    return alike(read(), 1024, load_comparison("board-1024", [*NEEDED, *OTHERS])["tasks"])
 
 
 PAGE = Page(
     "real-model.md",
     {
-        "board counts": lambda: counts(read(), 1024),
-        "board agnostic": lambda: table(read(), "agnostic", 1024),
-        "board aware": lambda: table(read(), "aware", 1024),
+        "board counts": lambda: counts(_board()),
+        "board agnostic": lambda: table(_board(), "agnostic"),
+        "board aware": lambda: table(_board(), "aware"),
+        "board needle": lambda: table(alike(read(), 1024, FIRST_IN_ENGLISH), "aware"),
     },
 )
 

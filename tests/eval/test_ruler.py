@@ -12,6 +12,7 @@ from tokenizers import models as kinds
 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.benchmarks import RULER
+from kvjax.eval.tasks.reader import joiner_of
 from kvjax.eval.tasks.ruler import shipped
 from kvjax.eval.tasks.ruler.prompts import PROMPTS, text_of
 from kvjax.eval.tasks.ruler.sizes import largest
@@ -86,6 +87,16 @@ def decoded(suite, ids):
 
 def context(suite, task, index=0):
     return "".join(suite.draft(task, index).context)
+
+
+def test_words_read_as_they_stand_in_the_text(suite):
+    sample = suite.sample("niah_single_2", 0)
+    for ids in (sample.context, sample.question):
+        words = suite.words(ids)
+        said = joiner_of(words).join(words)
+        assert len(words) == len(ids) and said.strip() == decoded(suite, ids).strip()
+        # What a tokenizer writes for white space is not shown.
+        assert not {*said} & {*"ĠĊ▁"}
 
 
 # --- every task ------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_lines_with_more_contexts_or_of_another_source_replace_others(out):
 
 def test_a_table_says_what_methods_lose_on_the_same_contexts(out):
     lines = board.joined([], board.collect(out / "runs"))
-    text = board.table(lines, "agnostic", lines[0]["length"])
+    text = board.table(lines, "agnostic")
     nll = lambda method, task: next(  # noqa: E731
         np.array(x["nll"]) for x in lines if (x["method"], x["task"]) == (method, task)
     )
@@ -110,11 +110,23 @@ def test_a_table_says_what_methods_lose_on_the_same_contexts(out):
     assert "| keydiff | 0.5 |" in text and f"| 5 | {lost:+.3f} [" in text
     # One that lacks a task is not shown, and neither is one under another protocol.
     part = [x for x in lines if (x["method"], x["task"]) != ("keydiff", "get")]
-    assert "keydiff" not in board.table(part, "agnostic", lines[0]["length"])
-    assert board.table(lines, "aware", lines[0]["length"]).count("\n") == 1
-    assert board.counts(lines, lines[0]["length"]).startswith(
-        "So far: 3 methods under `agnostic`, of 2 tasks"
+    assert "keydiff" not in board.table(part, "agnostic")
+    assert board.table(lines, "aware").count("\n") == 1
+    said = board.counts(lines)
+    assert said.startswith(
+        "So far, of 2 tasks (`copy`, `get`): 3 methods under `agnostic` (`full`, `keydiff`"
     )
+
+
+def test_runs_that_asked_other_tasks_are_kept_apart(model, out):
+    """Where questions are read first, the longest of all of them decides how many tokens stay."""
+    lines = board.joined([], board.collect(out / "runs"))
+    others = [{**line, "asked": ["copy"]} for line in lines]
+    both = board.joined(lines, others)
+    assert len(both) == 2 * len(lines)
+    assert board.alike(both, lines[0]["length"], ("get", "copy")) == lines
+    assert next(board.shards(given(), model, others)).protocol == "agnostic"
+    assert next(board.shards(given(), model, lines)).protocol == "aware"
 
 
 @pytest.mark.parametrize("name", ["board-1024", "board-2048", "board-4096", "board-8192", "board-turns"])

@@ -92,7 +92,7 @@ def _example(example: Mapping[str, Any]) -> str:
 
 def _short(text: str, most: int = 110) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= most else f"… {text[-most:]}"
+    return text if len(text) <= most else f"… {text[-most:].partition(' ')[2] or text[-most:]}"
 
 
 def _piece(piece: Mapping[str, Any]) -> str:

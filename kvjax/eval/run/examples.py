@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.eval.run.cellplan import ALWAYS, Entry
 from kvjax.eval.run.plan import Batch, Plan, arrays_of
+from kvjax.eval.tasks.reader import joiner_of
 from kvjax.eval.tasks.sample import Sample, Suite
 
 # Of a prompt are shown: its first and last tokens, and what the answer needs with some before and after it.
@@ -81,15 +82,6 @@ def _example(
         "answer": rows[0]["answer"],
         "said": [{name: row[name] for name in names} for row in (*full[:1], *(differs or others)[:1])],
     }
-
-
-def joiner_of(words: Sequence[str]) -> str:
-    """What stands between words; pieces of a tokenizer bring their own white space.
-
-    >>> joiner_of(["a", "b"]), joiner_of(["a", " b"])
-    (' ', '')
-    """
-    return "" if any(word[:1].isspace() for word in words) else " "
 
 
 def shortened(

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from kvjax.base.errors import InputError
-from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.reader import Reader, joiner_of, reader_of
 from kvjax.eval.tasks.sample import LENGTH, ForcedSample, Graded, Sample
 from kvjax.methods.user import load_function
 from kvjax.models.model import Model
@@ -54,7 +54,7 @@ class Functions:
         return [[self._sample(name, made, index)] for name, made in self.functions.items()]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        said, right = (" ".join(self.words(ids)) for ids in (prediction, sample.answer))
+        said, right = (_joined(self.words(ids)) for ids in (prediction, sample.answer))
         return Graded(said, right, float(tuple(prediction[: len(sample.answer)]) == sample.answer))
 
     def words(self, ids: Sequence[int]) -> list[str]:
@@ -134,6 +134,10 @@ def of_functions(model: Model, tasks: Sequence[Any], *, length: int | None, seed
         made: Any = task if callable(task) else load_function(task)
         found[name] = made
     return Functions(found, model, length or min(LENGTH, model.config.max_positions), seed)
+
+
+def _joined(words: Sequence[str]) -> str:
+    return joiner_of(words).join(words).strip()
 
 
 def _digest(function: Task) -> str:

@@ -43,13 +43,15 @@ class Reader(NamedTuple):
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """What each token reads as."""
-        return [
-            self.tokenizer.decode([i], skip_special_tokens=False).strip()
-            or self.tokenizer.id_to_token(i)
-            or ""
-            for i in ids
-        ]
+        """What each token reads as, with the white space that it brings."""
+        return [self._word(i) for i in ids]
+
+    def _word(self, id: int) -> str:
+        token = self.tokenizer.id_to_token(id) or ""
+        if token.startswith("\u2581"):
+            # SentencePiece's decoder drops the space before a text's first word, which each token is here.
+            return token.replace("\u2581", " ")
+        return self.tokenizer.decode([id], skip_special_tokens=False) or token
 
     def reads(self, word: str) -> bool:
         """Whether a word comes back from its tokens: no unknown token stands for it, nothing is dropped."""
@@ -63,6 +65,15 @@ class Reader(NamedTuple):
         words = (w for w in text.split() if not self.reads(w))
         what = next((f"knows no word {w!r}" for w in words), f"failed ({error})")
         return InputError(f"the tokenizer of {self.name} {what}: expected a text in the model's own words")
+
+
+def joiner_of(words: Sequence[str]) -> str:
+    """What stands between words; pieces of a tokenizer bring their own white space.
+
+    >>> joiner_of(["a", "b"]), joiner_of(["a", " b"])
+    (' ', '')
+    """
+    return "" if any(word[:1].isspace() for word in words) else " "
 
 
 def reader_of(model: Model) -> Reader:
