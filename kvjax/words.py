@@ -11,6 +11,7 @@ Budget(amount=0.5)
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store, chain
+from kvjax.grammar.facts import Fact, ReadFacts
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
 from kvjax.grammar.protocols import (
@@ -79,7 +80,7 @@ __all__ = [
     "View", "Seen", "AttentionSpec", "Inputs", "Slots", "dense",
     # What words provide, as protocols.
     "Score", "Pattern", "Allocation", "Merge", "Observation", "Trace",
-    "Read",
+    "Read", "ReadFacts", "Fact",
     "Codec",
     "Phase", "When",
     # Scores: the base class, which adds, multiplies and chains scores, and those that most methods use.

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.grammar.facts import clashes
+from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
 from kvjax.grammar.read_protocols import Read
@@ -88,7 +90,7 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep:
+class Keep(KeepFacts):
     """Which slots stay.
 
     when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; then the cache never grows
@@ -129,7 +131,7 @@ class Keep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Store:
+class Store(StoreFacts):
     """How slots are encoded: keys and values each by a codec (None = as computed).
 
     The newest `residual` tokens stay as computed; older ones are encoded `granule` tokens at a time. The
@@ -337,71 +339,10 @@ def check(method: Method) -> None:
     """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
     for one in method.layers:
         check(one)
-    keep, store, read = method.keep, method.store, method.read
-    granule, residual = (1, 0) if store is None else (store.granule, store.residual)
-    in_steps = keep is not None and keep.when.in_steps
-    paged = keep is not None and not keep.allocate.uniform
-    together = granule > 1 or residual > 0
     problems = [
-        *([] if keep is None else refused(keep)),
-        (
-            method.stack is not None and (keep is not None or read is not None or method.reread is not None),
-            "it merges the tokens of two layers one by one, and what leaves tokens out, or reads some of "
-            "them, would choose others in each layer: use it alone, or with a store method",
-        ),
-        (
-            method.stack is not None and together,
-            "it merges layers token by token, and this store encodes "
-            f"{granule} tokens together behind a residual of {residual}: use int8, int4 or fp8",
-        ),
-        (
-            keep is not None and in_steps and together and keep.merge is not None,
-            f"{keep and keep.merge!r} writes slots one by one while decoding, and this store encodes "
-            f"{granule} together behind a residual: use int8, int4 or fp8",
-        ),
-        (
-            paged and together and in_steps,
-            "heads of unequal budgets that lose slots while decoding need a store that encodes tokens one by "
-            f"one, this one encodes {granule} together behind a residual: use int8, int4 or fp8",
-        ),
-        (
-            in_steps and read is not None,
-            "a read method ranks pages of slots that stay put, and this keep evicts while decoding",
-        ),
-        (
-            keep is not None and keep.lower is not None and (together or read is not None),
-            "a second tier needs a first one that encodes token by token, and no read method",
-        ),
-        (
-            paged and read is not None,
-            "a read method needs the same number of slots in every head, and this keep gives unequal numbers",
-        ),
-        (
-            keep is not None and not keep.phase.steady and read is not None,
-            f"a read method ranks keys as they are stored, and {keep and keep.phase!r} turns them anew "
-            "whenever they are read",
-        ),
-        (
-            keep is not None and hasattr(method.reread, "fitted"),
-            f"{method.reread!r} says itself which slots stay of a prompt, and a keep would choose again: "
-            "leave one out, or use gemfilter, which leaves a shorter text to choose from",
-        ),
-        (
-            keep is not None and method.reread is not None and not keep.phase.first_alike,
-            f"{keep and keep.phase!r} says where the contexts of a prompt lie, and {method.reread!r} reads "
-            "some of its tokens at other positions: leave one out",
-        ),
-        (
-            keep is not None and method.reread is not None and keep.restore is not None,
-            f"{keep and keep.restore!r} reads whole prompts, and {method.reread!r} leaves tokens out: leave "
-            "one out",
-        ),
+        *([] if method.keep is None else refused(method.keep)),
+        *((True, clash.says(method)) for clash in clashes(method)),
         *refused_parts(method),
-        (
-            read is not None and read.granule % granule != 0,
-            f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "
-            f"{granule} tokens that are encoded together",
-        ),
     ]
     for wrong, why in problems:
         if wrong:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -18,7 +19,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusteredHeads:
+class ClusteredHeads(Stating):
     """Query heads attend as the head that stands for their cluster does (CHAI, arXiv:2403.08058).
 
     fitted: "source" [L, N], as `kvjax fit chai` writes it: for every query head the one whose attention it
@@ -31,6 +32,10 @@ class ClusteredHeads:
 
     fitted: Fitted | None = None
     by = "chai"
+
+    @property
+    def breaks(self) -> Told:
+        return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

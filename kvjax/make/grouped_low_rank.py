@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
@@ -25,7 +26,7 @@ class Rotation(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedLowRank:
+class GroupedLowRank(Stating):
     """W_k ~ A_k B_k and W_v ~ A_v B_v for every group of heads (Palu, arXiv:2407.21118, section 3).
 
     The model that it makes has `GroupedLatent` layers: its cache holds x A_k and x A_v, keys are computed
@@ -57,6 +58,12 @@ class GroupedLowRank:
     by = "palu"
     # Without arrays it goes by the weights alone.
     fit_first = False
+
+    @property
+    def breaks(self) -> Told:
+        latents = dict.fromkeys((Fact.MET_KEYS, Fact.MET_VALUES), "stores latents of keys and values")
+        lists = {Fact.KV_HEADS: f"stores one list for {self.heads} KV heads"} if self.heads > 1 else {}
+        return {Fact.GIVEN_WEIGHTS: "rewrites them", **latents, **lists}
 
     def __post_init__(self):
         object.__setattr__(self, "kind", type(self.rank))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, NoMLP, mlp_of
@@ -22,7 +23,7 @@ CHANGED = {"q": "cache_q", "o": "cache_o", "gate": "gate", "up": "up", "down": "
 
 
 @dataclasses.dataclass(frozen=True)
-class StatesOfThePast:
+class StatesOfThePast(Stating):
     """Layers see `window` tokens, those from `layer` on also compressed states of all before (Neurocache).
 
     fitted: as `kvjax fit neurocache` writes it, "compress" [1, D, C], "norm" and "norm_bias" [1, C] of the
@@ -44,6 +45,10 @@ class StatesOfThePast:
     layer: float | int = 0.75
     fitted: Fitted | None = None
     by = "neurocache"
+
+    @property
+    def breaks(self) -> Told:
+        return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -13,7 +14,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedLayers:
+class SharedLayers(Stating):
     """Some layers read the slots of a lower one, and neither compute nor store their own (arXiv:2410.18517).
 
     fitted: "source" [L], as `kvjax fit kvsharer` writes it: for every layer the one whose slots it reads, its
@@ -25,6 +26,10 @@ class SharedLayers:
 
     fitted: Fitted | None = None
     by = "kvsharer"
+
+    @property
+    def breaks(self) -> Told:
+        return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone
@@ -25,7 +26,7 @@ from kvjax.state.cache import Near, Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class Host(Stating):
     """Keys and values lie in host memory. What is read, and every number, is that of a method without this.
 
     Beside a read, those of the body do, and the device holds the pages of it that were read last. resident:
@@ -41,6 +42,15 @@ class Host:
     """
 
     resident: float = 0.0
+
+    @property
+    def requires(self) -> Told:
+        return {
+            Fact.EQUAL_LISTS: "brings lists of equal length to the device",
+            Fact.WRITTEN_ONCE: "sends new tokens back to host memory, and nothing else",
+            Fact.OWN_SLOTS: "brings one layer after the other",
+            Fact.SUMMARIES: "brings what is picked to the device",
+        }
 
     def __post_init__(self):
         number = isinstance(self.resident, int | float) and not isinstance(self.resident, bool)

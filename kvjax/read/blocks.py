@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
+from kvjax.grammar.facts import Fact, ReadFacts, Told
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
 from kvjax.ops.base.dtypes import wide
@@ -77,7 +78,7 @@ class LocalScore:
 
 
 @dataclasses.dataclass(frozen=True)
-class RepresentativeKeys:
+class RepresentativeKeys(ReadFacts):
     """InfLLM (arXiv:2402.04617, section 3): the blocks whose representative keys these queries meet most.
 
     A block's representatives are, in each KV head, its `keys` keys of the largest `LocalScore` when it leaves
@@ -96,6 +97,10 @@ class RepresentativeKeys:
     sinks: int = 128
     keys: int = 4
     skip_layers: int = 0
+
+    @property
+    def requires(self) -> Told:
+        return {**super().requires, Fact.PLAIN_READING: "remembers what tokens of a prompt are asked for"}
 
     @property
     def granule(self) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar import Budget
+from kvjax.grammar.facts import Fact, ReadFacts, Told
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
@@ -17,7 +18,7 @@ from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class LargestChannels:
+class LargestChannels(ReadFacts):
     """SparQ (arXiv:2312.04985, section 4): attend to the slots whose logits are the largest by a guess.
 
     A guess takes the channels in which the query is largest, summed over the heads of a group, and is divided
@@ -38,6 +39,10 @@ class LargestChannels:
     skip_layers: int = 0
     granule = 1
     by_list = True
+
+    @property
+    def breaks(self) -> Told:
+        return {**super().breaks, Fact.SUMMARIES: "looks at some channels of all keys"}
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
         """Nothing: guesses are made from the keys themselves."""

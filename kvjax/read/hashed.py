@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.grammar import Budget
+from kvjax.grammar.facts import Fact, ReadFacts, Told
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
 from kvjax.ops.decode.stacked_decode import layer_of
@@ -17,7 +18,7 @@ from kvjax.state.picked_pages import visited
 
 
 @dataclasses.dataclass(frozen=True)
-class HashSampling:
+class HashSampling(ReadFacts):
     """MagicPIG (arXiv:2410.16179): slots are drawn by hash tables, and weigh 1 / (how likely that was).
 
     Keys are hashed by `tables` of `planes` hyperplanes each (`kvjax.ops.base.lsh`), as they lie about their
@@ -50,6 +51,10 @@ class HashSampling:
     skip_layers: int = 1
     seed: int = 0
     granule = 1
+
+    @property
+    def breaks(self) -> Told:
+        return {**super().breaks, Fact.SUMMARIES: "draws slots for every query head"}
 
     def __post_init__(self):
         if not 1 <= self.planes <= 32 or self.tables < 2:

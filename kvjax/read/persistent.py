@@ -10,13 +10,14 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.calls import number_of
+from kvjax.grammar.facts import Fact, ReadFacts, Told
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class PersistentSlots:
+class PersistentSlots(ReadFacts):
     """TidalDecode (arXiv:2410.05076, section 3): tokens of the largest logits matter in layers above, too.
 
     The first `skip_layers` layers attend to everything. So do the next one and layer `again` (its number, or
@@ -34,6 +35,14 @@ class PersistentSlots:
     skip_layers: int = 2
     granule = 1
     by_list = True
+
+    @property
+    def requires(self) -> Told:
+        return {**super().requires, Fact.SAME_TOKENS: "reads in one layer the slots that another one picked"}
+
+    @property
+    def breaks(self) -> Told:
+        return {**super().breaks, Fact.SUMMARIES: "has layers that read all of their slots"}
 
     def starts(self, layers: int) -> tuple[int, ...]:
         """The first layer behind those that are skipped, and `again`."""

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
+from kvjax.grammar.facts import ReadFacts
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class RankedSlots:
+class RankedSlots(ReadFacts):
     """The base of reads that attend to the slots of the largest scores (`score`), of one KV head each.
 
     The budget is a share of the slots before the `newest` tokens, which are always read.

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar import Budget
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.codes import Codec, Codes
 from kvjax.store.wrap import joined, part_of
@@ -62,7 +63,7 @@ class Sized:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class Merged(Stating):
     """Adjacent layers in pairs, from layer `start` up, whose prompts become one at the end of a prefill.
 
     Per token and KV head, keys and values alike: with unit vectors u and w of the lower and the upper layer
@@ -83,6 +84,16 @@ class Merged:
     t: float = 0.6
     gamma: float = 0.05
     most: Budget = Budget(0.05)
+
+    @property
+    def requires(self) -> Told:
+        merges = "merges the tokens of two layers one by one"
+        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.WHOLE_PROMPTS, Fact.ONE_BY_ONE)
+        return dict.fromkeys((*whole, Fact.TURNED_KEYS, Fact.ONE_CODE, Fact.FIRST_TOKENS), merges)
+
+    @property
+    def breaks(self) -> Told:
+        return {Fact.OWN_SLOTS: "stores two layers as one"}
 
     def __post_init__(self):
         for name in ("t", "gamma"):

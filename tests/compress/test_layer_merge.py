@@ -215,9 +215,11 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         kvjax.method("quest", budget=0.5),
         kvjax.method("gemfilter", budget=0.5),
     ):
-        with pytest.raises(ValueError, match="would choose others in each layer: use it alone"):
+        with pytest.raises(ValueError, match="merges the tokens of two layers one by one, which needs that"):
             kvjax.chain(METHOD, other)
-    with pytest.raises(ValueError, match="encodes 32 tokens together behind a residual of 128: use int8"):
+    with pytest.raises(
+        ValueError, match="encodes 32 tokens together behind a residual of 128: use int8 for this store"
+    ):
         kvjax.chain(METHOD, kvjax.method("kivi"))
     with pytest.raises(ValueError, match="at most one stack"):
         kvjax.chain(METHOD, kvjax.method("minicache"))

@@ -35,8 +35,11 @@ def test_a_chain_joins_the_verbs_of_its_parts():
         (("snapkv", "h2o"), "at most one keep"),
         (("int8", "kivi"), "at most one store"),
         (("keepkv", "kivi"), "writes slots one by one"),
-        (("duoattention", "kivi"), "encodes tokens one by one"),
-        (("h2o", "quest"), "stay put"),
+        (
+            ("duoattention", "kivi"),
+            "tokens are encoded one by one, and this store encodes",
+        ),
+        (("h2o", "quest"), "slots stay put while decoding, and this keep evicts"),
         (("adakv", "quest"), "same number of slots"),
     ],
 )

@@ -147,19 +147,19 @@ MERGES = dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, merge=ZipM
         (
             dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, lower=Store(Affine(4))),
             KVQUANT,
-            "the first 1 tokens lie apart .*: give sinks=0",
+            "this store holds the first 1 tokens apart: use int8 for this store",
         ),
         (
             kvjax.method("adakv", budget=0.5),
             BARE,
-            "fitted to each layer, which pages and read",
+            "lie in pages of all layers, .* has codes that were fitted to each layer: use int8",
         ),
         (
             kvjax.method("quest", budget=0.5),
             BARE,
-            "ranks keys as they are stored, and this store",
+            "ranks keys as they are stored, .* and this store holds keys unrotated",
         ),
-        (MERGES, BARE, "merges keys at their positions, and this store"),
+        (MERGES, BARE, r"merges keys by ZipMerge\(.* and this store holds keys unrotated"),
     ],
 )
 def test_what_unrotated_or_fitted_slots_cannot_do_is_refused(other, store, message):

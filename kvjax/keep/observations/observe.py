@@ -22,6 +22,7 @@ class Queries:
 
     last: int
     phases = BOTH
+    queries_alone = True
 
     def __call__(self, inputs: Inputs) -> tuple[Float[Array, "B N W H"], Int[Array, "B W"]]:
         count = (inputs.pos >= 0).sum(-1)

@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.grammar.facts import Fact, Told
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
 from kvjax.keep.algebra import Word
@@ -71,6 +72,16 @@ class Distilled(Reread):
     fitted: Fitted | None = None
     by = "kv-distill"
     reads = "Some layers choose tokens of the prompt; all are read, and the chosen ones alone stay."
+
+    @property
+    def requires(self) -> Told:
+        return {Fact.GIVEN_WEIGHTS: "reads with weights that lie beside the model's"}
+
+    @property
+    def breaks(self) -> Told:
+        own = "says itself which slots stay of a prompt"
+        alone = dict.fromkeys((Fact.OPEN_CHOICE, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
+        return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

@@ -7,12 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.prompts.lora import check_lora
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryTokens:
+class MemoryTokens(Stating):
     """Behind every `every` tokens of a prompt `tokens` learned ones are read, which alone stay.
 
     A chunk sees the memory of the chunks before it and itself; with None the whole prompt is one. Memory
@@ -41,6 +42,19 @@ class MemoryTokens:
     # Whether the memory tokens of a chunk see those behind them, too.
     mutual = False
     reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
+
+    @property
+    def requires(self) -> Told:
+        return {
+            Fact.GIVEN_WEIGHTS: "reads with weights that lie beside the model's",
+            Fact.TURNED_KEYS: "turns memory tokens to where they are stored",
+        }
+
+    @property
+    def breaks(self) -> Told:
+        own = "says itself which slots stay of a prompt"
+        alone = dict.fromkeys((Fact.OPEN_CHOICE, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
+        return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
 
     def __post_init__(self):
         for name in ("tokens", "every"):

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.grammar.calls import number_of
+from kvjax.grammar.facts import Fact, Stating, Told
 from kvjax.grammar.protocols import Observation, Score, Seen, View
 from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Reread:
+class Reread(Stating):
     """A prompt runs up to `layer` to choose its tokens, then the whole model reads those (arXiv:2409.17422).
 
     They stand at new positions, without gaps, behind those of earlier turns, so the cache, its length and
@@ -36,6 +37,14 @@ class Reread:
     budget: Any
     newest: int = dataclasses.field(default=1, kw_only=True)
     reads = "Only some tokens of the prompt are read to the end."
+
+    @property
+    def requires(self) -> Told:
+        return {Fact.MET_KEYS: "chooses tokens by stored keys"} if self.looks else {}
+
+    @property
+    def breaks(self) -> Told:
+        return {Fact.WHOLE_PROMPTS: "leaves tokens out before a prompt is read"}
 
     def __post_init__(self):
         check_chooser("Reread", self.layer, self.score)

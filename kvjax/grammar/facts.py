@@ -1,0 +1,156 @@
+"""Facts: what the words of a sentence need of each other, and what they break.
+
+A fact holds of a sentence until one of its words breaks it. A word says in `requires` which facts it needs
+and why, and in `breaks` which ones it ends and how; `clashes` compares the words of different parts. So a new
+word states its own needs, and nothing lists pairs of words.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Method
+
+
+class Fact(enum.Enum):
+    """What can hold of a sentence, as a clause."""
+
+    SLOTS_STAY = "slots stay put while decoding"
+    EQUAL_LISTS = "all heads of a layer have the same number of slots"
+    ONE_TIER = "all slots of a list are stored alike"
+    WRITTEN_ONCE = "what a slot holds stays as it was written"
+    ALL_TOKENS = "every token has a slot in every layer"
+    SAME_TOKENS = "all layers hold the same tokens in the same slots"
+    OWN_SLOTS = "every layer stores slots of its own"
+    TURNED_KEYS = "keys are stored turned by their positions"
+    MET_KEYS = "the stored keys are those that queries meet"
+    MET_VALUES = "the stored values are those that the output matrix meets"
+    KV_HEADS = "there is a list of slots for each KV head"
+    ONE_BY_ONE = "tokens are encoded one by one"
+    ONE_CODE = "codes are read alike in all layers"
+    FIRST_TOKENS = "first tokens lie among the others"
+    ALL_ATTENDED = "every slot is attended to in a step"
+    SUMMARIES = "slots are picked in each layer by summaries of them"
+    OPEN_CHOICE = "no other word says which slots of a prompt stay"
+    WHOLE_PROMPTS = "all tokens of a prompt are read at their positions"
+    PLAIN_READING = "what stays of a prompt is what was read of it, without marks"
+    GIVEN_WEIGHTS = "the weights are those of the model that is given"
+
+
+Told = Mapping[Fact, str]
+# A method of the catalogue, by the part of the sentence, that does not break a fact.
+INTACT = {
+    (Fact.SLOTS_STAY, "keep"): "snapkv",
+    (Fact.EQUAL_LISTS, "keep"): "snapkv",
+    (Fact.ONE_TIER, "keep"): "snapkv",
+    (Fact.WRITTEN_ONCE, "keep"): "h2o",
+    (Fact.TURNED_KEYS, "keep"): "snapkv",
+    (Fact.TURNED_KEYS, "store"): "int8",
+    (Fact.ONE_BY_ONE, "store"): "int8",
+    (Fact.ONE_CODE, "store"): "int8",
+    (Fact.FIRST_TOKENS, "store"): "int8",
+    (Fact.SUMMARIES, "read"): "quest",
+    (Fact.OPEN_CHOICE, "reread"): "gemfilter",
+    (Fact.PLAIN_READING, "reread"): "gemfilter",
+}
+
+
+# One that does not need it.
+NEEDLESS = {
+    (Fact.MET_KEYS, "keep"): "sink-recent",
+    (Fact.MET_VALUES, "keep"): "sink-recent",
+    (Fact.KV_HEADS, "keep"): "h2o",
+    (Fact.ALL_ATTENDED, "keep"): "snapkv",
+    (Fact.ONE_BY_ONE, "keep"): "h2o",
+    (Fact.ONE_CODE, "keep"): "snapkv",
+    (Fact.SAME_TOKENS, "read"): "quest",
+    (Fact.PLAIN_READING, "read"): "quest",
+    (Fact.WHOLE_PROMPTS, "keep"): "snapkv",
+}
+
+
+class Stating:
+    """The base of words that need nothing of the others and break nothing; theirs say otherwise."""
+
+    @property
+    def requires(self) -> Told:
+        """Which facts it needs, and what it does that needs each (a clause whose subject it is)."""
+        return {}
+
+    @property
+    def breaks(self) -> Told:
+        """Which facts it ends, and how (a clause whose subject it is)."""
+        return {}
+
+
+class ReadFacts(Stating):
+    """The base of reads: they pick slots by the keys that lie there, and leave the others out of a step."""
+
+    @property
+    def requires(self) -> Told:
+        return {
+            Fact.SLOTS_STAY: "picks slots where they were summarised",
+            Fact.EQUAL_LISTS: "picks as many slots in every list",
+            Fact.ONE_TIER: "picks among the slots of one body",
+            Fact.TURNED_KEYS: "ranks keys as they are stored",
+            Fact.MET_KEYS: "compares queries with stored keys",
+            Fact.ONE_CODE: "gathers the codes of what it picks",
+        }
+
+    @property
+    def breaks(self) -> Told:
+        found = {Fact.ALL_ATTENDED: "leaves slots out of a step's attention"}
+        if hasattr(self, "looks_at"):
+            found[Fact.SUMMARIES] = "looks at all keys"
+        return found
+
+
+# What words of these parts say that inherit from no base here.
+_DEFAULTS = {"read": ReadFacts()}
+
+
+class Clash(NamedTuple):
+    """A fact, who needs it and why, who breaks it and how: parts are of `Method`, such as "keep"."""
+
+    fact: Fact
+    needs: str
+    why: str
+    breaks: str
+    how: str
+
+    def says(self, method: Method) -> str:
+        """The clash in one sentence, with what to do."""
+        needing, breaking = (_name(part, getattr(method, part)) for part in (self.needs, self.breaks))
+        new = INTACT.get((self.fact, self.breaks)), NEEDLESS.get((self.fact, self.needs))
+        found = [f"{id} for {old}" for id, old in zip(new, (breaking, needing), strict=True) if id]
+        advice = f"use {' or '.join(found)}, or leave one out" if found else "leave one out"
+        needed = f"{needing} {self.why}, which needs that {self.fact.value}"
+        return f"{needed}, and {breaking} {self.how}: {advice}"
+
+
+def clashes(method: Method) -> Iterator[Clash]:
+    """Every fact that one part of a sentence needs and another one breaks."""
+    parts = {part: word for part in PARTS if (word := getattr(method, part)) is not None}
+    for needs, word in parts.items():
+        for fact, why in _stated(needs, word).requires.items():
+            for breaks, other in parts.items():
+                if breaks != needs and (how := _stated(breaks, other).breaks.get(fact)):
+                    yield Clash(fact, needs, why, breaks, how)
+
+
+PARTS = ("read", "stack", "host", "keep", "store", "reread", "make")
+
+
+def _stated(part: str, word: Any) -> Stating:
+    return word if hasattr(word, "breaks") else _DEFAULTS.get(part, _NOTHING)
+
+
+def _name(part: str, word: Any) -> str:
+    """What a message calls a word: keeps and stores are long."""
+    return f"this {part}" if part in ("keep", "store") else repr(word)
+
+
+_NOTHING = Stating()

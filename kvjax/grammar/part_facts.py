@@ -1,0 +1,109 @@
+"""What keeps and stores need of the other parts of a sentence, and what they break."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvjax.grammar.calls import observations
+from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.fitted import fitted_words, lacks_fit
+from kvjax.grammar.protocols import Preferring
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep, Store
+
+
+class KeepFacts(Stating):
+    """What a keep needs and breaks, by its words."""
+
+    @property
+    def requires(self: Keep) -> Told:  # type: ignore[misc]
+        found = {Fact.OPEN_CHOICE: "chooses which slots stay", **_looked_at(self)}
+        grown = [o for trace in (self.score.traces if self.score else ()) for o in trace.needs]
+        if any(hasattr(o, "reduction") for o in grown):
+            found[Fact.ALL_ATTENDED] = "remembers what every slot receives"
+        if not self.allocate.uniform:
+            found[Fact.ONE_CODE] = "gives heads unequal numbers of slots, which lie in pages of all layers"
+            if self.when.in_steps:
+                found[Fact.ONE_BY_ONE] = "evicts from unequal lists while decoding"
+        if self.merge is not None:
+            found[Fact.TURNED_KEYS] = f"merges keys by {self.merge!r}"
+            if self.when.in_steps:
+                found[Fact.ONE_BY_ONE] = f"writes slots one by one while decoding ({self.merge!r})"
+        if self.lower is not None:
+            found |= dict.fromkeys((Fact.ONE_BY_ONE, Fact.FIRST_TOKENS), "moves slots to a second tier")
+        if not self.phase.first_alike:
+            found[Fact.WHOLE_PROMPTS] = f"says where the contexts of a prompt lie ({self.phase!r})"
+        if self.restore is not None:
+            found[Fact.WHOLE_PROMPTS] = f"has {self.restore!r} read whole prompts"
+            found[Fact.GIVEN_WEIGHTS] = "reads with weights that lie beside the model's"
+        return found
+
+    @property
+    def breaks(self: Keep) -> Told:  # type: ignore[misc]
+        found = {
+            Fact.ALL_TOKENS: "leaves tokens out, others in each layer",
+            Fact.SAME_TOKENS: "leaves other tokens in each layer",
+        }
+        if self.when.in_steps:
+            found[Fact.SLOTS_STAY] = "evicts while decoding"
+            if self.merge is not None:
+                found[Fact.WRITTEN_ONCE] = "merges slots while decoding"
+        if not self.allocate.uniform:
+            found[Fact.EQUAL_LISTS] = "gives heads unequal numbers, which lie in pages"
+        if self.lower is not None:
+            found |= dict.fromkeys((Fact.ONE_TIER, Fact.WRITTEN_ONCE), "moves slots to a second tier")
+        if not self.phase.steady:
+            found[Fact.TURNED_KEYS] = f"turns keys anew whenever they are read ({self.phase!r})"
+        if self.restore is not None:
+            found[Fact.PLAIN_READING] = f"has {self.restore!r} read with marks"
+        return found
+
+
+def _looked_at(keep: Keep) -> dict[Fact, str]:
+    """What a keep needs of stored keys and values."""
+    found = {}
+    if getattr(keep.score, "weights", False):
+        found[Fact.MET_VALUES] = "weighs values by the output matrix"
+    if any(lacks_fit(word) or word.fitted is not None for word in fitted_words(keep)):
+        found[Fact.KV_HEADS] = "was fitted to KV heads"
+    return found | _met(keep)
+
+
+def _met(keep: Keep) -> dict[Fact, str]:
+    if keep.narrow is not None and getattr(keep.narrow, "looks", True):
+        return {Fact.MET_KEYS: "chooses tokens by stored keys"}
+    if not keep.phase.steady:
+        return {Fact.MET_KEYS: f"turns stored keys anew ({keep.phase!r})"}
+    if keep.merge is not None or keep.per_query_head:
+        return {Fact.MET_KEYS: "merges stored keys" if keep.merge is not None else "repeats stored keys"}
+    if keep.score is None or not getattr(keep.score, "looks", True):
+        return {}
+    # Where nothing but queries is observed, the keys of a prompt are computed once.
+    once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
+    if once and all(getattr(o, "queries_alone", False) for o in observations(keep)):
+        return {}
+    return {Fact.MET_KEYS: "scores stored keys by what it observes of them"}
+
+
+class StoreFacts(Stating):
+    """What a store breaks: it needs nothing."""
+
+    @property
+    def breaks(self: Store) -> Told:  # type: ignore[misc]
+        found: dict[Fact, str] = {}
+        if self.granule > 1 or self.residual > 0:
+            found[Fact.ONE_BY_ONE] = (
+                f"encodes {self.granule} tokens together behind a residual of {self.residual}"
+            )
+        if self.sinks > 0:
+            found[Fact.FIRST_TOKENS] = f"holds the first {self.sinks} tokens apart"
+        if self.unrotated:
+            found[Fact.TURNED_KEYS] = "holds keys unrotated"
+        if any(word.fitted is not None or lacks_fit(word) for word in _fitted(self)):
+            found[Fact.ONE_CODE] = "has codes that were fitted to each layer"
+        return found
+
+
+def _fitted(store: Store) -> list[Any]:
+    return [*fitted_words((store.keys, store.values))]
