@@ -42,6 +42,7 @@ DATA = Data(DOCS / "field.json", {"about": {}, "rows": {}})
 TEXT = DOCS.parent / "kvjax" / "eval" / "tasks" / "ruler" / "data" / "alice29.txt"
 LENGTH, WINDOWS = 1024, 6
 ORIGIN = "origin.json"
+LACKING = "Not measured yet."
 Measured = dict[str, Any]
 
 
@@ -147,6 +148,8 @@ def measured(name: str, windows: Sequence[Measured]) -> Measured:
 
 def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
     """What each row of a topic differs by from the full cache, and from the topic's first row."""
+    if not any(name in rows for name in names):
+        return LACKING
     head = f"| | bytes, % | KL, nats per token | more than *{names[0]}* | same top token, % |"
     out = [head, "|---|--:|--:|--:|--:|"]
     for name in names:
@@ -162,6 +165,8 @@ def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
 
 def second_table(rows: Mapping[str, Measured]) -> str:
     """KL of the same tokens with one compression before them, and with two."""
+    if not any(f"{name}, again" in rows for name in SECOND):
+        return LACKING
     out = ["| a quarter of the slots | compressed once | compressed again | more |", "|---|--:|--:|--:|"]
     for name in SECOND:
         once, again = (rows.get(x, {}).get("late", {}).get("kl") for x in (name, f"{name}, again"))
