@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.grammar.facts import clashes
+from kvjax.grammar.fitted import fitted_words, lacks_fit
 from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
@@ -265,7 +266,8 @@ class Method:
 def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
     """One method from its parts: at most one make, keep, store, read and place.
 
-    A keep that keeps everything and says a phase gives that to the other keep.
+    A keep that keeps everything and says a phase gives that to the other keep. Of two stores, one that leaves
+    numbers of a row out (think, mustafar) has the other encode what stays.
 
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
@@ -297,6 +299,8 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
             turned = None
             if name in found and isinstance(piece, Keep):
                 turned = _turned(found[name], piece)
+            if name in found and isinstance(piece, Store):
+                turned = _inside(found[name], piece)
             if turned is not None:
                 piece = turned
             elif name in found:
@@ -319,6 +323,26 @@ def _turned(a: Keep, b: Keep) -> Keep | None:
         other = a if keep is b else b
         if keep.phase == BY_POSITION and dataclasses.replace(other, allocate=keep.allocate) == bare:
             return dataclasses.replace(keep, phase=phase)
+    return None
+
+
+def _inside(a: Store, b: Store) -> Store | None:
+    """The store whose codecs encode what those of the other leave of a row; None where neither does.
+
+    What leaves numbers out (`AskedChannels`, `Pruned`) goes first, whichever is named first.
+    """
+    for outer, inner in ((a, b), (b, a)):
+        codecs = [codec for codec in (outer.keys, outer.values) if codec is not None]
+        # What was fitted to all channels is not for some of them.
+        words = fitted_words((inner.keys, inner.values))
+        whole = all(word.fitted is None and not lacks_fit(word) for word in words)
+        if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
+            keys, values = (
+                x if y is None else y if x is None else x.around(y)
+                for x, y in ((outer.keys, inner.keys), (outer.values, inner.values))
+            )
+            more = max(a.residual, b.residual), max(a.sinks, b.sinks), a.unrotated or b.unrotated
+            return Store(keys, values, *more)
     return None
 
 

@@ -43,7 +43,8 @@ def think(
 
     Behind the newest `residual` tokens, which are whole, every `group` tokens of a head keep the share `keys`
     of the channels of their keys, those of the largest |q_c| |k_c| (`AskedChannels`); values are whole. It
-    chains with any keep. fitted: |q_c|, as `kvjax fit think` writes them; without, keys alone decide.
+    chains with any keep, and with stores that encode what stays, as in think + kivi. fitted: |q_c|, as
+    `kvjax fit think` writes them; without, keys alone decide.
     Deviation: channels are chosen anew for every `group` tokens, by queries of texts, where the paper chooses
     once, by the last queries of a prompt, and leaves what is written later whole.
     """

@@ -9,18 +9,22 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.state.codes import Codec, Taught
+from kvjax.state.code_forms import is_steady
+from kvjax.state.codes import Codec, Taught, taught
+from kvjax.store.wrap import Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class AskedChannels:
+class AskedChannels(Wrapper):
     """Of every `tokens` tokens of a head the floor(share * H) channels that count most, and 0 for the others.
 
     A channel counts |q_c| |k_c|: the root of the mean square of a head's queries there, summed over its
     group, times the norm of these tokens' keys (ThinK, arXiv:2407.21018, section 3.2). fitted: "norms" [L, K,
     H] of queries, as `kvjax fit think` writes them; without them all channels of queries count alike. Stored
     are "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at" [*b, S /
-    tokens, m], which channels these are. Raises ValueError for a share outside (0, 1], or no tokens.
+    tokens, m], which channels these are. codec: encodes the values, rows of m numbers, in turn, as in
+    `AskedChannels(0.5, 32) >> Affine(2)`. Raises ValueError for a share outside (0, 1], no tokens, or a codec
+    of more tokens than share their channels.
 
     >>> codec = AskedChannels(0.5, 2)
     >>> codec.decode(codec.encode(jnp.array([[1.0, 3.0], [1.0, 0.0]])), 2, jnp.float32).tolist()
@@ -30,6 +34,7 @@ class AskedChannels:
     share: float
     tokens: int
     fitted: Fitted | None = None
+    codec: Codec | None = None
 
     by = "think"
     fit_first = False
@@ -39,10 +44,23 @@ class AskedChannels:
             raise ValueError(f"what stays is a share of the channels in (0, 1], got {self.share!r}")
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise ValueError(f"channels are chosen for a whole number of tokens >= 1, got {self.tokens!r}")
+        if self.codec is not None and self.tokens % self.codec.granule:
+            raise ValueError(
+                f"channels are chosen for {self.tokens} tokens, and {self.codec!r} encodes "
+                f"{self.codec.granule} of them together: choose them for a multiple of these (group=)"
+            )
+
+    def around(self, codec: Codec) -> Codec:
+        inner = codec if self.codec is None else self.codec.around(codec)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, codec=inner)
 
     @property
     def granule(self) -> int:
         return self.tokens
+
+    @property
+    def steady(self) -> bool:
+        return is_steady(self.codec)
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""
@@ -55,9 +73,10 @@ class AskedChannels:
         return max(1, int(round(self.share * width, 9)))
 
     def taught(self, arrays: Taught) -> Codec:
+        word = self if self.codec is None else dataclasses.replace(self, codec=taught(self.codec, arrays))
         if self.fitted is None or self.fitted.digest not in arrays:
-            return self
-        return _Asked(self, arrays[self.fitted.digest]["norms"])
+            return word
+        return _Asked(word, arrays[self.fitted.digest]["norms"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         return self.encode_by(x, jnp.ones((), jnp.float32))
@@ -73,16 +92,25 @@ class AskedChannels:
         at: Int[Array, "*b G m"] = jnp.sort(best, -1)
         values = jnp.take_along_axis(rows, at[..., None, :], -1)
         kind = jnp.uint8 if x.shape[-1] <= 256 else jnp.uint16
-        return {"values": values.reshape(*x.shape[:-1], -1), "at": at.astype(kind)}
+        values, at = values.reshape(*x.shape[:-1], -1), at.astype(kind)
+        if self.codec is None:
+            return {"values": values, "at": at}
+        return {"at": at, **joined(values=self.codec.encode(values))}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         channel = jnp.arange(width, dtype=jnp.int32)
         at = data["at"].astype(jnp.int32)[..., None]
         # Which of those that stay every channel is, by comparing: a TPU would gather padded rows.
         there = at == channel.reshape(*(1,) * (at.ndim - 1), -1)
-        rows = data["values"].reshape(*at.shape[:-2], self.tokens, at.shape[-2])
+        values = self._values(data, at.shape[-2], dtype)
+        rows = values.reshape(*at.shape[:-2], self.tokens, at.shape[-2])
         picked = jnp.einsum("...tm,...mh->...th", rows, there.astype(rows.dtype), precision="highest")
-        return picked.reshape(*data["values"].shape[:-1], width).astype(dtype)
+        return picked.reshape(*values.shape[:-1], width).astype(dtype)
+
+    def _values(self, data: dict[str, Array], count: int, dtype: DTypeLike) -> Float[Array, "*b S m"]:
+        if self.codec is None:
+            return data["values"]
+        return self.codec.decode(part_of(data, "values"), count, dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,15 +12,19 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.ops.base.largest import largest
+from kvjax.state.code_forms import is_steady
+from kvjax.state.codes import Codec
+from kvjax.store.wrap import Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Pruned:
+class Pruned(Wrapper):
     """The floor(share * H) largest of a token's H numbers as they are, at least one, and 0 for the others.
 
     Unstructured pruning by magnitude, token by token (Mustafar, arXiv:2505.22913). Stored are "values"
     [*b, S, m] in the order of their channels, in the dtype of the rows, and "words" [*b, S, w] of one bit per
-    channel. Of equal numbers the first stays. Raises ValueError for a share outside (0, 1].
+    channel. Of equal numbers the first stays. codec: encodes the values, rows of
+    m numbers, in turn, as in `Pruned(0.5) >> Affine(2)`. Raises ValueError for a share outside (0, 1].
 
     >>> import jax.numpy as jnp
     >>> codec = Pruned(0.5)
@@ -29,12 +33,23 @@ class Pruned:
     """
 
     share: float
-
-    granule = 1
+    codec: Codec | None = None
 
     def __post_init__(self):
         if not 0 < self.share <= 1:
             raise ValueError(f"what stays is a share of the channels in (0, 1], got {self.share!r}")
+
+    def around(self, codec: Codec) -> Codec:
+        inner = codec if self.codec is None else self.codec.around(codec)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, codec=inner)
+
+    @property
+    def granule(self) -> int:
+        return 1 if self.codec is None else self.codec.granule
+
+    @property
+    def steady(self) -> bool:
+        return is_steady(self.codec)
 
     def count(self, width: int) -> int:
         """How many of `width` numbers stay."""
@@ -45,13 +60,20 @@ class Pruned:
         count = self.count(x.shape[-1])
         words = pack(largest(x, count).astype(jnp.uint32), 1)
         channels = _places(_stored(words, x.shape[-1]), count)
-        return {"values": jnp.take_along_axis(x, channels, -1), "words": words}
+        values = jnp.take_along_axis(x, channels, -1)
+        if self.codec is None:
+            return {"values": values, "words": words}
+        return {"words": words, **joined(values=self.codec.encode(values))}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         bits = unpack(data["words"], 1, width)
         # Slots that hold nothing have no bits at all.
         place = jnp.maximum(_stored(data["words"], width) - 1, 0)
-        rows = jnp.take_along_axis(data["values"], place, -1)
+        if self.codec is None:
+            values = data["values"]
+        else:
+            values = self.codec.decode(part_of(data, "values"), self.count(width), dtype)
+        rows = jnp.take_along_axis(values, place, -1)
         return jnp.where(bits == 1, rows, 0).astype(dtype)
 
 

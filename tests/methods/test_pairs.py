@@ -84,3 +84,18 @@ def test_a_store_that_was_not_fitted_is_read_in_part():
     store = of("think", group=4, residual=4)
     both = kvjax.chain(store, of("quest", budget=1.0, page=4, skip_layers=0))
     assert apart(answers(both)[0], answers(store)[0]) < 2e-5
+
+
+KIVI = of("kivi", group=8, residual=8)
+INSIDE = {
+    "think of all channels": (of("think", keys=1.0, group=8, residual=8), KIVI),
+    "mustafar of all numbers": (of("mustafar", keys=1.0, values=1.0, residual=8), KIVI),
+    "think": (exact(8, residual=8), of("think", group=8, residual=8)),
+    "mustafar": (exact(8, residual=8), of("mustafar", residual=8)),
+}
+
+
+@pytest.mark.parametrize("name", sweep(INSIDE, "think of all channels"))
+def test_a_store_inside_another_that_loses_nothing_is_that_one(name):
+    lossless, alone = INSIDE[name]
+    assert apart(answers(kvjax.chain(lossless, alone))[0], answers(alone)[0]) < 2e-5

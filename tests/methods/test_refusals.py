@@ -1,0 +1,116 @@
+"""Refusals are needed: without its check a sentence of each kind answers wrongly, or cannot run at all."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.grammar import Method, Store
+from kvjax.grammar.facts import Fact, clashes
+from kvjax.keep.merges.merge import ZipMerge
+from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.state.cache import host_nbytes, kept_positions
+from kvjax.store.affine import Affine
+from tests.methods.pairs import answers, apart, exact, unchecked
+from tests.sweep import sweep
+
+
+def of(id, **hyper):
+    return kvjax.method(id, **hyper)
+
+
+SNAP = of("snapkv", budget=0.5, window=4)
+QUEST, HALF = (of("quest", budget=share, page=4, skip_layers=0) for share in (1.0, 0.5))
+TWO_TIERS = Method(dataclasses.replace(SNAP.keep, lower=Store(Affine(8))))
+MERGING = Method(dataclasses.replace(SNAP.keep, merge=ZipMerge(0.0)))
+# Latents of full rank: the model answers as the one that it is made of.
+LATENT = Method(make=GroupedLowRank(1.0, heads=2))
+
+# The fact, a sentence in which one part needs it and another breaks it, and what answers as it should.
+CASES = {
+    "evicts in steps under a read": (
+        Fact.SLOTS_STAY,
+        (of("h2o", budget=0.5), QUEST),
+        (of("h2o", budget=0.5),),
+    ),
+    "unequal heads under a read": (
+        Fact.EQUAL_LISTS,
+        (of("adakv", budget=0.5, window=4), QUEST),
+        (of("adakv", budget=0.5, window=4),),
+    ),
+    "a second tier under a read": (Fact.ONE_TIER, (TWO_TIERS, QUEST), (TWO_TIERS,)),
+    "a keep over merged layers": (Fact.ALL_TOKENS, (SNAP, of("minicache")), (SNAP,)),
+    "keys of ranks under a read": (
+        Fact.TURNED_KEYS,
+        (of("finch", budget=0.5, question=4), QUEST),
+        (of("finch", budget=0.5, question=4),),
+    ),
+    "unrotated keys under a read": (Fact.TURNED_KEYS, (exact(unrotated=True), QUEST), (QUEST,)),
+    "merges of unrotated keys": (Fact.TURNED_KEYS, (MERGING, exact(unrotated=True)), (MERGING,)),
+    "latents under a read": (Fact.MET_KEYS, (LATENT, HALF), (HALF,)),
+    "latents under a merge": (Fact.MET_KEYS, (LATENT, MERGING), (MERGING,)),
+    "latents weighed as values": (
+        Fact.MET_VALUES,
+        (LATENT, of("criticalkv", budget=0.5, window=4)),
+        (of("criticalkv", budget=0.5, window=4),),
+    ),
+    "merges into codes of several tokens": (
+        Fact.ONE_BY_ONE,
+        (of("d2o", budget=0.5), exact(4)),
+        (of("d2o", budget=0.5),),
+    ),
+    "codes of several tokens in merged layers": (
+        Fact.ONE_BY_ONE,
+        (of("minicache"), exact(4)),
+        (of("minicache"),),
+    ),
+    "a read of all keys from host memory": (
+        Fact.SUMMARIES,
+        (of("sparq", budget=1.0, newest=4), of("offloaded")),
+        (of("full"),),
+    ),
+    "merged layers one by one from host memory": (
+        Fact.OWN_SLOTS,
+        (of("minicache"), of("offloaded")),
+        (of("minicache"),),
+    ),
+}
+
+
+def sentence(parts):
+    with unchecked():
+        return kvjax.chain(*parts)
+
+
+@pytest.mark.parametrize("name", sweep(CASES, "unrotated keys under a read"))
+def test_what_is_refused_answers_wrongly_or_cannot_run(name):
+    fact, parts, right = CASES[name]
+    with pytest.raises(ValueError, match=fact.value):
+        kvjax.chain(*parts)
+    refused = sentence(parts)
+    assert fact in {clash.fact for clash in clashes(refused)}
+    try:
+        got, _ = answers(refused, checked=False)
+    except Exception as error:  # noqa: BLE001 (whatever a program of such words raises, it cannot run)
+        assert not isinstance(error, MemoryError)
+        return
+    # A row that has no room left answers NaN.
+    assert np.isnan(got).any() or apart(got, answers(kvjax.chain(*right))[0]) > 1e-3
+
+
+def test_unequal_lists_would_stay_on_the_device():
+    _, cache = answers(sentence((of("adakv", budget=0.5, window=4), of("offloaded"))), checked=False)
+    assert host_nbytes(cache) == 0
+
+
+def test_slots_that_another_layer_picked_would_hold_other_tokens():
+    _, cache = answers(SNAP)
+    first, second = (np.asarray(x) for x in kept_positions(cache)[:2])
+    assert (first != second).any()
+
+
+def test_first_tokens_apart_would_be_encoded_with_a_second_tier():
+    both = sentence((TWO_TIERS, exact(sinks=2)))
+    _, cache = answers(both, checked=False)
+    assert all(group.sinks is None for group in cache.groups)
