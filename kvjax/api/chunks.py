@@ -174,14 +174,15 @@ class _Turns:
             return tail_slots(gm, self.listed, room, width) - newest
         built = gm if self.acting[i] else gm.replaced(keep=None, stack=None)
         slots = slots_needed(built, self.bound, room, width)
+        held = self.next
+        if built.budget is not None:
+            held = np.array([min(built.budget.capacity(int(n)), n) for n in self.next])
         if gm.rated:
             assert gm.keep is not None
             # A granule may consist of holes.
             holes = gm.granule if gm.split and self.acting[i] else 0
-            return tokens_in(gm.keep, capacity_of(built, slots) - holes) - self.next
-        held = self.next
-        if built.budget is not None:
-            held = np.array([min(built.budget.capacity(int(n)), n) for n in self.next])
+            due = tokens_in(gm.keep, capacity_of(built, slots) - holes) - self.next
+            return due if gm.split else np.where(slots > held, np.maximum(due, slots - held), 0)
         return capacity_of(built, slots) - held - int(gm.split)
 
 

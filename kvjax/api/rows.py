@@ -142,8 +142,14 @@ def _cleared(rows: Bool[Array, "B"], x: Array, value: int = 0) -> Array:
     return jnp.where(rows.reshape(1, -1, *(1,) * (x.ndim - 2)), jnp.asarray(value, x.dtype), x)
 
 
+def nothing_carried(x: Array) -> int:
+    """What rows carry before their first token, in an array: whole numbers are positions, and -1 is none."""
+    return -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+
+
 def _emptied_group(group: GroupState, rows: Bool[Array, "B"]) -> GroupState:
-    state, memory = jax.tree.map(partial(_cleared, rows), (group.state, group.rows))
+    state = jax.tree.map(partial(_cleared, rows), group.state)
+    memory = jax.tree.map(lambda x: _cleared(rows, x, nothing_carried(x)), group.rows)
     emptied = group.with_parts([_emptied(s, rows) for s in group.parts])
     return dataclasses.replace(emptied, state=state, rows=memory)
 

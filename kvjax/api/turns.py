@@ -18,6 +18,7 @@ from jaxtyping import Int
 
 from kvjax import steps
 from kvjax.api.chunks import Size, bucket, tokens_that_fit
+from kvjax.api.rows import nothing_carried
 from kvjax.compat.max_length import last_position
 from kvjax.compress.capacity import more_slots, widened
 from kvjax.compress.group import GroupMethod
@@ -173,7 +174,10 @@ def empty_cache(run: Run, params: Params, rows: int, width: int, size: Size) -> 
     given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))]
     call = partial(steps.prefill, run, cache=None, compress=True, **size._asdict())
     shapes = jax.eval_shape(call, params, *given)[1]
-    return jax.tree.map(_emptied, shapes, is_leaf=_has_positions)
+    empty = jax.tree.map(_emptied, shapes, is_leaf=_has_positions)
+    carried = [jax.tree.map(lambda x: jnp.full_like(x, nothing_carried(x)), g.rows) for g in empty.groups]
+    groups = (dataclasses.replace(g, rows=rows) for g, rows in zip(empty.groups, carried, strict=True))
+    return dataclasses.replace(empty, groups=tuple(groups))
 
 
 def _has_positions(x: Any) -> bool:

@@ -47,10 +47,12 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
             free.append(jnp.full(cache.next.shape, PLENTY, jnp.int32))
             continue
         if gm.rated:
-            # A token needs an empty slot before another leaves, and a share of the tokens grows with them.
+            # A token needs an empty slot before another leaves. Lists that are due before they are full take
+            # more tokens than they have empty slots, until the budget, a share of the tokens, outgrows them.
             assert gm.keep is not None and group.tail is not None
-            full = (group.tail.pos >= 0).all(-1).any((0, 2))
-            free.append(jnp.where(full, 0, tokens_in(gm.keep, list_capacity(gm, group)) - cache.next))
+            empty = (group.tail.pos < 0).sum(-1, dtype=jnp.int32).min((0, 2))
+            due = tokens_in(gm.keep, list_capacity(gm, group)) - cache.next
+            free.append(jnp.where(empty > 0, due if gm.split else jnp.maximum(due, empty), 0))
             continue
         # New tokens enter a tail; only where they are encoded behind it does a body take them, too.
         parts = (*group.bodies, group.tail) if gm.split else (group.tail,)

@@ -56,10 +56,14 @@ def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
     """Static capacity of one head's list: a function of method, bucket, room and platform only."""
     if gm.budget is None:
         return whole_tiles(tokens + room, width, gm.multiple)
-    if gm.keep is not None and gm.evicting and not counts_slots(gm.keep):
+    slots, keep = gm.budget.capacity(tokens) + room, gm.keep
+    if keep is not None and gm.evicting and not counts_slots(keep):
         # More than the budget: a token is attended before others leave.
-        return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width, gm.multiple)
-    return whole_tiles(gm.budget.capacity(tokens) + room, width, gm.multiple)
+        due = keep.when.due_at(keep.budget.capacity(tokens + room))
+        # A share of the tokens bounds them by `room`, so lists that are not due before are no longer.
+        bounded = keep.budget.ratio and not (keep.when.at_once or gm.split)
+        slots = min(due, slots) if bounded else due
+    return whole_tiles(slots, width, gm.multiple)
 
 
 def whole_tiles(slots: int, width: int, devices: int = 1) -> int:

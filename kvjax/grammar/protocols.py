@@ -114,7 +114,10 @@ class Carried(Observation, Protocol):
     """An observation of more than the newest token: in steps, every row carries what it has seen so far."""
 
     def start(self, inputs: Inputs) -> Any:
-        """What a row carries before its first token: arrays [B, ...]."""
+        """What a row carries before its first token: arrays [B, ...].
+
+        Those of whole numbers are positions, -1 is none; all others are zeros (`kvjax.api.rows.reset_rows`).
+        """
         ...
 
     def carry(self, carried: Any, inputs: Inputs) -> Any:

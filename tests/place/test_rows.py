@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.api.fork import fork
+from kvjax.api.prefill import read_prompt
 from kvjax.api.rows import reset_rows, take_rows
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
@@ -120,6 +121,25 @@ def test_an_emptied_row_starts_again_and_the_others_go_on(name, model):
     # What a prompt's last token sees is compressed only afterwards.
     np.testing.assert_allclose(actual[1], model(jnp.array(more, jnp.int32))[1, -1], rtol=1e-5, atol=1e-5)
     assert after.next.tolist() == [19, 7]
+
+
+def test_an_emptied_row_remembers_no_queries(model, rng):
+    """A window longer than the prompt: only the prompt's own queries vote on what stays, at 20 positions."""
+    method, prompts = (
+        kvjax.method("alisa", budget=6, window=32),
+        rng.integers(0, CONFIG.vocab, (8, 20)).tolist(),
+    )
+    fresh = filled(model, prompts, method)
+    emptied = reset_rows(filled(model, prompts[::-1], method), [True] * 8)
+    _, again = kvjax.prefill(model, prompts, cache=emptied, room=STEPS)
+    _, turned = read_prompt(model, prompts, method=method, cache=None, room=STEPS, turn=True)
+    for cache in (fresh, again, turned):
+        for group in cache.groups:
+            _, positions = group.rows["Queries(last=32)"]
+            np.testing.assert_array_equal(positions[0, 0], [-1] * 12 + [*range(20)])
+    for a, b, c in zip(kept(fresh), kept(again), kept(turned), strict=True):
+        np.testing.assert_array_equal(a[..., -6:], b[..., -6:])
+        np.testing.assert_array_equal(a[..., -6:], c[..., -6:])
 
 
 def test_an_emptied_row_can_be_stepped_from_its_first_token(model):

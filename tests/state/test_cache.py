@@ -196,6 +196,32 @@ def test_a_cache_that_evicts_holds_every_new_token_or_says_that_it_is_full(model
     assert taken == 50 if budget == 12 else 6 <= taken < 50
 
 
+@pytest.mark.parametrize("rows", sweep([[33], [48, 20]], [48, 20]))
+def test_lists_that_are_due_seldom_are_no_longer_than_room_and_keep_the_same(model, rows):
+    """scissorhands evicts every 32 tokens: with room for 3 more no list is ever due, with 100 it is."""
+    tokens = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in rows]
+    method = kvjax.method("scissorhands", budget=0.25, history=8, newest=2)
+    tight, wide = (kvjax.prefill(model, tokens, method=method, room=room)[1] for room in (3, 100))
+    bound = -(-max(rows) // 16) * 16
+    assert tight.groups[0].tail.capacity == bound // 4 + 3
+    assert wide.groups[0].tail.capacity == (bound + 100) // 4 + 32
+    for token in range(3):
+        each = [kvjax.step(model, cache, [token] * len(rows)) for cache in (tight, wide)]
+        (got, tight), (want, wide) = each
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        for mine, other in zip(kept_positions(tight), kept_positions(wide), strict=True):
+            for a, b in zip(
+                mine.reshape(-1, mine.shape[-1]), other.reshape(-1, other.shape[-1]), strict=True
+            ):
+                assert set(a[a >= 0].tolist()) == set(b[b >= 0].tolist())
+    with pytest.raises(InputError, match="full"):
+        for _ in range(bound):
+            tight = kvjax.step(model, tight, [1] * len(rows))[1]
+    for _ in range(40):
+        wide = kvjax.step(model, wide, [1] * len(rows))[1]
+    assert (np.asarray(wide.next) == np.array(rows) + 43).all()
+
+
 def test_windowed_layers_hold_every_new_token_or_say_that_they_are_full(model):
     config = dataclasses.replace(model.config, windows=(40,))
     windowed = Model(config, model.params)
