@@ -16,7 +16,7 @@ from kvjax.grammar.to_text import name_of
 from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.state.cache import Cache, check_alive, host_nbytes, kept_positions, nbytes
+from kvjax.state.cache import Cache, check_alive, heavier, host_nbytes, kept_positions, nbytes
 from kvjax.state.shardings import layers_of, size_text
 from kvjax.steps import Run
 
@@ -67,6 +67,8 @@ class Summary(NamedTuple):
         if self.full_nbytes:
             share = 100 * self.nbytes / self.full_nbytes
             total += f"; {share:.1f}% of the full cache's {size_text(self.full_nbytes)}"
+            if note := heavier(self.nbytes, self.full_nbytes):
+                total += f": {note}"
         return "\n".join([*lines, total])
 
     __repr__ = __str__

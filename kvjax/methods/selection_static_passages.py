@@ -140,7 +140,8 @@ def citrus(budget: Amount, *, question: Window = 32) -> Method:
     heads: one set for all heads. At the end of the prompt, the instruction stays in place of the chunk.
     Kept keys are rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the
     instruction is read after the chunk, where the code reads it after the slots kept before; the form with
-    two caches (`instruction_aware_double`), one for the text and one for the instruction, is left out.
+    two caches (`instruction_aware_double`), one for the text and one for the instruction, is left out: a
+    cache here holds one set of slots per layer, over which chunks are read and answers written alike.
     """
     probe = Question(question)
     score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)

@@ -19,6 +19,8 @@ METHODS = {
     "kivi": {"bits": 2}, "h2o": {"budget": 8}, "pyramidkv": {"budget": 0.5, "window": 2},
 }  # fmt: skip
 
+CORM = "corm(budget=0.5, newest=4)"
+
 
 @pytest.fixture(scope="module")
 def recall():
@@ -57,6 +59,18 @@ def test_the_full_cache_weighs_what_it_weighs(recall, prompt):
         said.splitlines()[0]
         == f"{kvjax.summary(half).method}: 2 rows, {len(prompt[0])}, {len(prompt[1])} tokens"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "heavy"),
+    sweep([(CORM, True), ("h2o(budget=0.5)", False)], (CORM, True)),
+)
+def test_a_cache_that_weighs_more_than_the_full_one_says_so(text, heavy, recall):
+    """CORM's votes need the last 256 queries, which weigh more than 33 tokens."""
+    _, cache = kvjax.prefill(recall, [[*range(1, 34)]], method=kvjax.method(text), room=0)
+    found = kvjax.summary(cache, recall)
+    assert (found.nbytes > found.full_nbytes) == heavy
+    assert ("it weighs more than the full cache" in str(found)) == heavy
 
 
 @pytest.mark.parametrize("name", sweep(["mamba", "yoco", "mla"], "mamba"))

@@ -231,6 +231,6 @@ def test_the_page_of_decoding_speculates_the_text_of_plain_greedy_decoding():
     exec(compile(block, "decoding.md", "exec"), names)
     # Drafts that are right and wrong, and none: one pass per token but where a draft was right.
     assert names["written"] == names["plain"].tokens[0].tolist() and 0 < names["passes"] < 11
-    method = kvjax.method("adakv", budget=0.5, window=4, page=4)
+    method = kvjax.method("adakv", budget=0.5, window=3, page=4)
     plain = kvjax.generate(m, [prompt], method=method, max_new_tokens=10, stop=[])
     assert names["speculate"](m, prompt, 10, method)[0] == plain.tokens[0].tolist()

@@ -11,7 +11,7 @@ from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.fitting.statistics.search import _asked, _right, _run
 from tests.methods.battery import MAIN, model
 
-HYPER = dict(budget=0.4, window=4, kernel=3, page=4)
+HYPER = dict(budget=0.4, window=3, kernel=3, page=4)
 
 
 def questions(m, method):

@@ -55,7 +55,7 @@ METHODS = {
     "turboquant": lambda: kvjax.method("turboquant", bits=3),
     "kivi, body and residual": lambda: kvjax.method("kivi", bits=2, group=4, residual=4),
     "adakv + int4, coded pages": lambda: kvjax.chain(
-        kvjax.method("adakv", budget=0.5, window=2, page=4), kvjax.method("int4", group=8)
+        kvjax.method("adakv", budget=0.5, window=1, page=4), kvjax.method("int4", group=8)
     ),
 }
 
