@@ -424,18 +424,31 @@ ROWS = [
         "h2o + int8", dense(half_and_one, slot=coded(8), extra=4), ("h2o", dict(budget=0.5)), ("int8", {}),
         kept=each_layer(received, recent_half), error=0.02, victim=h2o_victim(count),
     ),
-    chained(
-        "h2o + kivi", holes_bytes, ("h2o", dict(budget=0.5)), ("kivi", dict(bits=8, group=4, residual=4)),
-        kept=each_layer(received, recent_half), error=0.02, victim=h2o_victim(count),
-    ),
-    chained(
-        "adakv + kivi", granules_in_pages_bytes, ("adakv", SNAP | dict(budget=0.5, page=PAGE)),
-        ("kivi", dict(bits=8, group=4, residual=4)), kept=adakv_kept, error=0.02, moves=False,
-    ),
     *SELECTION,
     *LEARNED,
     *READS,
     *STORES,
 ]  # fmt: skip
 
-BY_LABEL = {r.label: r for r in ROWS}
+# Classes of layout of which compilers' record (`tests/aot/layouts.json`) has no step yet.
+FURTHER = [
+    chained(
+        "h2o + kivi",
+        holes_bytes,
+        ("h2o", dict(budget=0.5)),
+        ("kivi", dict(bits=8, group=4, residual=4)),
+        kept=each_layer(received, recent_half),
+        error=0.02,
+        victim=h2o_victim(count),
+    ),
+    chained(
+        "adakv + kivi",
+        granules_in_pages_bytes,
+        ("adakv", SNAP | dict(budget=0.5, page=PAGE)),
+        ("kivi", dict(bits=8, group=4, residual=4)),
+        kept=adakv_kept,
+        error=0.02,
+        moves=False,
+    ),
+]
+BY_LABEL = {r.label: r for r in (*ROWS, *FURTHER)}

@@ -44,9 +44,10 @@ from tests.methods.battery import (
     talk,
 )
 from tests.methods.rows import count
-from tests.methods.table import BY_LABEL, ROWS
+from tests.methods.table import BY_LABEL, FURTHER, ROWS
 
-LABELS = [r.label for r in ROWS]
+ALL = (*ROWS, *FURTHER)
+LABELS = [r.label for r in ALL]
 FIRST = first_of_each_class()
 
 
@@ -98,7 +99,7 @@ def slotwise(label, b):
     return prompt, Slotwise(prompt, kept_of(label, prompt), row.phase, row.leave, row.attends)
 
 
-exact = rows([r.label for r in ROWS if r.error is not None])
+exact = rows([r.label for r in ALL if r.error is not None])
 
 
 @exact
@@ -114,7 +115,7 @@ def test_steps_attend_then_evict_what_the_method_says(label):
             assert [lists[b] for lists in positions(cache)] == slots.positions()
 
 
-@rows([r.label for r in ROWS if r.error is not None and r.reads_all])
+@rows([r.label for r in ALL if r.error is not None and r.reads_all])
 def test_a_second_turn_attends_to_what_is_kept_and_to_itself(label):
     want = []
     for b, tokens in enumerate(MAIN.second):
@@ -125,7 +126,7 @@ def test_a_second_turn_attends_to_what_is_kept_and_to_itself(label):
     assert off(talk(label).second[0], np.stack(want)) < BY_LABEL[label].error
 
 
-@rows([r.label for r in ROWS if r.reread is None], ("h2o", "adakv", "kvzip", "keepkv", "kivi"))
+@rows([r.label for r in ALL if r.reread is None], ("h2o", "adakv", "kvzip", "keepkv", "kivi"))
 def test_a_second_turn_leaves_each_head_a_subset_of_old_and_new_within_the_budget(label):
     row, done = BY_LABEL[label], talk(label)
     before, after = positions(done.prompt[1]), positions(done.second[1])
@@ -208,7 +209,7 @@ def test_other_data_gives_the_same_tree(label):
     assert trees[0] == trees[1]
 
 
-@rows([r.label for r in ROWS if not r.counted])
+@rows([r.label for r in ALL if not r.counted])
 def test_other_data_of_the_same_shapes_compiles_nothing(label):
     # Not what was kept of it: the programs may have been forgotten since.
     talk.__wrapped__(label)
@@ -262,7 +263,7 @@ def test_a_row_is_the_same_alone_and_in_a_smaller_bucket(label):
     compare_rows(label, ALONE, talk(label, "alone"), 0)
 
 
-@rows([r.label for r in ROWS if r.moves])
+@rows([r.label for r in ALL if r.moves])
 def test_the_order_of_slots_does_not_matter(label):
     m, done = model(BY_LABEL[label].model), talk(label)
     cache, rng = done.prompt[1], np.random.default_rng(0)
@@ -285,7 +286,7 @@ def test_the_order_of_slots_does_not_matter(label):
         assert positions(mixed) == positions(twin)
 
 
-@rows([r.label for r in ROWS if not r.looks_ahead], ("adakv", "kivi"))
+@rows([r.label for r in ALL if not r.looks_ahead], ("adakv", "kivi"))
 def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(label):
     m, method = model(BY_LABEL[label].model), BY_LABEL[label].method()
     first = [tokens if i == SHARED else (tokens * 4)[:T] for i, tokens in enumerate(MAIN.first)]
@@ -308,7 +309,7 @@ def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(l
 # --- bytes --------------------------------------------------------------------------------------------
 
 
-@rows([r.label for r in ROWS if not r.counted])
+@rows([r.label for r in ALL if not r.counted])
 def test_bytes_are_planned_before_running(label):
     row, cache = BY_LABEL[label], talk(label).prompt[1]
     m, shape = made(model(row.model), row.method()), jax.ShapeDtypeStruct
@@ -341,7 +342,7 @@ def heads_split(path, x):
     )
 
 
-@rows([r.label for r in ROWS if r.stacks], ("adakv",))
+@rows([r.label for r in ALL if r.stacks], ("adakv",))
 def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     row, done = BY_LABEL[label], talk(label)
     m = model(row.model)

@@ -12,6 +12,7 @@ from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.patterns import Recent
+from kvjax.keep.scores.score import AccumulatedAttention
 from tests.float64.granules import Granules, heaviest
 from tests.float64.reference import Prompt, best
 from tests.methods.battery import MAIN, VOCAB, decoder, model, off, positions
@@ -119,3 +120,14 @@ def test_codes_behind_a_residual_that_holds_all_are_the_keep_alone(label):
     assert until > 0
     for (logits, _), (others, _) in zip(coded[:until], plain, strict=False):
         assert np.isfinite(logits).all() and off(logits, others) < 0.1
+
+
+@pytest.mark.rotating
+def test_what_is_remembered_of_slots_moves_with_them_into_codes():
+    """A second turn chooses by the attention of both, as where slots lie as computed."""
+    keep, found = Method(Keep(AccumulatedAttention(), Budget(0.5), Uniform())), []
+    for method in (keep, kvjax.chain(keep, kivi())):
+        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=TOKENS)
+        _, cache = kvjax.prefill(model("4/2"), MAIN.second, cache=cache)
+        found.append(positions(cache))
+    assert found[0] == found[1]
