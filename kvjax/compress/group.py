@@ -20,6 +20,7 @@ from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.scores.score import Position
+from kvjax.ops.base.rope import Rope
 from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Taught
 
@@ -36,7 +37,8 @@ class GroupMethod:
     prefill merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body
     in host memory. picker: the layer whose picks a read visits, the group's own where it chooses for those
     above. multiple: a list has as many slots on each of so many devices. grows: the parts of a state that
-    have room for tokens, as slots do; such states are not encoded.
+    have room for tokens, as slots do; such states are not encoded. rope: by what keys that lie unrotated
+    turn before a read ranks them; None where they lie as queries meet them.
     """
 
     keep: Keep | None
@@ -55,6 +57,7 @@ class GroupMethod:
     picker: int | None = None
     multiple: int = 1
     grows: frozenset[str] = frozenset()
+    rope: Rope | None = None
 
     @cached_property
     def picks(self) -> bool:

@@ -269,7 +269,7 @@ def _write_granules(
 
     k = encode(dense(new.k), gm.codecs[0], gm.taught)
     v = None if new.v is None else encode(dense(new.v), gm.codecs[1], gm.taught)
-    summary = summary_of_new(gm, body, k, new.traces, layer)
+    summary = summary_of_new(gm, body, k, new, layer)
     moves = jnp.repeat(row >= 0, gm.granule, axis=3)
     return dataclasses.replace(
         body,

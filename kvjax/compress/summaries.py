@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
 from kvjax.grammar.read_protocols import Learning, Remembering, Resting
+from kvjax.models.attending import turned
 from kvjax.state.cache import GroupState, Slots
 from kvjax.state.codes import Codes, dense
 
@@ -20,11 +21,21 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     """A body with what its method keeps beside it, of all its slots."""
     if gm.read is None:
         return body
-    k = dense(body.k)
+    k = as_queries_meet(gm, dense(body.k), body.pos)
     sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
     if isinstance(gm.read, Learning):
         sums = sums | gm.read.learn(k, body.pos)
     return dataclasses.replace(body, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
+
+
+def as_queries_meet(
+    gm: GroupMethod, k: Float[Array, "l B K S H"], pos: Int[Array, "l B K S"]
+) -> Float[Array, "l B K S H"]:
+    """Stored keys, rotated by their positions where they lie unrotated."""
+    if gm.rope is None:
+        return k
+    rope, length = gm.rope, jnp.zeros(pos.shape[1], jnp.int32)
+    return over_layers(lambda k, pos: turned(rope, k, jnp.maximum(pos, 0), length), k, pos)
 
 
 def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]) -> dict[str, Array]:
@@ -34,13 +45,16 @@ def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, A
 
 
 def summary_of_new(
-    gm: GroupMethod, body: Slots, k: Array | Codes, traces: dict[str, Array], layer: int | Array
+    gm: GroupMethod, body: Slots, k: Array | Codes, new: Slots, layer: int | Array
 ) -> dict[str, Array]:
-    """Summaries of whole granules `k` [l, B, K, ...] that go into l layers of a body from `layer` on."""
+    """Summaries of whole granules that go into l layers of a body from `layer` on.
+
+    k: their keys [l, B, K, ...] as they are stored. new: the slots that they are of.
+    """
     if gm.read is None:
         return {}
     held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, _layers(k)), body.sums)
-    return _summarised(gm.read, dense(k), held, traces)
+    return _summarised(gm.read, as_queries_meet(gm, dense(k), new.pos), held, new.traces)
 
 
 def _layers(k: Array | Codes) -> int:
@@ -76,7 +90,7 @@ def learnt(gm: GroupMethod, group: GroupState, past: GroupState, idle: Bool[Arra
     assert isinstance(body, Slots)
 
     def one(k: Array | Codes, pos: Int[Array, "B K S"], old: dict[str, Array]) -> tuple[Any, Any]:
-        k = dense(k)
+        k = as_queries_meet(gm, dense(k)[None], pos[None])[0]
         new = read.learn(k, pos)
         stay = {n: idle.reshape(-1, *(1,) * (x.ndim - 1)) for n, x in new.items()}
         new = {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}

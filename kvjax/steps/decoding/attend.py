@@ -16,7 +16,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import Turn
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Read, Resting
-from kvjax.models.attending import attend_at_once, in_lists
+from kvjax.models.attending import attend_at_once, in_lists, turned
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
@@ -43,6 +43,7 @@ from kvjax.steps.decoding.dispatch import (
 )
 from kvjax.steps.decoding.past import Past, Picks
 from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
+from kvjax.steps.decoding.picks import as_met
 from kvjax.steps.decoding.rotate_pages import attend_turned_pages
 from kvjax.steps.shared.rotate import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.steps.shared.run import Run
@@ -95,7 +96,7 @@ def _parts(
     for i, base in enumerate(bases):
         own = _apart(run, past, layer, x, i, base, found, pools, at)
         if own is None:
-            sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
+            sets.append(_read(run, past, layer, i, found, pools, at, at.shape[0]))
             continue
         out, lse, mass = own
         # Of one query, a sum that fades is the sum.
@@ -149,7 +150,7 @@ def _apart(
             )
     if together(run, past, layer, x) or (copies == 1 and not met.turned and sizes == (None, None)):
         return None
-    keys = _read(past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+    keys = _read(run, past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
     return *attend_at_once(layer, x, mine, [keys], when)[:2], None
 
 
@@ -214,7 +215,7 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 
 def _read(
-    past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
     at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
     """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
@@ -230,7 +231,11 @@ def _read(
         keys = keys._replace(bias=_biases(keys.bias, found.bias))
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
-    if past.turn is not None:
+    if past.turn is not None and picking(past, i) is not None and past.turn.keys:
+        # Slots that are picked have other numbers than in their list, and turn by their own positions.
+        assert keys.pos is not None and run.phase.steady
+        keys = keys._replace(k=turned(rope_of_keys(layer), keys.k, jnp.maximum(keys.pos, 0), at + 1))
+    elif past.turn is not None:
         keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
     if past.values is not None:
         keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
@@ -252,9 +257,11 @@ def _rest_of(
     """What a method answers for the slots that it leaves out, given the parts that were attended."""
     body, lse = past.parts[0], merge(parts)[1]
     assert isinstance(body, Slots)
+    tail, _ = as_met(past, past.tail)
+    body, index = as_met(past, body)
     attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
     chosen = found.pages, found.counts
-    out, left = read.rest(q, body, past.tail, past.index, chosen, lse, attention)
+    out, left = read.rest(q, body, tail, index, chosen, lse, attention)
     shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
     shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)
     return out, left

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+import jax
 from jaxtyping import Array, Int
 
+from kvjax.compress.summaries import as_queries_meet
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_protocols import Sampling
 from kvjax.place.host import fetched
 from kvjax.state.cache import Slots
+from kvjax.state.codes import dense
 from kvjax.steps.decoding.at_layer import AtLayer
 from kvjax.steps.decoding.past import Past, Picks
 from kvjax.steps.decoding.per_device import picked_on_each, split_of
@@ -49,17 +52,26 @@ def bring_picked(here: AtLayer) -> AtLayer:
     )
 
 
+def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
+    """A part with a layer's keys as queries meet them, and where that layer lies in it."""
+    if past.gm.rope is None:
+        return part, past.index
+    one = jax.tree.map(lambda x: x[past.index][None], dataclasses.replace(part, near=None))
+    return dataclasses.replace(one, k=as_queries_meet(past.gm, dense(one.k), one.pos)), 0
+
+
 def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
     read, body = past.gm.read, past.parts[0]
     assert isinstance(body, Slots)
+    body, index = as_met(past, body)
     if isinstance(read, Sampling):
-        found = Picks(*read.sample(q, body, past.index, length))
+        found = Picks(*read.sample(q, body, index, length))
     else:
         # The queries of a group choose together, as where what slots receive is summed.
         alone = getattr(read, "by_list", False)
         split = split_of(run.on_mesh, body, mass=True) if alone else None
         select = partial(read.select, implementation=run.without_gpu)
-        found = Picks(*picked_on_each(split, select, q, body, past.index, length))
+        found = Picks(*picked_on_each(split, select, q, body, index, length))
     lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
     shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
     shaped(read, "counts of pages", found.counts, "[B, K]", lists)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from kvjax.state.cache import GroupState, Pages
+from kvjax.state.codes import lent
 from kvjax.steps.decoding import evict_due as due
 from kvjax.steps.decoding import evict_now as now
 from kvjax.steps.decoding import update_traces as traces
@@ -61,4 +62,6 @@ def evict_due(end: End) -> End:
 
 def flush(end: End) -> End:
     """Encodes the oldest granules of full tails."""
-    return end._replace(groups=flushed(end.token.gms, end.groups, end.x, end.token.run.on_mesh))
+    # Fitted arrays, which a loop over rows cannot cut, come with the method.
+    groups = lent(end.groups, ())
+    return end._replace(groups=flushed(end.token.gms, groups, end.x, end.token.run.on_mesh))

@@ -112,6 +112,8 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
         gm = gm.replaced(grows=mixer.grows, codecs=(None, None))
     if run.on_mesh is not None and slots is not None:
         gm = gm.replaced(multiple=run.on_mesh.parts_of_a_list(slots.heads))
+    if gm.read is not None and run.unrotated:
+        gm = gm.replaced(rope=mixer.rope(config, first))
     lower = () if stack is None else pairs_of(stack, config)
     if any(first <= i + 1 and i < first + size for i in lower):
         if size > 1:
