@@ -14,18 +14,19 @@ from kvjax.grammar.protocols import over_layers
 from kvjax.grammar.read_protocols import Learning, Remembering, Resting
 from kvjax.models.attending import turned
 from kvjax.state.cache import GroupState, Slots
-from kvjax.state.codes import Codes, dense
+from kvjax.state.codes import Codes, dense, lent
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     """A body with what its method keeps beside it, of all its slots."""
     if gm.read is None:
         return body
+    body, bare = lent(body, gm.taught), body
     k = as_queries_meet(gm, dense(body.k), body.pos)
     sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
     if isinstance(gm.read, Learning):
         sums = sums | gm.read.learn(k, body.pos)
-    return dataclasses.replace(body, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
+    return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 
 
 def as_queries_meet(
@@ -54,7 +55,7 @@ def summary_of_new(
     if gm.read is None:
         return {}
     held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, _layers(k)), body.sums)
-    return _summarised(gm.read, as_queries_meet(gm, dense(k), new.pos), held, new.traces)
+    return _summarised(gm.read, as_queries_meet(gm, dense(lent(k, gm.taught)), new.pos), held, new.traces)
 
 
 def _layers(k: Array | Codes) -> int:
@@ -67,7 +68,7 @@ def sums_with_new(
     """What is held of a body's slots together, once those of `new` that move are among them."""
     if not isinstance(gm.read, Resting):
         return body.sums
-    stored = new.keys().v
+    stored = lent(new, gm.taught).keys().v
     more = gm.read.total(jnp.where(moves[..., None], stored, jnp.zeros((), stored.dtype)))
     return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
 
@@ -97,6 +98,6 @@ def learnt(gm: GroupMethod, group: GroupState, past: GroupState, idle: Bool[Arra
         return new, read.summarise(k, new)
 
     before = past.bodies[0].sums if past.bodies and isinstance(past.bodies[0], Slots) else {}
-    sums, summary = over_layers(one, body.k, body.pos, before)
+    sums, summary = over_layers(one, lent(body.k, gm.taught), body.pos, before)
     body = dataclasses.replace(body, sums=body.sums | sums, summary=summary)
     return dataclasses.replace(group, bodies=(body,))

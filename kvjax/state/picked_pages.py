@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from kvjax.ops.decode.picked_decode import picked
 from kvjax.state.cache import Slots
+from kvjax.state.codes import Codes
 
 
 def visited(
@@ -23,7 +24,14 @@ def visited(
         x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
         return picked(x, pages, at, x.shape[3] * page // body.capacity)
 
-    k, v, bias = jax.tree.map(pick, (body.k, body.v, body.bias))
+    def of_rows(x: Array | Codes | None) -> Array | Codes | None:
+        if not isinstance(x, Codes):
+            return None if x is None else pick(x)
+        return dataclasses.replace(
+            x, data=jax.tree.map(pick, x.data), taught=jax.tree.map(lambda a: a[layer], x.taught)
+        )
+
+    k, v, bias = map(of_rows, (body.k, body.v, body.bias))
     return dataclasses.replace(body, k=k, v=v, pos=positions(body, layer, page, pages, counts), bias=bias)
 
 
