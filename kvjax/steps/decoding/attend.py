@@ -269,21 +269,21 @@ def _rest_of(
 
 def met_by(
     gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
-    received: tuple[Received, ...], number: int | Int[Array, ""],
+    received: tuple[Received, ...], layer: Layer,
 ) -> tuple[Received, ...]:  # fmt: skip
-    """Attention that slots received, and traces that are computed from the query and the slots.
-
-    number: the layer's index in the stack.
-    """
+    """Attention that slots received, and traces that are computed from the query and the slots."""
     if not gm.meetings:
         return received
     out = []
-    for segment, own in zip(past.parts, received or ({},) * len(past.parts), strict=True):
+    for i, (segment, own) in enumerate(zip(past.parts, received or ({},) * len(past.parts), strict=True)):
         if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
             one = segment.layer(past.index)
             keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
+            if past.turn is not None:
+                keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
             assert keys.pos is not None
-            own = own | {key_of(o): met(o, q, at[:, None], keys.k, keys.pos, number) for o in gm.meetings}
+            seen = q, at[:, None], keys.k, keys.pos, layer.number
+            own = own | {key_of(o): met(o, *seen) for o in gm.meetings}
         out.append(own)
     return tuple(out)
 

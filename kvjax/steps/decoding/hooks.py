@@ -99,9 +99,7 @@ def attend(here: AtLayer) -> AtLayer:
 def compare_slots_with_query(here: AtLayer) -> AtLayer:
     """Adds to what slots received what traces compute of them and the query."""
     token = here.token
-    received = met_by(
-        here.gm, here.past, here.q, token.at, token.cache.pools, here.received, here.layer.number
-    )
+    received = met_by(here.gm, here.past, here.q, token.at, token.cache.pools, here.received, here.layer)
     return here._replace(received=received)
 
 

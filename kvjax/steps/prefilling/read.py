@@ -29,7 +29,7 @@ from kvjax.steps.prefilling.drop_masks import hidden, remembered
 from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
 from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
 from kvjax.steps.shared.fitted_arrays import lend, taught_groups
-from kvjax.steps.shared.rotate import attend_turned, turned_queries, turns_of
+from kvjax.steps.shared.rotate import attend_turned, rope_of_keys, turned_keys, turned_queries, turns_of
 from kvjax.steps.shared.run import Run, answered, held
 
 
@@ -123,7 +123,10 @@ class _Reading(NamedTuple):
             mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
         )  # fmt: skip
         out = marked_output(layer, out, self.marks, self.params)
-        fresh = self._observed(layer, state, inputs, found, [*past, new], since)._replace(k=stored, v=x.v)
+        sets = [*past, new]
+        if run.unrotated and self.asked.meetings:
+            sets = [turned_keys(rope_of_keys(layer), s, turns[0], i, at.length) for i, s in enumerate(sets)]
+        fresh = self._observed(layer, state, inputs, found, sets, since)._replace(k=stored, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
