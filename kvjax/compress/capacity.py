@@ -8,6 +8,7 @@ from functools import reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.compress.group import GroupMethod
@@ -111,7 +112,8 @@ def as_used(
         assert tail is not None
         # What stays lies in the first slots of every list, in granules and behind them.
         parts = [part for part in (*group.bodies, tail) if isinstance(part, Slots)]
-        longest = bucket(int(sum((fetch(part.pos) >= 0).sum(-1) for part in parts).max(initial=1)))
+        held = [(fetch(part.pos) >= 0).sum(-1) for part in parts]
+        longest = bucket(int(reduce(np.add, held).max(initial=1)))
         size = whole_tiles(longest + room, width_of(tail.k), gm.multiple)
         if not gm.split:
             return group.with_tail(_first_slots(tail, size))

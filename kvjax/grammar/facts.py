@@ -26,6 +26,7 @@ class Fact(enum.Enum):
     SAME_TOKENS = "all layers hold the same tokens in the same slots"
     OWN_SLOTS = "every layer stores slots of its own"
     TURNED_KEYS = "keys are stored turned by their positions"
+    STEADY_KEYS = "a key meets all queries turned by its position"
     MET_KEYS = "the stored keys are those that queries meet"
     MET_VALUES = "the stored values are those that the output matrix meets"
     KV_HEADS = "there is a list of slots for each KV head"
@@ -48,6 +49,7 @@ INTACT = {
     (Fact.ONE_TIER, "keep"): "snapkv",
     (Fact.WRITTEN_ONCE, "keep"): "h2o",
     (Fact.TURNED_KEYS, "keep"): "snapkv",
+    (Fact.STEADY_KEYS, "keep"): "snapkv",
     (Fact.TURNED_KEYS, "store"): "int8",
     (Fact.ONE_BY_ONE, "store"): "int8",
     (Fact.ONE_CODE, "store"): "int8",
@@ -95,9 +97,8 @@ class ReadFacts(Stating):
             Fact.SLOTS_STAY: "picks slots where they were summarised",
             Fact.EQUAL_LISTS: "picks as many slots in every list",
             Fact.ONE_TIER: "picks among the slots of one body",
-            Fact.TURNED_KEYS: "ranks keys as they are stored",
+            Fact.STEADY_KEYS: "ranks keys at their positions",
             Fact.MET_KEYS: "compares queries with stored keys",
-            Fact.ONE_CODE: "gathers the codes of what it picks",
         }
 
     @property

@@ -54,7 +54,8 @@ class KeepFacts(Stating):
         if self.lower is not None:
             found |= dict.fromkeys((Fact.ONE_TIER, Fact.WRITTEN_ONCE), "moves slots to a second tier")
         if not self.phase.steady:
-            found[Fact.TURNED_KEYS] = f"turns keys anew whenever they are read ({self.phase!r})"
+            anew = f"turns keys anew whenever they are read ({self.phase!r})"
+            found |= dict.fromkeys((Fact.TURNED_KEYS, Fact.STEADY_KEYS), anew)
         if self.restore is not None:
             found[Fact.PLAIN_READING] = f"has {self.restore!r} read with marks"
         return found

@@ -338,7 +338,7 @@ def _inside(a: Store, b: Store) -> Store | None:
         whole = all(word.fitted is None and not lacks_fit(word) for word in words)
         if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
             keys, values = (
-                x if y is None else y if x is None else x.around(y)
+                x if y is None else y if x is None else x.around(y)  # type: ignore[attr-defined]
                 for x, y in ((outer.keys, inner.keys), (outer.values, inner.values))
             )
             more = max(a.residual, b.residual), max(a.sinks, b.sinks), a.unrotated or b.unrotated

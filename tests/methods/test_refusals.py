@@ -42,11 +42,10 @@ CASES = {
     "a second tier under a read": (Fact.ONE_TIER, (TWO_TIERS, QUEST), (TWO_TIERS,)),
     "a keep over merged layers": (Fact.ALL_TOKENS, (SNAP, of("minicache")), (SNAP,)),
     "keys of ranks under a read": (
-        Fact.TURNED_KEYS,
+        Fact.STEADY_KEYS,
         (of("finch", budget=0.5, question=4), QUEST),
         (of("finch", budget=0.5, question=4),),
     ),
-    "unrotated keys under a read": (Fact.TURNED_KEYS, (exact(unrotated=True), QUEST), (QUEST,)),
     "merges of unrotated keys": (Fact.TURNED_KEYS, (MERGING, exact(unrotated=True)), (MERGING,)),
     "latents under a read": (Fact.MET_KEYS, (LATENT, HALF), (HALF,)),
     "latents under a merge": (Fact.MET_KEYS, (LATENT, MERGING), (MERGING,)),
@@ -83,7 +82,7 @@ def sentence(parts):
         return kvjax.chain(*parts)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "unrotated keys under a read"))
+@pytest.mark.parametrize("name", sweep(CASES, "keys of ranks under a read"))
 def test_what_is_refused_answers_wrongly_or_cannot_run(name):
     fact, parts, right = CASES[name]
     with pytest.raises(ValueError, match=fact.value):
