@@ -43,3 +43,15 @@ def test_what_stays_is_what_stays_of_rotated_keys(label):
     for mine, theirs in zip(kept, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_allclose(np.stack([c, d]), np.stack([a, b]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.rotating
+def test_unequal_lists_whose_keys_turn_by_rank_evict_while_decoding():
+    """Which slots leave is told by position here: turning by rank moves none of them."""
+    asked, prompt = kvjax.load("recall-tiny"), [list(range(1, 80))]
+    found = []
+    for text in ("duoattention", "duoattention + renumbered"):
+        _, cache = kvjax.prefill(asked, prompt, method=text, room=4)
+        _, cache = kvjax.step(asked, cache, [3])
+        found.append([sorted(np.asarray(x).ravel().tolist()) for x in kvjax.kept_positions(cache)])
+    assert found[0] == found[1]

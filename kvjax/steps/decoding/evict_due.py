@@ -17,7 +17,7 @@ from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Seen
 from kvjax.models.layers import Params
-from kvjax.state.cache import GroupState, Slots
+from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.steps.decoding.losing_parts import emptied, held, losing, view_of, with_losing
 from kvjax.steps.decoding.update_traces import weights_of
 from kvjax.steps.shared.run import Run
@@ -30,6 +30,7 @@ def evict_due(
     params: Params,
     length: Int[Array, "B"],
     append: Bool[Array, "B"],
+    pools: tuple[Pages, ...],
 ) -> tuple[tuple[GroupState, ...], Bool[Array, "B"]]:
     """Brings the lists of rows that are due back to their budgets; all other rows stay as they are.
 
@@ -47,7 +48,7 @@ def evict_due(
     def evict(_: Any, state: tuple[dict[int, Any], Array]) -> tuple[dict[int, Any], Array]:
         (changed, lost), out = state, {}
         for i, gm in mine.items():
-            step = partial(_evict_layer, run, gm, params, groups[i], i, length, due[i])
+            step = partial(_evict_layer, run, gm, params, groups[i], i, length, due[i], pools)
             *out[i], lost = jax.lax.fori_loop(
                 0, parts[i][-1].pos.shape[0], lambda at, s, step=step: step(at, *s), (*changed[i], lost)
             )
@@ -96,6 +97,7 @@ def _evict_layer(
     number: int,
     length: Int[Array, "B"],
     due: Bool[Array, "B"],
+    pools: tuple[Pages, ...],
     index: Array,
     leaves: tuple[dict[str, Any], ...],
     rows: dict[str, Any],
@@ -108,7 +110,7 @@ def _evict_layer(
     keep, attention = gm.keep, run.attention_spec(gm.first)
     assert keep is not None
     group, layer = _with(gm, group, leaves), gm.first + index
-    view = view_of(run, gm, attention.rope, group, index, length)
+    view = view_of(run, gm, attention.rope, group, index, length, pools)
     weights = weights_of(gm, params["layers"][number])
     mine, weights, now = jax.tree.map(lambda x: x[index], (group.rows, weights, rows))
     observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}

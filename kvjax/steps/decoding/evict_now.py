@@ -16,7 +16,7 @@ from kvjax.grammar.protocols import Inputs, Seen, View
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.state.cache import GroupState, Slots
+from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.state.write import first_empty, write_slots
 from kvjax.steps.decoding.at_layer import Received
 from kvjax.steps.decoding.losing_parts import emptied, losing, tail_of, view_of, with_losing
@@ -32,6 +32,7 @@ class Now(NamedTuple):
     rows: dict[str, Any]
     length: Int[Array, "B"]
     append: Bool[Array, "B"]
+    pools: tuple[Pages, ...]
     weights: dict[str, Array] | None = None
     fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
 
@@ -43,6 +44,7 @@ def evict_shared(
     seen: tuple[Any, ...],
     length: Int[Array, "B"],
     append: Bool[Array, "B"],
+    pools: tuple[Pages, ...],
 ) -> tuple[tuple[GroupState, ...], Bool[Array, "B"]]:
     """Slots that other layers read leave behind the last of them, by what they received in all.
 
@@ -59,7 +61,7 @@ def evict_shared(
             i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config, length[:, None] - 1
         )
         rows = jax.tree.map(lambda x: x[0], groups[i].rows)
-        changed, rows, bad = evict_one(run, gm, layer, groups[i], Now(mine, q, rows, length, append))
+        changed, rows, bad = evict_one(run, gm, layer, groups[i], Now(mine, q, rows, length, append, pools))
         rows = groups[i].rows | jax.tree.map(lambda x: x[None], rows)
         out[i], lost = dataclasses.replace(changed, rows=rows), lost | bad
     return tuple(out), lost
@@ -76,7 +78,7 @@ def evict_one(
     """
     keep, length, append = gm.keep, now.length, now.append
     assert keep is not None
-    view = view_of(run, gm, layer.rope, group, layer.index, length, now.received)
+    view = view_of(run, gm, layer.rope, group, layer.index, length, now.pools, now.received)
     observed = {key_of(o): o.read(now.rows[key_of(o)]) for o in gm.carried}
     observed |= {NEWEST: (now.q, length[:, None] - 1)} | view.received
     seen = Seen(
@@ -101,13 +103,14 @@ def evict_one(
 
 
 def evict_hidden(
-    run: Run, gm: GroupMethod, layer: Layer, group: GroupState, inputs: Inputs, append: Bool[Array, "B"]
-) -> GroupState:
+    run: Run, gm: GroupMethod, layer: Layer, group: GroupState, inputs: Inputs, append: Bool[Array, "B"],
+    pools: tuple[Pages, ...],
+) -> GroupState:  # fmt: skip
     """Empties the slots that a token hides, from itself too: before it attends."""
     assert gm.hiding is not None
     layers = [part.layer(layer.index) for part in losing(gm, group)]
     since = tuple({key_of(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)} for one in layers)
-    now = Now(since, inputs.q, {}, inputs.length, append, None, inputs.fitted)
+    now = Now(since, inputs.q, {}, inputs.length, append, pools, None, inputs.fitted)
     return evict_one(run, gm, layer, group, now)[0]
 
 

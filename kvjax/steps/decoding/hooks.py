@@ -26,7 +26,11 @@ from kvjax.steps.shared.run import answered
 def evict_what_token_hides(here: AtLayer) -> AtLayer:
     """Evicts the slots that the token hides, from itself too."""
     token = here.token
-    return here.holding(evict_hidden(here.run, here.gm, here.layer, here.state, here.inputs(), token.append))
+    return here.holding(
+        evict_hidden(
+            here.run, here.gm, here.layer, here.state, here.inputs(), token.append, token.cache.pools
+        )
+    )
 
 
 def read_other_layers(here: AtLayer) -> AtLayer:
@@ -134,7 +138,7 @@ def evict(here: AtLayer) -> AtLayer:
     tiers = gm.keep is not None and gm.keep.lower is not None
     length = after(token.length, out) if tiers else token.length
     fitted = of_layer(token.params, layer.number)
-    now = Now(here.received, here.q, here.rows, length, token.append, weights, fitted)
+    now = Now(here.received, here.q, here.rows, length, token.append, token.cache.pools, weights, fitted)
     state, rows, lost = evict_one(here.run, gm, layer, here.state, now)
     return here._replace(state=state, rows=here.rows | rows, out=broken(out, lost))
 

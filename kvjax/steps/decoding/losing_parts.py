@@ -17,7 +17,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import Selected, grown
 from kvjax.grammar.protocols import View
 from kvjax.ops.base.rope import Rope
-from kvjax.state.cache import GroupState, Slots
+from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.state.codes import Codes
 from kvjax.steps.shared.rotate import turned_keys, turns_over
 from kvjax.steps.shared.run import Run
@@ -56,6 +56,7 @@ def view_of(
     group: GroupState,
     index: int | Array,
     length: Int[Array, "B"],
+    pools: tuple[Pages, ...],
     received: Sequence[dict[str, Array]] = (),
 ) -> View:
     """One layer of the parts that may lose slots, with keys as the newest query meets them, in any order.
@@ -63,7 +64,7 @@ def view_of(
     received: what the slots of all parts of the group received of it, by which traces grow.
     """
     parts = losing(gm, group)
-    turn = turns_over(run, length - 1, group.parts, index)[0]
+    turn = turns_over(run, length - 1, group.parts, index, pools)[0]
     views = []
     for i, part in zip(_which(gm, group), parts, strict=True):
         got = received[i - len(group.parts)] if received else {}

@@ -49,14 +49,18 @@ def remember(end: End) -> End:
 def evict_shared(end: End) -> End:
     """Evicts slots that several layers read, once all of them have."""
     token = end.token
-    groups, lost = now.evict_shared(token.run, token.gms, end.groups, end.seen, token.length, token.append)
+    groups, lost = now.evict_shared(
+        token.run, token.gms, end.groups, end.seen, token.length, token.append, end.pools
+    )
     return end._replace(groups=groups, lost=end.lost | lost)
 
 
 def evict_due(end: End) -> End:
     """Brings the lists of rows that are due back to their budgets."""
     token = end.token
-    groups, lost = due.evict_due(token.run, token.gms, end.groups, token.params, token.length, token.append)
+    groups, lost = due.evict_due(
+        token.run, token.gms, end.groups, token.params, token.length, token.append, end.pools
+    )
     return end._replace(groups=groups, lost=end.lost | lost)
 
 
