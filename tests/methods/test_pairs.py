@@ -91,7 +91,7 @@ INSIDE = {
     "think of all channels": (of("think", keys=1.0, group=8, residual=8), KIVI),
     "mustafar of all numbers": (of("mustafar", keys=1.0, values=1.0, residual=8), KIVI),
     "think": (exact(8, residual=8), of("think", group=8, residual=8)),
-    "mustafar": (exact(8, residual=8), of("mustafar", residual=8)),
+    "mustafar": (exact(residual=8), of("mustafar", residual=8)),
 }
 
 
