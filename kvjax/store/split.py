@@ -25,7 +25,7 @@ class Split:
     >>> from kvjax.store.affine import Affine
     >>> codec = Split(((Affine(8), 2), (Affine(2), None)))
     >>> sorted(codec.encode(jnp.ones((1, 8))))[:2]
-    ['0 data', '0 scale']
+    ['0 codes', '0 scale_zero']
     """
 
     parts: tuple[tuple[Codec, int | None], ...]
