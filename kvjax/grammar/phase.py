@@ -57,6 +57,7 @@ class Phase(Protocol):
 
     steady: a key always turns by its own position, so it is stored turned. alike: a key turns alike for all
     queries that it meets at once. first_alike: a prompt over no cache is read as if all turned by position.
+    one_turn, where a phase has it: a single query meets all slots in one turn.
     name: what layouts call it. counts: what `most_behind` counts.
     """
 
@@ -126,6 +127,7 @@ class ByRank:
     """
 
     steady = False
+    one_turn = True
     alike = True
     first_alike = True
     name = "rank"
@@ -159,6 +161,7 @@ class Clamped:
     distance: int
 
     steady = False
+    one_turn = True
     alike = False
     first_alike = False
     name = "clamped distance"
@@ -232,6 +235,11 @@ class SharedRanges:
             )
 
     @property
+    def one_turn(self) -> bool:
+        """Whether contexts weigh as much as the rest and see each other."""
+        return self.temperature == self.scale == 1 and self.together >= len(self.contexts)
+
+    @property
     def shared(self) -> int:
         """By how many positions a text is shorter than its tokens are many."""
         return sum(self.contexts) - max(self.contexts)
@@ -263,7 +271,7 @@ class SharedRanges:
 
         A single query is of one kind, and has the last two in one.
         """
-        if self.temperature == self.scale == 1 and self.together >= len(self.contexts):
+        if self.one_turn:
             return (Turn(self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)),)
         last = -(-len(self.contexts) // self.together)
         mine, ones = self._block(q_pos), jnp.ones(q_pos.shape, jnp.float32)

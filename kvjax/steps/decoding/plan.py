@@ -54,6 +54,7 @@ class LayerPlan(NamedTuple):
 @lru_cache(maxsize=1024)
 def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
     """The plan of a group's layers."""
+    one_turn = run.phase.steady or getattr(run.phase, "one_turn", False)
     before = chosen(
         (facts.new, append_token),
         (gm.hiding is not None and gm.at_once, hooks.evict_what_token_hides),
@@ -64,7 +65,7 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (run.on_mesh is not None, hooks.send_queries),
         (gm.answering is not None, hooks.answer_for_evicted),
         *_of_read(facts.read),
-        (run.unrotated, hooks.attend_in_other_turns),
+        (run.unrotated and not one_turn, hooks.attend_in_other_turns),
     )
     received = bool(facts.read.masses or gm.meetings)
     after = chosen(

@@ -1,0 +1,67 @@
+"""The plan of a decode step: a method has the hooks that it needs, and every one of them does something."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax import steps
+from kvjax.pure import static
+from kvjax.steps.decoding.plan import LayerPlan, end_plan
+from tests.methods.battery import model
+from tests.methods.table import BY_LABEL, ROWS
+
+FIRST = ("full", "h2o", "quest", "adakv", "less")
+STORED = ["append_token", "rotate_queries"]
+
+
+def traced(asked, method, monkeypatch):
+    """The hooks of every layer in a traced step, with whether they changed anything, and those behind."""
+    run, seen = static(asked, method), []
+
+    def watched(self, here):
+        mine = []
+        for hook in self.hooks:
+            before, here = here, hook(here)
+            mine.append((hook.__name__, any(a is not b for a, b in zip(before, here, strict=True))))
+        seen.append(mine)
+        return here
+
+    monkeypatch.setattr(LayerPlan, "__call__", watched)
+    params = kvjax.prepare(asked, method).params | {"fitted": kvjax.pure.fitted(run.method) or {}}
+    prompt = jnp.ones((1, 24), jnp.int32)
+    cache = jax.eval_shape(partial(kvjax.pure.prefill, run, room=4), params, prompt)[1]
+    jax.eval_shape(partial(steps.step_fn, run.stepping), params, cache, prompt[:, 0], jnp.ones(1, bool))
+    gms = run.stepping.groups(params)
+    return seen, [hook.__name__ for hook in end_plan(run.stepping, gms, False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "hooks", "behind"),
+    [
+        ("full", [*STORED, "attend"], []),
+        ("int4", [*STORED, "attend"], []),
+        ("snapkv(budget=0.5, window=4)", [*STORED, "attend"], []),
+        ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], ["remember"]),
+        ("streamingllm(budget=0.5)", [*STORED, "attend", "evict"], []),
+        ("quest(budget=0.5, skip_layers=0)", [*STORED, "pick", "attend"], ["flush"]),
+        ("kivi(bits=2)", [*STORED, "attend"], ["flush"]),
+    ],
+)
+def test_a_method_has_the_hooks_that_it_needs(text, hooks, behind, monkeypatch):
+    found, end = traced(kvjax.load("recall-tiny"), kvjax.method(text), monkeypatch)
+    assert [[name for name, _ in layer] for layer in found] == [hooks] * 4
+    assert end == behind
+
+
+@pytest.mark.parametrize(
+    "label",
+    [r.label if r.label in FIRST else pytest.param(r.label, marks=pytest.mark.rotating) for r in ROWS],
+)
+def test_every_hook_does_something(label, monkeypatch):
+    row = BY_LABEL[label]
+    asked = model(row.model)
+    layers, _ = traced(kvjax.prepare(asked, row.method()), row.method(), monkeypatch)
+    assert layers and not [name for layer in layers for name, changed in layer if not changed]
