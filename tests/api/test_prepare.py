@@ -248,8 +248,10 @@ def test_what_it_cannot_be_put_into_is_refused():
     gated = Model(dataclasses.replace(CONFIG, mixers=(Attention(), Attention(gate=True))), plain().params)
     with pytest.raises(InputError, match=r"palu does not fit .* and layer 1 is Attention\(.*gate=True"):
         kvjax.prefill(gated, TEXT, method=palu())
-    with pytest.raises(InputError, match=r"palu \+ tova does not fit .* stores factors, .* Use h2o"):
-        kvjax.prepare(plain(), kvjax.chain(palu(), kvjax.method("tova", budget=0.5)))
+    with pytest.raises(
+        ValueError, match=r"palu \+ tova cannot work: this keep scores stored keys .* latents"
+    ):
+        kvjax.chain(palu(), kvjax.method("tova", budget=0.5))
     with pytest.raises(InputError, match="palu rewrites a model's weights, and this model has its own: give"):
         kvjax.pure.static(plain(), palu())
     made = kvjax.prepare(plain(), palu())
@@ -265,8 +267,8 @@ def test_what_it_cannot_be_put_into_is_refused():
     with pytest.raises(ValueError, match="need arrays: run `kvjax fit palu --model MODEL"):
         palu(ranks="fisher")
     twice = Keep(None, Budget(1.0), Uniform(), per_query_head=True)
-    with pytest.raises(InputError, match="the model stores factors"):
-        kvjax.prepare(plain(), kvjax.chain(palu(), twice))
+    with pytest.raises(ValueError, match="this keep repeats stored keys, which needs .* latents"):
+        kvjax.chain(palu(), twice)
 
 
 def test_ranks_are_shared_out_in_proportion_and_none_beyond_its_channels():

@@ -232,7 +232,7 @@ BAD = {
         "no hyper-parameter",
         "did you mean 'window'",
     ),
-    "combination": ("compare --methods h2o+kivi", r"h2o \+ kivi", "tokens one by one", "use int8"),
+    "combination": ("compare --methods keepkv+kivi", r"keepkv \+ kivi", "encoded one by one", "use int8"),
     "method file": (
         "compare --methods {dir}/no.py:f",
         r"no\.py cannot be read",

@@ -145,11 +145,11 @@ def test_a_score_of_what_is_known_later_is_refused():
         Reread(0, AccumulatedAttention(), Budget(0.5))
 
 
-def test_a_keep_beside_it_is_refused():
-    with pytest.raises(
-        ValueError, match="what stays of its prompts is chosen as they are read, and a keep would choose"
-    ):
-        kvjax.chain(GEMS, kvjax.method("snapkv", budget=0.5))
+def test_a_keep_beside_words_that_choose_all_slots_is_refused():
+    """GemFilter chooses tokens to read, and leaves a keep the choice among them; memory tokens do not."""
+    assert kvjax.chain(GEMS, kvjax.method("snapkv", budget=0.5)).keep is not None
+    with pytest.raises(ValueError, match="needs that no other word says which slots of a prompt stay"):
+        kvjax.chain(kvjax.method("gisting"), kvjax.method("snapkv", budget=0.5))
 
 
 MIXERS = {

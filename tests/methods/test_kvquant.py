@@ -154,11 +154,6 @@ MERGES = dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, merge=ZipM
             BARE,
             "lie in pages of all layers, .* has codes that were fitted to each layer: use int8",
         ),
-        (
-            kvjax.method("quest", budget=0.5),
-            BARE,
-            "ranks keys as they are stored, .* and this store holds keys unrotated",
-        ),
         (MERGES, BARE, r"merges keys by ZipMerge\(.* and this store holds keys unrotated"),
     ],
 )

@@ -109,7 +109,7 @@ def test_the_word_for_it_gives_every_keep_a_second_tier():
         ("keepkv", "without merging"),
         ("streamingllm", "keys at their own positions"),
         ("kvzap", "after every token"),
-        ("snapkv + kivi", "encodes token by token"),
+        ("snapkv + kivi", "second tier, which needs that tokens are encoded one by one"),
     ],
 )
 def test_what_cannot_have_a_second_tier_says_why(method, message):
