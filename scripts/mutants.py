@@ -113,14 +113,14 @@ MUTANTS = [
         "seen & (k > q - window)", "seen & (k >= q - window)", "tests/ops/test_attention.py " + METHODS,
     ),
     Mutant(
-        "evicting drops the newest of all slots", "kvjax/steps/decoding/evict_now.py",
+        "evicting drops the newest of all slots", "kvjax/compress/selection.py",
         "lowest = score == score.min(-1, keepdims=True)",
         "lowest = pos == pos.max(-1, keepdims=True)",
         TALKS + "test_steps_attend_then_evict_what_the_method_says",
     ),
     Mutant(
-        "a token that is asked again is written", "kvjax/steps/decoding/step.py",
-        "where = jnp.where(append, at, -1)", "where = at", METHODS,
+        "a token that is asked again is written", "kvjax/steps/decoding/append.py",
+        "where = jnp.where(token.append, token.at, -1)", "where = token.at", METHODS,
     ),
     Mutant(
         "Ada-KV's floor is not blended", "kvjax/keep/budgets/budget.py",
@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     Mutant(
         "a cache that evicts does not grow with its rows", "kvjax/compress/capacity.py",
-        "jnp.where(full, 0, tokens_in(gm.keep, slots.capacity) - cache.next)",
+        "jnp.where(empty > 0, due if gm.split else jnp.maximum(due, empty), 0)",
         "jnp.full_like(cache.next, 2**30)",
         "tests/state/test_cache.py::test_a_cache_that_evicts_holds_every_new_token_or_says_that_it_is_full",
         made=True,

@@ -27,7 +27,9 @@ def model():
     return kvjax.load("recall-tiny")
 
 
-@pytest.mark.parametrize("protocol", ["agnostic", "aware", "multi-turn"])
+@pytest.mark.parametrize(
+    "protocol", ["agnostic", *(pytest.param(p, marks=pytest.mark.rotating) for p in ("aware", "multi-turn"))]
+)
 def test_one_pass_predicts_what_steps_predict(model, protocol, tmp_path):
     """snapkv takes one pass, kivi several (its tail is encoded between two), h2o and quest single steps."""
     asked = ASKED | dict(methods=["snapkv", "kivi", "h2o", "quest"], protocols=(protocol,))
@@ -44,7 +46,9 @@ def test_one_pass_predicts_what_steps_predict(model, protocol, tmp_path):
 
 def test_a_deep_model_is_looped_over_where_a_method_treats_its_layers_alike(model, tmp_path, monkeypatch):
     """Of four layers two and two are a loop; what picks in one layer for the next runs without."""
-    asked = ASKED | dict(methods=["pyramidkv", "kivi", "tidaldecode"])
+    asked = ASKED | dict(
+        methods=["pyramidkv"], tasks=["get"], protocols=("agnostic",), samples=1, baselines=False
+    )
     plain = compare(model, out=tmp_path / "plain", gold=True, **asked)
     looped = []
     regrouped = type(model).regrouped
