@@ -67,7 +67,7 @@ def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer:
     place = jnp.repeat(jnp.cumsum(mine, -1, dtype=jnp.int32) - 1, granule, axis=3) * granule
     place += _numbers(place.shape) % granule
     used = here & (place < total)
-    # An empty slot holds what a live one does, so that it is in nobody's range.
+    # Empty slots repeat a live token, so that they widen no quantiser's range.
     index = jnp.take_along_axis(source, jnp.clip(place, 0, jnp.maximum(total - 1, 0)), axis=-1)
 
     def put(old: Array, new: Array, block: Bool[Array, "l B K R"]) -> Array:

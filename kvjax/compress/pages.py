@@ -176,7 +176,7 @@ def recent_tokens(gm: GroupMethod) -> int:
 
 
 def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
-    """Slots behind pages that were chosen of `slots`: the newest tokens, and room for more."""
+    """Capacity of the tail after pages chosen among `slots`: the newest tokens, and room for more."""
     if gm.split:
         return _new_granules(gm, room) + gm.residual + gm.granule
     return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)

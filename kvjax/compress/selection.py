@@ -140,10 +140,10 @@ def _beyond(
 
 
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
-    """What is remembered of slots after new queries, from what they received of them [..., S].
+    """The traces of slots after new queries, from the attention that slots received of these [..., S].
 
-    Slots of which something is not remembered stay so. What other methods remember, of a prompt that several
-    of them share, is left out.
+    A trace that the slots do not have yet is not begun here. Traces of other methods, with which a prompt is
+    shared, are left out.
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))

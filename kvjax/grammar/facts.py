@@ -89,7 +89,7 @@ class Stating:
 
 
 class ReadFacts(Stating):
-    """The base of reads: they pick slots by the keys that lie there, and leave the others out of a step."""
+    """The base of reads, which pick slots by their stored keys and attend to no others in a step."""
 
     @property
     def requires(self) -> Told:

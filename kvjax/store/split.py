@@ -1,4 +1,4 @@
-"""Rows cut by channels, each run of which has a codec of its own."""
+"""Keys or values split by channels, with a codec for each run of channels."""
 
 from __future__ import annotations
 

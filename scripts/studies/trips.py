@@ -46,7 +46,7 @@ def prefill(method: str) -> tuple[Call, Call]:
 
 
 def step(method: str) -> tuple[Call, Call]:
-    """The same of one token behind a prompt."""
+    """The same for one token after a prompt."""
 
     def first(model: Any) -> Any:
         return model, kvjax.prefill(model, PROMPT, method=method, room=8)[1]

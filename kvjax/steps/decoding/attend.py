@@ -232,7 +232,7 @@ def _read(
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
     if past.turn is not None and picking(past, i) is not None and past.turn.keys:
-        # Slots that are picked have other numbers than in their list, and turn by their own positions.
+        # Picked slots are gathered in another order, so their keys rotate by their own positions.
         assert keys.pos is not None and run.phase.steady
         keys = keys._replace(k=turned(rope_of_keys(layer), keys.k, jnp.maximum(keys.pos, 0), at + 1))
     elif past.turn is not None:

@@ -65,7 +65,7 @@ def evict_due(
 
 
 def _due(gm: GroupMethod, parts: tuple[Slots, ...], length: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """The rows of which a list holds as many slots as bring it back to its budget."""
+    """The rows in which some list has reached the number of slots at which it evicts to its budget."""
     assert gm.keep is not None
     at = jnp.asarray(gm.keep.when.due_at(gm.keep.budget.count(length)), jnp.int32)
     return (held(parts) >= jnp.broadcast_to(at, length.shape)[None, :, None]).any((0, 2))

@@ -101,7 +101,7 @@ def _of_read(gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
 
 @lru_cache(maxsize=1024)
 def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook, ...]:
-    """The hooks behind the layers. far: slots of some group came layer by layer from host memory."""
+    """The hooks after the layers. far: slots of some group came layer by layer from host memory."""
     shared = {first for first, names in published(run.config).items() if "slots" in names}
     remembers = [gm for gm in gms if gm.masses or gm.meetings or gm.carried or gm.merge]
     return chosen(
@@ -125,7 +125,7 @@ def facts_of(gms: tuple[GroupMethod, ...], layer: Layer, x: Projected, state: Gr
 
 
 def picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
-    """Which layers take up the picks of which, by the first layer of a group."""
+    """From which layer each group takes its picks, by the first layer of the group."""
     found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
     return {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
 

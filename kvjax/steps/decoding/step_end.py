@@ -1,4 +1,4 @@
-"""What happens behind the layers of a decode step: traces grow, slots leave, full tails are encoded."""
+"""What a decode step does after its layers: traces grow, slots are evicted, full tails are encoded."""
 
 from __future__ import annotations
 

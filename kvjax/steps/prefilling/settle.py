@@ -256,7 +256,7 @@ def _built(
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
     built = build(plain, view, kept, sizes.tokens, sizes.room)
     if gm.evicting and gm.split and not acting:
-        # Steps need room for the holes that they leave.
+        # Steps need a spare granule: places of evicted slots are free only once they are gathered.
         return widened(gm, built, gm.granule)
     return built if acting else with_empty_tier(gm, built, view, sizes.tokens, sizes.room)
 
