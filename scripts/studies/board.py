@@ -61,6 +61,11 @@ def main() -> None:
     if args.what == "collect":
         if not args.out:
             asked.error("collect was given without --out, expected the folders of the boards: add --out DIR")
+        for folder in args.out:
+            if not any(folder.glob(f"*/{ORIGIN}")):
+                asked.error(
+                    f"{folder} holds no shard of a board, expected the --out of scripts.eval --gin board-..."
+                )
         lines = joined(read(), (line for folder in args.out for line in collect(folder)))
         write_atomic(DATA, "".join(json.dumps(line) + "\n" for line in lines).encode())
     else:

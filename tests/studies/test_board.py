@@ -137,3 +137,12 @@ def test_a_board_of_the_real_model_binds_what_it_needs(name):
 
 def test_the_page_has_the_tables_of_its_data():
     assert board.PAGE.agrees()
+
+
+def test_a_folder_without_shards_is_refused(tmp_path, monkeypatch, capsys):
+    before = board.DATA.read_bytes()
+    monkeypatch.setattr("sys.argv", ["board", "collect", "--out", str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        board.main()
+    assert "none holds no shard of a board, expected the --out of scripts.eval" in capsys.readouterr().err
+    assert board.DATA.read_bytes() == before
