@@ -14,6 +14,7 @@ from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Amount, Group, Seed, Tokens
 from kvjax.place.host import Host
 from kvjax.store.affine import Affine, Float8
+from kvjax.store.symmetric import Symmetric
 
 
 @paper("Full cache", family="baseline")
@@ -61,9 +62,25 @@ def int8() -> Method:
 
 
 @paper("Per-token int4", family="baseline")
-def int4(*, group: Group | None = 32) -> Method:
-    """Baseline: min-max int4 per token in groups of `group` channels (None: a whole head)."""
-    return Method(store=Store(Affine(4, group=group), Affine(4, group=group)))
+def int4(*, group: Group | None = 32, keys: Literal["token", "channel"] = "token") -> Method:
+    """Baseline: min-max int4 per token in groups of `group` channels (None: a whole head).
+
+    keys="channel": keys per channel instead, in groups of `group` tokens, which are encoded when that many
+    are there (as `kivi:bits=4,residual=0`, whose values are packed otherwise).
+    """
+    of_keys = Affine(4, group=group) if keys == "token" else Affine(4, axis="channel", group=group)
+    return Method(store=Store(of_keys, Affine(4, group=group)))
+
+
+@paper("Scales per token and head", family="baseline", aliases=("per-token-per-head",))
+def per_token_head(*, bits: Literal[8, 4] = 8) -> Method:
+    """Baseline: whole numbers around 0 with a float32 scale per token and KV head, as servers store them.
+
+    code = round(x (2^(bits - 1) - 1) / max |x|): with 8 bits, vLLM's `int8_per_token_head`. `fp8` is the same
+    with float8, and `int8` has a zero point beside the scale.
+    """
+    codec = Symmetric(bits)
+    return Method(store=Store(codec, codec))
 
 
 @paper("Per-token float8", family="baseline")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.grammar.fitted import Fitted
+from tests.float64.blocks import microscaled, nvfp4, shared, symmetric
 from tests.float64.codes import affine, coded, sketch, think, zipcache
 from tests.methods.expected import each_layer, received, recent_half
 from tests.methods.rows import (
@@ -66,6 +67,12 @@ def think_bytes(s):
     return split(everything, 4, 4, lambda s: s.h // 2, lambda s: s.h // 2 * 4 + s.h * 4 + 4)(s)
 
 
+def alike(label, half, code, **hyper):
+    """A row of a method that stores keys and values alike, token by token; half: bytes of one of the two."""
+    slot = dense(everything, slot=lambda s: 2 * half(s) + 4)
+    return row(label, slot, hyper=hyper, error=FLIPS, attends=coded(code, code))
+
+
 STORES = [
     row(
         "think", think_bytes, hyper=dict(keys=0.5, group=4, residual=4, fitted=NORMS), moves=False,
@@ -95,4 +102,13 @@ STORES = [
         "kv-adaquant", dense(everything, slot=lambda s: codes(4, 1) + codes(2, 1) + 4), hyper=dict(group=16),
         error=FLIPS, attends=coded(affine(4, 16), affine(2, 16)),
     ),
+    alike("per-token-head", lambda s: s.h + 4, symmetric(8)),
+    alike("mxfp8", lambda s: s.h + s.h // 8, microscaled("e4m3", 8), block=8),
+    alike("mxfp6", lambda s: s.h * 6 // 8 + s.h // 8, microscaled("e2m3", 8), block=8),
+    alike("mxfp4", lambda s: s.h // 2 + s.h // 8, microscaled("e2m1", 8), block=8),
+    alike("mxint8", lambda s: s.h + s.h // 8, microscaled("int8", 8), block=8),
+    # Bits of pairs fill a word of 32.
+    alike("mx", lambda s: s.h * 4 // 8 + 4 + 4 + s.h // 8, shared(4, 8), block=8),
+    alike("nvfp4", lambda s: s.h // 2 + s.h // 8 + 4, nvfp4(8), block=8),
+    alike("four-over-six", lambda s: s.h // 2 + s.h // 8 + 4, nvfp4(8, two=True), block=8),
 ]  # fmt: skip

@@ -77,6 +77,7 @@ WRONG = {
     "height": (0, 7, 1.5, True),
     "contexts": ((0,), (-1, 2), (0.5,), 5, "abc"),
     "scale": (0.0, 2.5, math.nan, True),
+    "tensor": (0.0, -1.0, math.nan, math.inf, True),
     "normalised": (1, "yes"),
     "over": ("all", 1),
     "covariance": (0,),
