@@ -1,6 +1,6 @@
 """Pure functions for a user's own `jit`, `scan` or `while_loop`: no checks of values, no host, no donation.
 
-`kvjax.prefill`, `kvjax.step` and `kvjax.generate` run what these run. `docs/decoding.md` shows a loop.
+`kvjax.prefill`, `kvjax.step` and `kvjax.generate` run these; docs/how-to/your-own-loop.md shows a loop.
 """
 
 from __future__ import annotations

@@ -35,10 +35,12 @@ class Affine:
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
     where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The scale and zero of a group,
     float16 up to 65504 and coarser up to 2^32 (`short`), are the halves of one uint32 (`pair`), stored as
+
       [*b, S / group, H]                       for axis "channel",
       [*b, S]                                  for axis "token" with one group per token,
       [*b, S, groups]                          with several groups,
       [*b, S / together, groups * together]    where together > 1, with the tokens of a group side by side.
+
     Codes are computed with the rounded scale and zero, so |error| <= scale / 2, except at the ends of a
     group's range, which float16 rounds, and beyond them. A zero or scale beyond 65504 is rounded outwards, by
     at most 1/64, so that the ends of such a group are within scale / 2, too.

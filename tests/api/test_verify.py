@@ -221,14 +221,14 @@ def test_one_token_and_a_draft_of_which_some_is_taken_back_are_a_plain_loop():
 
 
 @pytest.mark.rotating
-def test_the_page_of_decoding_speculates_the_text_of_plain_greedy_decoding():
-    page = (Path(__file__).parents[2] / "docs" / "decoding.md").read_text()
+def test_the_page_of_drafts_speculates_the_text_of_plain_greedy_decoding():
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "drafts.md").read_text()
     (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def speculate" in b]
     m = kvjax.load("recall-tiny")
     text = "<bos> the <set> brave otter 17 4 52 <.> a hill <get> brave otter"
     prompt = m.tokenizer.encode(text).ids
     names = {"kvjax": kvjax, "model": m, "prompt": [prompt]}
-    exec(compile(block, "decoding.md", "exec"), names)
+    exec(compile(block, "drafts.md", "exec"), names)
     # Drafts that are right and wrong, and none: one pass per token but where a draft was right.
     assert names["written"] == names["plain"].tokens[0].tolist() and 0 < names["passes"] < 11
     method = kvjax.method("adakv", budget=0.5, window=3, page=4)

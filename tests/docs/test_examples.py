@@ -46,14 +46,6 @@ def test_keydiff_chains_with_a_store_from_one_text():
     assert kvjax.nbytes(chained) < kvjax.nbytes(plain)
 
 
-def test_contributing_shows_the_example_as_it_is():
-    code = FILE.read_text().partition('"""\n\n')[2]
-    assert code and code in (ROOT / "CONTRIBUTING.md").read_text()
-    for name in ("hgrn2", "codec_and_read"):
-        layer = (ROOT / "docs" / "examples" / f"{name}.py").read_text().partition('"""\n\n')[2]
-        assert layer and layer in (ROOT / "CONTRIBUTING.md").read_text()
-
-
 def test_a_codec_of_ones_own_halves_float32_and_answers_within_float16():
     own = ROOT / "docs" / "examples" / "codec_and_read.py"
     full, cache = kvjax.prefill(model("4/2"), MAIN.first, room=8)
@@ -78,7 +70,7 @@ def test_a_read_of_ones_own_attends_to_the_largest_products_of_decoded_keys(rng)
         assert set(slots[0, head, : count[0, head]].tolist()) == set(np.argsort(-scores[head])[:3].tolist())
 
 
-def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
+def test_the_architecture_of_the_page_decodes_what_it_computes(rng):
     spec = importlib.util.spec_from_file_location("hgrn2_example", ROOT / "docs" / "examples" / "hgrn2.py")
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example
@@ -99,21 +91,8 @@ def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
 @pytest.mark.rotating
 def test_the_page_of_many_devices_runs_and_draws_who_holds_what(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
-    exec(compile(block, "scaling.md", "exec"), {})
+    page = (ROOT / "docs" / "tutorials" / "many-devices.md").read_text()
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    exec(compile(block, "many-devices.md", "exec"), {})
     drawn = capsys.readouterr().out
     assert "rows over data=4, lists over model=2" in drawn and "rows 3  device 6  device 7" in drawn
-
-
-DECODING = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), re.DOTALL)
-
-
-@pytest.mark.rotating
-def test_the_page_of_decoding_runs_and_prints_its_comments(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in DECODING:
-        exec(compile(block, "decoding.md", "exec"), names)
-    printed = capsys.readouterr().out.splitlines()
-    shown = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(DECODING), re.MULTILINE)
-    assert printed == shown and shown

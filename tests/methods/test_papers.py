@@ -16,6 +16,7 @@ from kvjax.methods import METHODS, Press, methods, paper, snapkv
 from kvjax.methods.papers import collect
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file, load_function
+from scripts.site import methods as cards
 
 ROOT = Path(__file__).parents[2]
 each = pytest.mark.parametrize("id", METHODS)
@@ -43,19 +44,15 @@ def test_what_does_as_kvpress_does_can_be_written_on_the_command_line(id):
     assert re.fullmatch(r"\w+Press(\(\w+Press\))?", press.name) and press.same
 
 
-def test_a_site_gets_a_page_of_every_family(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import methods_page
-
+def test_a_site_gets_a_page_of_every_family(monkeypatch):
     monkeypatch.setattr(methods_cards, "_company", lambda id: ({"keeps": ["h2o"]}, {"they differ": ["cam"]}))
-    methods_page.write(tmp_path / "pages")
-    texts = {file.stem: file.read_text() for file in (tmp_path / "pages").iterdir()}
-    assert set(texts) == {*families(), "README"}
+    texts = cards.pages()
+    assert set(texts) == {*families(), "index"}
     for family, ids in families().items():
         sections = texts[family].split("\n## ")[1:]
         assert [section.split("\n")[0] for section in sections] == ids
         for id, section in zip(ids, sections, strict=True):
-            assert f"]({family}.md#{id})" in texts["README"]
+            assert f"]({family}.md#{id})" in texts["index"]
             assert f"# kvjax.method({id!r}" in section and METHODS[id].paper.title in section
             assert "**Chains with keeps**: h2o  \n**Not with cam**: they differ" in section
 

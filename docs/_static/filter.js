@@ -1,0 +1,40 @@
+// Puts a search field, and a choice for every column of few values, over the tables of `.filtered`.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const box of document.querySelectorAll(".filtered")) {
+    const table = box.querySelector("table");
+    const rows = [...table.tBodies[0].rows];
+    const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
+    const bar = document.createElement("form");
+    bar.className = "filter-bar";
+    bar.addEventListener("submit", (event) => event.preventDefault());
+    const text = document.createElement("input");
+    Object.assign(text, { type: "search", placeholder: "search this table" });
+    text.setAttribute("aria-label", "search this table");
+    const count = document.createElement("output");
+    const choices = heads.map((head, column) => {
+      const values = [...new Set(rows.map((row) => row.cells[column].textContent.trim()))];
+      if (values.length < 2 || values.length > 24) return null;
+      const choice = document.createElement("select");
+      choice.setAttribute("aria-label", head);
+      for (const value of ["", ...values.filter(Boolean).sort()]) choice.add(new Option(value || `${head}: all`, value));
+      return choice;
+    });
+    const apply = () => {
+      const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      for (const row of rows) {
+        const found = row.textContent.toLowerCase();
+        const fits =
+          words.every((word) => found.includes(word)) &&
+          choices.every((choice, i) => !choice || !choice.value || row.cells[i].textContent.trim() === choice.value);
+        row.hidden = !fits;
+        shown += fits;
+      }
+      count.textContent = `${shown} of ${rows.length}`;
+    };
+    bar.append(text, ...choices.filter(Boolean), count);
+    bar.addEventListener("input", apply);
+    box.prepend(bar);
+    apply();
+  }
+});

@@ -1,0 +1,38 @@
+"""The documentation site: `sphinx-build -W --keep-going docs build/site`."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+
+from scripts import site  # noqa: E402
+from scripts.site.api import plain_docstring  # noqa: E402
+
+project = "kvjax"
+author = copyright = "The kvjax Authors"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+exclude_patterns = ["examples"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # tests run the notebooks and the code of the pages
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+add_module_names = False
+
+html_theme = "sphinx_book_theme"
+html_title = "kvjax"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["filter.js"]
+html_theme_options = {"home_page_in_toc": True, "show_navbar_depth": 1, "use_download_button": False}
+
+
+def setup(app):
+    site.write(DOCS)
+    app.connect("autodoc-process-docstring", _plain, priority=400)  # before napoleon
+
+
+def _plain(app, what, name, obj, options, lines):
+    lines[:] = plain_docstring(lines)
