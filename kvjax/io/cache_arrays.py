@@ -27,6 +27,7 @@ from kvjax.base.atomic_files import atomic_path
 from kvjax.base.errors import InputError
 from kvjax.hosts.arrays import from_pieces
 from kvjax.hosts.messages import by_first, count, is_first, number_of, wait_for_all
+from kvjax.io.entropy_coding import coded, decoded
 from kvjax.models.files import open_safetensors, save_safetensors
 
 # What safetensors' numpy side reads back; other dtypes are written as their bytes.
@@ -91,14 +92,27 @@ class _File:
         self._file = open_safetensors(path)
         self.metadata = check_seal(path, self._file.metadata() or {})
         self._digests = json.loads(self.metadata["arrays"])
+        self._coded = json.loads(self.metadata.get("coded", "{}"))
         self._checked: set[str] = set()
 
     def read(self, name: str) -> np.ndarray:
         value = self._file.get_tensor(name)
+        if name in self._coded:
+            value = self._decoded(name, value)
         if name not in self._checked and self._digests[name] != _digest(value):
             raise InputError(f"{self.path} is damaged: {name} is not what was saved: copy or save it again")
         self._checked.add(name)
         return value
+
+    def _decoded(self, name: str, data: np.ndarray) -> np.ndarray:
+        try:
+            return _plain(decoded(data, self._coded[name]))
+        except ValueError as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"{self.path} is damaged: {name} cannot be decoded: copy or save it again"
+            ) from error
 
 
 def sealed(metadata: dict[str, str]) -> dict[str, str]:
@@ -125,17 +139,21 @@ def check_parts(path: Path, parts: Any) -> list[str]:
     )
 
 
-def write_arrays(path: Path, arrays: dict[str, Any], metadata: dict[str, str]) -> None:
-    """The arrays in one file, which appears whole or not at all.
+def write_arrays(
+    path: Path, arrays: dict[str, Any], metadata: dict[str, str], coder: str | None = None
+) -> None:
+    """The arrays in one file, which appears whole or not at all. coder: makes them smaller.
 
     Raises InputError where it cannot be written.
     """
     before = _parts_of(path)
-    _write(path, {name: _plain(np.ascontiguousarray(x)) for name, x in arrays.items()}, metadata)
+    _write(path, {name: np.ascontiguousarray(x) for name, x in arrays.items()}, metadata, coder)
     _remove(path, before)
 
 
-def write_parts(path: Path, arrays: dict[str, jax.Array], metadata: dict[str, str]) -> None:
+def write_parts(
+    path: Path, arrays: dict[str, jax.Array], metadata: dict[str, str], coder: str | None = None
+) -> None:
     """The arrays in a part for every process, which all call this, and a file at `path` that names the parts.
 
     Raises InputError where they cannot be written.
@@ -148,12 +166,12 @@ def write_parts(path: Path, arrays: dict[str, jax.Array], metadata: dict[str, st
         for shard in x.addressable_shards if not x.is_fully_addressable else ():
             if shard.replica_id == 0:
                 piece = f"{name}@{len(spans)}"
-                pieces[piece] = _plain(np.ascontiguousarray(shard.data))
+                pieces[piece] = np.ascontiguousarray(shard.data)
                 spans[piece] = [[*s.indices(n)[:2]] for s, n in zip(shard.index, x.shape, strict=True)]
         if x.is_fully_addressable and is_first():
-            pieces[f"{name}@"] = _plain(np.ascontiguousarray(x))
+            pieces[f"{name}@"] = np.ascontiguousarray(x)
             spans[f"{name}@"] = [[0, n] for n in x.shape]
-    _write(path.with_name(names[number_of()]), pieces, {"pieces": json.dumps(spans)})
+    _write(path.with_name(names[number_of()]), pieces, {"pieces": json.dumps(spans)}, coder)
     wait_for_all()
     if is_first():
         before = _parts_of(path)
@@ -209,13 +227,21 @@ def _remove(path: Path, parts: Sequence[str]) -> None:
             (path.parent / part).unlink()
 
 
-def _write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+def _write(
+    path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str], coder: str | None = None
+) -> None:
     """One file, which appears whole or not at all. Raises InputError where it cannot be written."""
-    digests = {"arrays": json.dumps({name: _digest(x) for name, x in arrays.items()})}
+    plain = {name: _plain(x) for name, x in arrays.items()}
+    # Digests are of arrays as they are, whatever the coder makes of them.
+    digests = {"arrays": json.dumps({name: _digest(x) for name, x in plain.items()})}
+    if coder is not None:
+        small = {name: made for name, x in arrays.items() if (made := coded(x)) is not None}
+        plain |= {name: data for name, (data, _) in small.items()}
+        digests["coded"] = json.dumps({name: how for name, (_, how) in small.items()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
-            save_safetensors(arrays, temporary, sealed(metadata | digests))
+            save_safetensors(plain, temporary, sealed(metadata | digests))
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise InputError(

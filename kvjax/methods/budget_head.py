@@ -12,6 +12,7 @@ from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Threshold, Unif
 from kvjax.keep.budgets.profile import ByProfile, CopyProfile, CurveProfile, Profile
 from kvjax.keep.merges.compensation import Compensation
 from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.scores.defensive import Defensive
 from kvjax.keep.scores.enough import Covering
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads, Retrieving
@@ -104,6 +105,30 @@ def criticalkv(
     blend = pick(variant, grouped=True, kvpress=False)
     score, allocate = StagedAcross(score, AcrossHeads(blend=blend)), AcrossHeads(0.0, blend=False)
     return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "Taming the Fragility of KV Cache Eviction in LLM Inference",
+    arxiv="2510.13334",
+    family="budget-head",
+    exact="deviates",
+)
+def defensivekv(
+    budget: Amount, *, window: Window = 32, kernel: Kernel = 5, mass: Share = 0.9, page: Page | None = None
+) -> Method:
+    """DefensiveKV (Feng et al., 2025, arXiv:2510.13334), section 4: tokens by the worst of what may come.
+
+    Where CriticalKV takes the mean attention of the window's queries, a token counts by the largest of them,
+    and no less than tokens do in the mean, times what its value can write (`Defensive`). The fewest tokens
+    that hold the share `mass` of the mean attention stay before. A layer's best slots stay, whichever heads
+    they are of. Deviation: each row's window says for itself how much attention stays beside it, where the
+    authors' code takes the mean over a batch; Layer-DefensiveKV, which shares over layers, is left out.
+    """
+    keep = Keep(
+        Defensive(window, kernel, mass), Budget(budget), AcrossHeads(0.0, blend=False), (Recent(window),),
+        page=page,
+    )  # fmt: skip
+    return Method(keep)
 
 
 @paper(

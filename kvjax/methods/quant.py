@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.grammar import Method, Store
+from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Bits, Group, Ratio, Seed, Tokens
+from kvjax.methods.shared import Bits, Group, Ratio, Seed, Tokens, Turns
 from kvjax.store.affine import Affine
+from kvjax.store.balanced import Balanced
+from kvjax.store.gaussian_vectors import GaussianVectors, Normalised
+from kvjax.store.razor import Razor
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax, SignSketch
@@ -79,3 +83,104 @@ def qjl(
     a sketch of their own; S has no orthogonal rows, which the code also offers.
     """
     return Method(store=Store(SignSketch(seed, signs), Affine(bits, group=group), residual))
+
+
+@paper(
+    "ZeroQuant: Efficient and Affordable Post-Training Quantization for Large-Scale Transformers",
+    arxiv="2206.01861",
+    family="quant",
+    exact="deviates",
+)
+def zeroquant(*, bits: Bits = 8) -> Method:
+    """ZeroQuant's token-wise codes (Yao et al., 2022, arXiv:2206.01861), section 4.1, of keys and values.
+
+    Every token has its own range, found when it is computed; nothing is calibrated. Deviation: a range is
+    that of a head of a token, not of all its heads together; weights and other activations stay as they are,
+    and so nothing is distilled.
+    """
+    return Method(store=Store(Affine(bits), Affine(bits)))
+
+
+@paper(
+    "QRazor: Reliable and Effortless 4-bit LLM Quantization by Significant Data Razoring",
+    arxiv="2501.13331",
+    family="quant",
+    exact="deviates",
+)
+def qrazor(*, bits: Literal[3, 4] = 4, base: Literal[8, 16] = 8, group: Group = 16) -> Method:
+    """QRazor (Lee et al., 2025, arXiv:2501.13331), section 4: int8 first, of which the leading bits stay.
+
+    Keys and values become whole numbers of `base` bits by their largest one. Of every `group` channels, low
+    bits are then razed off until a sign and `bits` - 1 bits are left of the largest number (`Razor`).
+    Deviation: the scale of the whole numbers is that of a token of a head, where the paper calibrates one;
+    weights and other activations stay as they are; codes are decoded before they are multiplied.
+    """
+    codec = Razor(bits, base, group)
+    return Method(store=Store(codec, codec))
+
+
+@paper(
+    "KVarN: Variance-Normalized KV-Cache Quantization Mitigates Error Accumulation in Reasoning Tasks",
+    arxiv="2606.03458",
+    family="quant",
+    exact="deviates",
+)
+def kvarn(
+    *, keys: Bits = 4, values: Bits = 2, tokens: Annotated[int, Range(2)] = 128, turns: Turns = 16,
+    seed: Seed = 0,
+) -> Method:  # fmt: skip
+    """KVarN (Muller et al., 2026, arXiv:2606.03458), section 4: rotated, then of one variance on both axes.
+
+    Every `tokens` tokens of a head are rotated by a Hadamard matrix and divided by scales of tokens and of
+    channels, found in `turns` turns, so that all have one variance (`Balanced`). Keys are then quantised
+    channel by channel, values token by token; the scales of that axis are part of theirs. Deviation: the
+    newest tokens stay as computed until `tokens` of them are there, but no sinks do; the Hadamard matrix has
+    random signs.
+    """
+    rotate = Rotate("hadamard", seed)
+    of_keys = rotate >> Balanced("token", tokens, turns) >> Affine(keys, axis="channel", group=tokens)
+    of_values = rotate >> Balanced("channel", tokens, turns) >> Affine(values)
+    return Method(store=Store(of_keys, of_values))
+
+
+@paper(
+    "NSNQuant: A Double Normalization Approach for Calibration-Free Low-Bit Vector Quantization of KV Cache",
+    arxiv="2505.18231",
+    family="quant",
+    exact="deviates",
+)
+def nsnquant(*, bits: Literal[1, 2] = 2, tokens: Group = 64, residual: Tokens = 64, seed: Seed = 0) -> Method:
+    """NSNQuant (Son et al., 2025, arXiv:2505.18231), section 4: one codebook for normal numbers serves all.
+
+    Tokens are normalised, their mean over `tokens` tokens of a head is taken off every channel, and they are
+    normalised again (`Normalised`); behind a Hadamard rotation they look like independent normal numbers.
+    Vectors of 8 / `bits` channels then become the nearest of 256 (`GaussianVectors`). The newest `residual`
+    tokens stay as computed. Deviation: the codebook is that of drawn normal numbers by k-means, without the
+    paper's fine-tuning of it; the size of its vectors is the one that 8 bits give; the Hadamard matrix has
+    random signs. No code of the authors was there to compare with.
+    """
+    codec = Normalised(tokens) >> Rotate("hadamard", seed) >> GaussianVectors(8 // bits, seed)
+    return Method(store=Store(codec, codec, residual))
+
+
+@paper(
+    "XQuant: Breaking the Memory Wall for LLM Inference with KV Cache Rematerialization",
+    arxiv="2508.10395",
+    family="quant",
+    exact="deviates",
+)
+def xquant(
+    *, bits: Bits = 4, group: Group | None = None, heads: Annotated[int, Range(1)] | None = None
+) -> Method:
+    """XQuant for grouped queries (Tomar et al., 2025, arXiv:2508.10395), section 3: layer inputs are stored.
+
+    W_k = U_k S V' and W_v likewise; X U_k and X U_v are stored, token by token in groups of `group` channels,
+    and keys and values are made of them when they are read. There are as many channels as keys and values
+    have. heads: KV heads whose weights are taken together; None: all of a layer.
+
+    Deviation: channels of these are times the roots of their singular values; queries that are not
+    grouped store two such arrays, too, where the paper stores X once for both; keys are coded as values are;
+    nothing is predicted from the layer below (XQuant-CL).
+    """
+    codec = Affine(bits, group=group)
+    return Method(store=Store(codec, codec), make=GroupedLowRank(1.0, heads or 2**16))

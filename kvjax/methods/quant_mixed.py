@@ -31,6 +31,7 @@ from kvjax.store.levels import ByChannel, ByToken, Levels
 from kvjax.store.low_rank import LowRank
 from kvjax.store.outliers import Outliers
 from kvjax.store.residual import Residual
+from kvjax.store.symmetric import Symmetric
 
 
 @paper(
@@ -243,3 +244,37 @@ def intactkv(*, pivots: Tokens = 1, bits: Bits = 4, group: Group | None = 32) ->
     model before its weights are quantised; they are not trained.
     """
     return Method(store=Store(Affine(bits, group=group), Affine(bits, group=group), sinks=pivots))
+
+
+@paper(
+    "Atom: Low-bit Quantization for Efficient and Accurate LLM Serving",
+    arxiv="2310.19102",
+    family="quant-mixed",
+    exact="deviates",
+)
+def atom(*, bits: Bits = 4) -> Method:
+    """The KV cache of Atom (Zhao et al., 2023, arXiv:2310.19102), section 4.4: asymmetric codes per head.
+
+    A token's keys and values have a scale and a zero per head; attention decodes them where it reads them.
+    Deviation: weights and activations stay as they are, so that no outlier channels, which the paper moves
+    last and codes in 8 bits there, are to be kept; 3 bits are left out.
+    """
+    return Method(store=Store(Affine(bits), Affine(bits)))
+
+
+@paper(
+    "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale",
+    arxiv="2208.07339",
+    family="quant-mixed",
+    exact="deviates",
+)
+def llm_int8(*, outliers: Share = 0.02) -> Method:
+    """LLM.int8()'s decomposition (Dettmers et al., 2022, arXiv:2208.07339), section 3.2, of keys and values.
+
+    The largest numbers of a token stay as they are, the others become int8 by the largest of them. Deviation:
+    the paper codes weights and layer inputs, with all columns that hold a number beyond 6 left out; here the
+    share `outliers` of each token of a head is, at least one number.
+    """
+    rest = Symmetric(8)
+    codec: Codec = Outliers(outliers) >> rest if outliers else rest
+    return Method(store=Store(codec, codec))

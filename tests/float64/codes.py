@@ -4,6 +4,8 @@ import copy
 
 import numpy as np
 
+from kvjax.store.gaussian_vectors import gaussian_codebook
+from kvjax.store.rotate import hadamard
 from kvjax.store.sphere import gaussian
 from tests.float64.reference import best, rope, softmax, window_score
 
@@ -93,3 +95,81 @@ def think(norms, share, granule, residual):
         return coded(keys, whole, granule=granule, residual=residual)(q, k, v, pos, at)
 
     return attends
+
+
+def behind(matrix, code):
+    """Codes of rows in another basis."""
+    return lambda x: code(x @ matrix.T) @ matrix
+
+
+def balanced(of, turns, code):
+    """KVarN (arXiv:2606.03458): x / (a b), a of tokens and b of channels; only one of them is taken off.
+
+    The other one is no part of it: it would be multiplied by a code's scales and divided out again.
+    """
+
+    def coded(x):
+        def apart(y):
+            return sum(s.max() / max(s.min(), 1e-8) for s in (y.std(1, ddof=1), y.std(0, ddof=1)))
+
+        log_a, log_b = np.zeros(len(x)), np.zeros(x.shape[1])
+        best = (apart(x), log_a, log_b)
+        over = lambda: x / np.exp(log_a)[:, None] / np.exp(log_b)[None]  # noqa: E731
+        for _ in range(turns):
+            log_a = np.clip(log_a + np.log(np.clip(over().std(1, ddof=1), 1e-3, 1e3)), -0.3, 10)
+            log_b = np.clip(log_b + np.log(np.clip(over().std(0, ddof=1), 1e-3, 1e3)), -0.3, 10)
+            best = (found, log_a, log_b) if (found := apart(over())) <= best[0] else best
+        scale = float16(np.exp(best[1]))[:, None] if of == "token" else float16(np.exp(best[2]))[None]
+        return code(x / scale) * scale
+
+    return coded
+
+
+def razor(bits, base, group):
+    """QRazor (arXiv:2501.13331), number by number in whole numbers."""
+
+    def code(x):
+        most, top, out = 2 ** (base - 1) - 1, 2 ** (bits - 1) - 1, np.zeros(x.shape)
+        for at in np.ndindex(x.shape[:-1]):
+            scale = np.abs(x[at]).max() / most or 1.0
+            whole = [int(n) for n in np.rint(x[at] / scale)]
+            for start in range(0, len(whole), group):
+                some = whole[start : start + group]
+                cut = max(max(abs(n) for n in some).bit_length() - (bits - 1), 0)
+                half = 1 << cut >> 1
+                m = [min((abs(n) + half) >> cut, top) << cut for n in some]
+                out[at][start : start + group] = scale * np.copysign(m, some)
+        return out
+
+    return code
+
+
+def normal_vectors(bits, seed=0):
+    """NSNQuant (arXiv:2505.18231): normalise, shift, normalise, rotate, the nearest of given vectors."""
+
+    def code(x):
+        width = x.shape[-1]
+        turn, book = hadamard(width, seed), gaussian_codebook(8 // bits, seed)
+        a = np.sqrt((x**2).mean(-1, keepdims=True))
+        mean = float16((x / a).mean(0))
+        y = x / a - mean
+        b = np.sqrt((y**2).mean(-1, keepdims=True))
+        vectors = (y / b @ turn.T).reshape(len(x), -1, 8 // bits)
+        near = ((vectors[..., None, :] - book) ** 2).sum(-1).argmin(-1)
+        return float16(a * b) * (book[near].reshape(x.shape) @ turn) + float16(a) * mean
+
+    return code
+
+
+def outliers(count, code):
+    """The `count` largest numbers of each row as they are."""
+
+    def coded(x):
+        at = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :count]
+        out = x.copy()
+        np.put_along_axis(out, at, 0.0, -1)
+        out = code(out)
+        np.put_along_axis(out, at, np.take_along_axis(x, at, -1), -1)
+        return out
+
+    return coded

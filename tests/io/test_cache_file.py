@@ -435,9 +435,9 @@ def test_a_truncated_file_says_so(saved, keep):
 
 
 def test_a_newer_format_asks_for_an_update(saved):
-    rewrite(saved, format="8", kvjax="9.0")
+    rewrite(saved, format="9", kvjax="9.0")
     with pytest.raises(
-        InputError, match=r"format 8 \(written by kvjax 9.0\), expected at most 7.*: update kvjax"
+        InputError, match=r"format 9 \(written by kvjax 9.0\), expected at most 8.*: update kvjax"
     ):
         kvjax.load_cache(saved)
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.grammar.fitted import Fitted
+from kvjax.store.rotate import hadamard
 from tests.float64.blocks import microscaled, nvfp4, shared, symmetric
-from tests.float64.codes import affine, coded, sketch, think, zipcache
+from tests.float64.codes import (
+    affine,
+    balanced,
+    behind,
+    coded,
+    normal_vectors,
+    outliers,
+    razor,
+    sketch,
+    think,
+    zipcache,
+)
+from tests.float64.defensive import defensive_kept
 from tests.methods.expected import each_layer, received, recent_half
 from tests.methods.rows import (
+    PAGE,
     SNAP,
     THETA,
     WINDOW,
@@ -18,6 +32,7 @@ from tests.methods.rows import (
     everything,
     half,
     kivi_bytes,
+    paged,
     plain,
     row,
     split,
@@ -67,6 +82,18 @@ def think_bytes(s):
     return split(everything, 4, 4, lambda s: s.h // 2, lambda s: s.h // 2 * 4 + s.h * 4 + 4)(s)
 
 
+def kvarn_bytes(s):
+    """8 tokens: keys in 4 bits with two numbers for each channel, and a scale for each token."""
+    words = lambda bits: s.h * 8 * bits // 8  # noqa: E731
+    keys, values = words(4) + 4 * s.h + 2 * 8, words(2) + 4 * 8 + 2 * s.h
+    return split(everything, 8, 0, lambda s: keys + values, lambda s: 4)(s)
+
+
+def nsn_bytes(s):
+    """A byte for 4 channels and two scales for each token, a mean of each channel for 8 tokens."""
+    return split(everything, 8, 4, lambda s: 2 * 2 * s.h, lambda s: 2 * (s.h // 4 + 4) + 4)(s)
+
+
 def alike(label, half, code, **hyper):
     """A row of a method that stores keys and values alike, token by token; half: bytes of one of the two."""
     slot = dense(everything, slot=lambda s: 2 * half(s) + 4)
@@ -110,5 +137,29 @@ STORES = [
     # Bits of pairs fill a word of 32.
     alike("mx", lambda s: s.h * 4 // 8 + 4 + 4 + s.h // 8, shared(4, 8), block=8),
     alike("nvfp4", lambda s: s.h // 2 + s.h // 8 + 4, nvfp4(8), block=8),
+    alike("zeroquant", lambda s: codes(8, 1), affine(8, 16)),
+    alike("atom", lambda s: codes(4, 1), affine(4, 16)),
+    alike("llm-int8", lambda s: 4 + 1 + s.h + 4, outliers(1, symmetric(8)), outliers=0.05),
+    # A word for the cuts of two groups.
+    alike("qrazor", lambda s: s.h // 2 + 4 + 4, razor(4, 8, 8), group=8),
+    row(
+        "kvarn", kvarn_bytes, hyper=dict(tokens=8, turns=4), moves=False, error=FLIPS,
+        attends=coded(
+            behind(hadamard(16, 0), balanced("token", 4, affine(4, 8, channel=True))),
+            behind(hadamard(16, 0), balanced("channel", 4, affine(2, 16))), granule=8,
+        ),
+    ),
+    row(
+        "nsnquant", nsn_bytes, hyper=dict(bits=2, tokens=8, residual=4), moves=False, error=FLIPS,
+        attends=coded(normal_vectors(2), normal_vectors(2), granule=8, residual=4),
+    ),
+    row(
+        "xquant", dense(everything, slot=lambda s: 2 * codes(8, 1) + 4), hyper=dict(bits=8, heads=1),
+        error=0.03,
+    ),
+    row(
+        "defensivekv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE),
+        kept=lambda prompt: defensive_kept(prompt, count, **SNAP),
+    ),
     alike("four-over-six", lambda s: s.h // 2 + s.h // 8 + 4, nvfp4(8, two=True), block=8),
 ]  # fmt: skip

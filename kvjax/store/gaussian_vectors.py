@@ -1,0 +1,128 @@
+"""Vectors by one codebook for normal numbers, and what makes tokens look like these (NSNQuant)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+from scipy.cluster.vq import kmeans2
+
+from kvjax.state.codes import Codec
+from kvjax.store.rotate import SKETCH, constant, draw
+from kvjax.store.wrap import Around, Wrapper, joined, part_of
+
+_SAMPLES, _TURNS, _ENTRIES = 20_000, 25, 256
+
+
+@lru_cache(maxsize=8)
+def gaussian_codebook(channels: int, seed: int) -> Float[np.ndarray, "256 c"]:
+    """256 vectors near those of `channels` independent N(0, 1) numbers: k-means of drawn ones, by Lloyd.
+
+    >>> gaussian_codebook(1, 0).shape
+    (256, 1)
+    """
+    drawn = draw(seed, SKETCH).standard_normal((_SAMPLES, channels))
+    centres, _ = kmeans2(drawn, drawn[:_ENTRIES].copy(), _TURNS, minit="matrix", missing="raise")
+    return constant(centres)
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianVectors:
+    """The nearest of 256 vectors for every `channels` channels of a row of normal numbers: 8 bits for them.
+
+    One codebook serves all rows (`gaussian_codebook`); rows are to have mean 0 and variance 1, as behind
+    `Normalised(...) >> Rotate()`. Stored are "codes" uint8 [*b, S, H / channels]. Raises ValueError where
+    `channels` is below 1 or does not divide rows.
+    """
+
+    channels: int
+    seed: int = 0
+
+    granule = 1
+    steady = False
+
+    def __post_init__(self):
+        if isinstance(self.channels, bool) or not isinstance(self.channels, int) or self.channels < 1:
+            raise ValueError(f"a vector is a whole number of channels, at least 1, got {self.channels!r}")
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        if x.shape[-1] % self.channels:
+            raise ValueError(f"channels={self.channels} must divide the {x.shape[-1]} channels of a head")
+        vectors = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.channels)
+        book = jnp.asarray(gaussian_codebook(self.channels, self.seed), jnp.float32)
+        half = (jnp.square(book).sum(-1) / 2).reshape((1,) * (vectors.ndim - 1) + (-1,))
+        near = jnp.einsum("...c,ec->...e", vectors, book, precision="highest") - half
+        return {"codes": near.argmax(-1).astype(jnp.uint8)}
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        book = jnp.asarray(gaussian_codebook(self.channels, self.seed), jnp.float32)
+        return book[data["codes"].astype(jnp.int32)].reshape(*data["codes"].shape[:-1], width).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalised(Wrapper):
+    """`Normalised(64) >> codec` brings tokens to length sqrt(H), their mean to 0, and to that length again.
+
+    y = (x / a - m) / b, with a and b the roots of each token's mean square before and after, and m the mean
+    of `tokens` tokens of a head in every channel (arXiv:2505.18231, section 4). Stored are "scales" float16
+    [*b, S, 2], a and a b, and "means" float16 [*b, S / tokens, H]. Raises ValueError for no tokens.
+    """
+
+    tokens: int
+
+    def __post_init__(self):
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"a mean is of a whole number of tokens >= 1, got {self.tokens!r}")
+
+    def around(self, codec: Codec) -> OfNormalTokens:
+        return OfNormalTokens(self, codec)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfNormalTokens(Around):
+    """Tokens of one length around their mean, as `codec` encodes them."""
+
+    normalised: Normalised
+    codec: Codec
+
+    @property
+    def granule(self) -> int:
+        return math.lcm(self.normalised.tokens, self.codec.granule)
+
+    @property
+    def steady(self) -> bool:
+        return False
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        tokens = self.normalised.tokens
+        if x.shape[-2] % tokens:
+            raise ValueError(f"{x.shape[-2]} tokens cannot be encoded {tokens} at a time")
+        rows = x.astype(jnp.float32)
+        a = _size(rows)
+        y = rows / _or_one(a)
+        means = y.reshape(*x.shape[:-2], -1, tokens, x.shape[-1]).mean(-2).astype(jnp.float16)
+        y = y - jnp.repeat(means.astype(jnp.float32), tokens, -2)
+        b = _size(y)
+        kept = {"scales": jnp.concatenate([a, a * b], -1).astype(jnp.float16), "means": means}
+        return joined(normal=kept, rest=self.codec.encode(y / _or_one(b)))
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        kept = {name: x.astype(jnp.float32) for name, x in part_of(data, "normal").items()}
+        rows = self.codec.decode(part_of(data, "rest"), width, jnp.float32) * kept["scales"][..., 1:]
+        means = jnp.repeat(kept["means"], self.normalised.tokens, -2, total_repeat_length=rows.shape[-2])
+        return (rows + kept["scales"][..., :1] * means).astype(dtype)
+
+
+def _size(x: Float[Array, "*b H"]) -> Float[Array, "*b 1"]:
+    """The root of the mean square, whose gradient at 0 is 0."""
+    square = jnp.square(x).mean(-1, keepdims=True)
+    return jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
+
+
+def _or_one(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    return jnp.where(x == 0, 1.0, x)
