@@ -27,12 +27,19 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["filter.js"]
 html_theme_options = {"home_page_in_toc": True, "show_navbar_depth": 1, "use_download_button": False}
+python_maximum_signature_line_length = 80
 
 
 def setup(app):
     site.write(DOCS)
+    app.connect("autodoc-process-signature", _short)
     app.connect("autodoc-process-docstring", _plain, priority=400)  # before napoleon
 
 
 def _plain(app, what, name, obj, options, lines):
     lines[:] = plain_docstring(lines)
+
+
+def _short(app, what, name, obj, options, signature, returns):
+    """Arrays by their short name."""
+    return tuple(text and text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
