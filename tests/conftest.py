@@ -45,6 +45,12 @@ jaxtyping.install_import_hook("kvjax", None)
 gc.set_threshold(100_000, 50, 100)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end, so no search for cycles looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs a file in one process, whose tests share compiled programs, unless a test names another group."""
     for item in items:

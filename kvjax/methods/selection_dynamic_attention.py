@@ -199,7 +199,9 @@ def corm(
     A token is important to query t if p_tj >= threshold / t, an even share of all t tokens. It leaves when it
     is so to none of the last `window` queries, in no head of a group, and is not among the `newest`
     tokens. Deviations: the paper sets no limit; here a head holds at most the budget, the largest t p_tj, and
-    has room for as many. Attention of the window's earlier queries is that over the slots still held.
+    has room for as many. Attention of the window's earlier queries is that over the slots still held. A row
+    carries `window` queries per head and layer, however short it is: at a budget of half, the cache weighs
+    less than the full one only beyond `window` tokens times the query heads per KV head.
     """
     keep = Keep(Votes(window, newest), Budget(budget), UpTo(threshold), (Recent(newest),), when=STEP)
     return Method(keep)
@@ -293,7 +295,9 @@ def scissorhands(budget: Amount, *, history: Window = 400, newest: Tokens = 10, 
     head holds `drop` tokens more than the budget, those leave that most of the last `history` queries
     neglect; the `newest` tokens stay. Deviations: with grouped queries, the mean over a group's heads;
     attention of earlier queries is that over the slots still held; the paper gives layers budgets of their
-    own, from offline measurements.
+    own, from offline measurements. A row carries `history` queries per head and layer, however short it is:
+    at a budget of half, the cache weighs less than the full one only beyond `history` tokens times the query
+    heads per KV head.
     """
     return Method(Keep(Neglect(history), Budget(budget), Uniform(), (Recent(newest),), when=Every(drop)))
 

@@ -139,9 +139,12 @@ def citrus(budget: Amount, *, question: Window = 32) -> Method:
     tokens those with the largest attention from the instruction, the mean over its queries and the layer's
     heads: one set for all heads. At the end of the prompt, the instruction stays in place of the chunk.
     Kept keys are rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the
-    instruction is read after the chunk, where the code reads it after the slots kept before; the form with
-    two caches (`instruction_aware_double`), one for the text and one for the instruction, is left out: a
-    cache here holds one set of slots per layer, over which chunks are read and answers written alike.
+    instruction is read after the chunk, where the code reads it after the slots kept before. The form with
+    two caches (`instruction_aware_double`) is missing: there, chunks are read over slots that chunks chose,
+    and the instruction, which alone chooses what answers see, over slots of its own. For a prompt of two
+    chunks it keeps what this form keeps; from the third on, keys and values differ, because chunks were read
+    over another past. It needs slots that some queries of a prompt see and others do not; a slot here is
+    visible to all later queries.
     """
     probe = Question(question)
     score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)

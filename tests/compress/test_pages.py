@@ -1,5 +1,6 @@
 """Pages by default: how long they are, that what is kept stays the same, and that bytes follow budgets."""
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -157,6 +158,18 @@ def test_thresholds_weigh_no_more_than_the_full_cache_and_what_they_remember(id)
         if tokens == 33 and id in ("dms", "kvzap", "wg-kv"):
             # Their windows hold all tokens: pools have the one page that none can be without.
             assert {pool.owner.shape[0] for pool in held.pools} == {1}
+
+
+@pytest.mark.parametrize(("id", "queries"), [("scissorhands", 400), ("corm", 256)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_queries_that_rows_carry_weigh_half_a_cache_of_so_many_tokens_and_more_below(id, queries, kv_heads):
+    """As the docstrings say: at a budget of half, they are made up for beyond `queries` times the group."""
+    config = dataclasses.replace(DEEP, layers=2, kv_heads=kv_heads)
+    more = {"newest": 8} if id == "corm" else {}
+    method, even = kvjax.method(id, budget=0.5, **more), queries * config.heads // kv_heads
+    for tokens, above in ((33, True), (even * 9 // 10, True), (even * 11 // 10, False)):
+        sizes = Sizes(config, "bfloat16", tokens, [Method(), method])
+        assert bool(heavier(sizes.nbytes(method), sizes.nbytes(Method()))) == above
 
 
 def beside(cache):
