@@ -1,7 +1,10 @@
-// Puts a search field, and a choice for every column of few values, over the tables of `.filtered`.
+// Puts a search field, and a choice for every column of few values, over the tables of `.filtered` and over long ones.
+const LONG = 50;
+
 document.addEventListener("DOMContentLoaded", () => {
-  for (const box of document.querySelectorAll(".filtered")) {
-    const table = box.querySelector("table");
+  for (const table of document.querySelectorAll("article table")) {
+    const box = table.closest(".filtered") || table.parentElement;
+    if (!table.tHead || (!box.matches(".filtered") && table.tBodies[0].rows.length < LONG)) continue;
     const rows = [...table.tBodies[0].rows];
     const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
     const bar = document.createElement("form");
@@ -34,7 +37,7 @@ document.addEventListener("DOMContentLoaded", () => {
     };
     bar.append(text, ...choices.filter(Boolean), count);
     bar.addEventListener("input", apply);
-    box.prepend(bar);
+    box.before(bar);
     apply();
   }
 });

@@ -3,7 +3,7 @@
     kvjax compare --methods docs/examples/codec_and_read.py:float16 docs/examples/codec_and_read.py:largest \
         --tasks get --samples 2
 
-CONTRIBUTING.md says what each of the two must provide.
+docs/how-to/codec-and-read.md says what each of the two must provide.
 """
 
 from __future__ import annotations

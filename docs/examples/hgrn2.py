@@ -1,4 +1,4 @@
-"""HGRN2's layer: the worked example of CONTRIBUTING.md for an architecture."""
+"""HGRN2's layer: the worked example of docs/how-to/own-architecture.md."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     kvjax compare --methods docs/examples/keydiff.py:keydiff snapkv --budgets 0.5 0.25
 
-CONTRIBUTING.md tells how these two pieces came into the library, step by step.
+docs/tutorials/write-a-method.md explains it line by line.
 """
 
 from __future__ import annotations

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
+from functools import partial
 
 from kvjax.commands.main import COMMANDS, make_parser
 
 
 def page() -> str:
     """A section for every command, with what `--help` prints in a terminal of 90 columns."""
-    os.environ["COLUMNS"] = "90"
     [choices] = [
         action.choices for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]
+    for parser in choices.values():
+        parser.formatter_class = partial(parser.formatter_class, width=90)
     sections = [
         f"## kvjax {name}\n\n```text\n{choices[name].format_help().rstrip()}\n```" for name in COMMANDS
     ]
