@@ -1,8 +1,8 @@
 """What authors of methods import: the parts of a method, what words see, and the library's common words.
 
 A method is a `Method` of words. A word is a frozen dataclass that provides what one of the protocols asks:
-`Score`, `Pattern`, `Allocation`, `Merge`, `Observation`, `Read`, `Codec`. docs/tutorials/write-a-method.md writes
-one. All other words of the library are in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
+`Score`, `Pattern`, `Allocation`, `Merge`, `Observation`, `Read`, `Codec`. All other words are in
+`kvjax.keep`, `kvjax.store` and `kvjax.read`; docs/tutorials/write-a-method.md writes one.
 
 >>> from kvjax.words import Budget, Keep, KeyNorm, Method, Uniform
 >>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).keep.budget
