@@ -207,6 +207,8 @@ def group_method(
         keep = None
     if read is not None and first < read.skip_layers:
         read = None
+    if read is not None and keep is not None and hasattr(read, "by_head"):
+        read = dataclasses.replace(read, by_head=True)
     if read is not None:
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     sinks = store.sinks if store is not None and codecs != (None, None) else 0

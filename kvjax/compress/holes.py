@@ -2,12 +2,13 @@
 
 A granule keeps its bytes while one of its slots is live. When a list of the tail has a granule to give and no
 granule of the body is empty, the sparsest granules are gathered: the fewest of them that fit into one less.
-They alone are decoded and encoded anew, by the range of their live tokens; all other codes stay as they are.
+They alone are decoded, encoded and summarised anew, by the range of their live tokens; all others stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import orders
+from kvjax.compress.summaries import summary_of_new
 from kvjax.keep.select import slot_lists
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codes, dense, encode, lent
@@ -79,17 +81,21 @@ def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer:
     def _sliced(x: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(x, layer, size)
 
-    def coded(old: Array | Codes, own: Array | Codes, i: int) -> Array | Codes:
-        fresh = encode(_taken(dense(own), index), gm.codecs[i], gm.taught)
-        return jax.tree.map(lambda x, new: put(x, new, mine), old, lent(fresh, ()))
+    def coded(own: Array | Codes, i: int) -> Array | Codes:
+        return encode(_taken(dense(own), index), gm.codecs[i], gm.taught)
+
+    def blocks(old: Any, new: Any) -> Any:
+        return jax.tree.map(lambda x, new: put(x, new, mine), old, lent(new, ()))
 
     def number(old: Array, own: Array, fill: int) -> Array:
         return put(old, jnp.where(used, _taken(own, index), jnp.asarray(fill, own.dtype)), mine)
 
+    k, there = coded(part.k, 0), dataclasses.replace(part, pos=_taken(part.pos, index), summary={}, sums={})
     return dataclasses.replace(
         body,
-        k=coded(body.k, part.k, 0),
-        v=None if body.v is None or part.v is None else coded(body.v, part.v, 1),
+        k=blocks(body.k, k),
+        v=None if body.v is None or part.v is None else blocks(body.v, coded(part.v, 1)),
+        summary=blocks(body.summary, summary_of_new(gm, body, k, there, layer)),
         pos=number(body.pos, part.pos, -1),
         bias=None if body.bias is None or part.bias is None else number(body.bias, part.bias, 0),
         traces={name: number(x, part.traces[name], 0) for name, x in body.traces.items()},

@@ -233,7 +233,7 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> 
     moved = jnp.maximum(count - gm.residual, 0) // g
     most = max((tail.capacity - gm.residual) // g, 0)
     if most:
-        body = gathered(gm, body, moved > 0, layer) if gm.evicting else body
+        body = gathered(gm, body, moved > 0, layer) if gm.evicting and g > 1 else body
         held = jax.lax.dynamic_slice_in_dim(body.pos, layer, tail.pos.shape[0])
         row = empty_granules(held, g, moved, most)
         moved = (row >= 0).sum(-1, dtype=jnp.int32)

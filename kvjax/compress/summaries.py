@@ -73,6 +73,21 @@ def sums_with_new(
     return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
 
 
+def sums_without(
+    gm: GroupMethod, body: Slots, gone: Bool[Array, "B K S"], layer: int | Array
+) -> dict[str, Array]:
+    """What is held of a body's slots together, once those of one layer that leave are not among them."""
+    if not isinstance(gm.read, Resting):
+        return body.sums
+    v = lent(body, gm.taught).layer(layer).keys().v
+    if gm.at_once and getattr(gm.keep and gm.keep.allocate, "threshold", None) is None:
+        # At most one slot of a list leaves.
+        v = jnp.take_along_axis(v, jnp.argmax(gone, -1)[..., None, None], axis=2)
+        gone = gone.any(-1, keepdims=True)
+    less = gm.read.total(jnp.where(gone[..., None], v, jnp.zeros((), v.dtype)))
+    return body.sums | {n: _added(body.sums[n], -x[None], layer) for n, x in less.items()}
+
+
 def _added(old: Array, more: Array, layer: int | Array) -> Array:
     """`old` with `more` added to its layers from `layer` on."""
     part = jax.lax.dynamic_slice_in_dim(old, layer, more.shape[0])

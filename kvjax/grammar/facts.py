@@ -65,7 +65,6 @@ NEEDLESS = {
     (Fact.MET_KEYS, "keep"): "sink-recent",
     (Fact.MET_VALUES, "keep"): "sink-recent",
     (Fact.KV_HEADS, "keep"): "h2o",
-    (Fact.ALL_ATTENDED, "keep"): "snapkv",
     (Fact.ONE_BY_ONE, "keep"): "h2o",
     (Fact.ONE_CODE, "keep"): "snapkv",
     (Fact.SAME_TOKENS, "read"): "quest",
@@ -89,12 +88,15 @@ class Stating:
 
 
 class ReadFacts(Stating):
-    """The base of reads, which pick slots by their stored keys and attend to no others in a step."""
+    """The base of reads, which pick slots by their stored keys and attend to no others in a step.
+
+    What they leave out receives no attention in it: a keep that evicts by what slots receive sees 0 there.
+    """
 
     @property
     def requires(self) -> Told:
         return {
-            Fact.SLOTS_STAY: "picks slots where they were summarised",
+            Fact.WRITTEN_ONCE: "summarises a slot once",
             Fact.EQUAL_LISTS: "picks as many slots in every list",
             Fact.ONE_TIER: "picks among the slots of one body",
             Fact.STEADY_KEYS: "ranks keys at their positions",

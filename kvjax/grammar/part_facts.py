@@ -19,9 +19,6 @@ class KeepFacts(Stating):
     @property
     def requires(self: Keep) -> Told:  # type: ignore[misc]
         found = {Fact.OPEN_CHOICE: "chooses which slots stay", **_looked_at(self)}
-        grown = [o for trace in (self.score.traces if self.score else ()) for o in trace.needs]
-        if any(hasattr(o, "reduction") for o in grown):
-            found[Fact.ALL_ATTENDED] = "remembers what every slot receives"
         if not self.allocate.uniform:
             found[Fact.ONE_CODE] = "gives heads unequal numbers of slots, which lie in pages of all layers"
             if self.when.in_steps:

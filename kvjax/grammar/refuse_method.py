@@ -22,6 +22,11 @@ def refused_parts(method: Method) -> Refusals:
             "chain it with one, such as quest, or write Host()",
         ),
         (
+            None not in (read, host) and method.keep is not None and method.keep.when.in_steps,
+            f"{host!r} holds copies of pages on the device, and the keep evicts slots of these pages while "
+            "decoding: use a keep that acts at the end of prompts, such as snapkv, or leave one out",
+        ),
+        (
             read is not None and read.granule % granule != 0,
             f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "
             f"{granule} tokens that are encoded together: give both the same number",

@@ -77,8 +77,8 @@ class Budget:
             return min(int(self.amount), tokens)
         return max(1, tokens * self.ratio.numerator // self.ratio.denominator)
 
-    def count(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
-        """max(1, floor(ratio * length)) per row, never more than the row has."""
+    def count(self, length: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """max(1, floor(ratio * length)) per row or list, never more than it has."""
         if self.ratio is None:
             return jnp.minimum(length, min(int(self.amount), 2**30))
         return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)

@@ -15,6 +15,7 @@ from kvjax.grammar.facts import Fact, ReadFacts, Told
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
 from kvjax.ops.base.dtypes import wide
+from kvjax.read.ranked import summed
 from kvjax.state.cache import Slots
 
 
@@ -84,7 +85,8 @@ class RepresentativeKeys(ReadFacts):
     A block's representatives are, in each KV head, its `keys` keys of the largest `LocalScore` when it leaves
     the `newest` tokens. Its score is sum <q, k> over queries, heads and representatives, so all heads of a
     layer read the same blocks; the mean of the representatives is kept, which ranks blocks as their sum. The
-    budget is a share of the body; the blocks of the first `sinks` tokens are read beside it.
+    budget is a share of the body; the blocks of the first `sinks` tokens are read beside it. by_head: every KV
+    head ranks its own blocks, as it does behind a keep, which leaves KV heads other tokens.
 
     >>> word = RepresentativeKeys(Budget(4), page=4, newest=8, sinks=2)
     >>> word.pages_visited(64), word.granule
@@ -97,10 +99,15 @@ class RepresentativeKeys(ReadFacts):
     sinks: int = 128
     keys: int = 4
     skip_layers: int = 0
+    by_head: bool = False
 
     @property
     def requires(self) -> Told:
-        return {**super().requires, Fact.PLAIN_READING: "remembers what tokens of a prompt are asked for"}
+        return {
+            **super().requires,
+            Fact.SLOTS_STAY: "remembers what slots are asked for until they enter a block",
+            Fact.PLAIN_READING: "remembers what tokens of a prompt are asked for",
+        }
 
     @property
     def granule(self) -> int:
@@ -139,18 +146,14 @@ class RepresentativeKeys(ReadFacts):
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
         """The blocks of the sinks and those of the largest scores, and how many of them count."""
         held = body.pos[layer]
-        b, heads, _ = held.shape
-        first = held.reshape(b, heads, -1, self.page)[:, 0, :, 0]
-        score = self.score(q, body.summary["keys"][layer])
+        first = held.reshape(*held.shape[:2], -1, self.page)[..., 0]
+        score = jnp.broadcast_to(self.score(q, body.summary["keys"][layer]), first.shape)
         score = jnp.where(first < self._of_sinks * self.page, jnp.inf, score)
         _, pages = jax.lax.top_k(jnp.where(first < 0, -jnp.inf, score), self.pages_visited(body.capacity))
         full = (first >= 0).sum(-1, dtype=jnp.int32)
-        wanted = self._of_sinks - (-self.budget.count(full * self.page) // self.page)
-        counts = jnp.minimum(full, wanted)
-        return jnp.repeat(pages[:, None], heads, 1), jnp.repeat(counts[:, None], heads, 1)
+        return pages, jnp.minimum(full, self._of_sinks - (-self.budget.count(full * self.page) // self.page))
 
-    def score(self, q: Float[Array, "B N T H"], keys: Float[Array, "B K P H"]) -> Float[Array, "B P"]:
+    def score(self, q: Float[Array, "B N T H"], keys: Float[Array, "B K P H"]) -> Float[Array, "B #K P"]:
         """The sum over queries and heads of <q, the mean of a block's representatives>."""
-        (b, n, t, h), heads = q.shape, keys.shape[1]
-        together = q.reshape(b, heads, n // heads * t, h).astype(wide(q)).sum(2)
-        return jnp.einsum("bkh,bkph->bp", together, keys.astype(wide(q)))
+        met = jnp.einsum("bkh,bkph->bkp", summed(q, keys.shape[1]), keys.astype(wide(q)))
+        return met if self.by_head else met.sum(1, keepdims=True)

@@ -69,7 +69,7 @@ class LargestChannels(ReadFacts):
         guess = self.guess(q, _keys(body, layer)).sum((2, 3))
         _, slots = jax.lax.top_k(jnp.where(live, guess, -jnp.inf), self.pages_visited(body.capacity))
         full = live.sum(-1, dtype=jnp.int32)
-        return slots, jnp.minimum(full, self.budget.count(full.max(-1))[:, None])
+        return slots, jnp.minimum(full, self.budget.count(full))
 
     def guess(self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K G T S"]:
         """Logits by the largest channels of the queries, before the layer's scale."""

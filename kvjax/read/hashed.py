@@ -103,7 +103,7 @@ class HashSampling(ReadFacts):
         order = jnp.where(sinks, jnp.inf, jnp.where(by_any, _shuffled(pos, turn), -1.0))
         _, slots = jax.lax.top_k(order, self.pages_visited(body.capacity))
         found, held = (x.sum(-1, dtype=jnp.int32) for x in (by_any, pos >= 0))
-        room = jnp.minimum(found, self.budget.count(held.max(-1))[:, None])
+        room = jnp.minimum(found, self.budget.count(held))
         counts = room + sinks.sum(-1, dtype=jnp.int32)
 
         there = jnp.arange(slots.shape[-1], dtype=jnp.int32)[None, None] < counts[..., None]

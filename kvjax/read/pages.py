@@ -45,17 +45,16 @@ class PageBounds(ReadFacts):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        held = body.pos[layer]
-        live = held.reshape(*held.shape[:2], -1, self.page)[..., 0] >= 0
+        held = body.pos[layer] >= 0
+        live = held.reshape(*held.shape[:2], -1, self.page).any(-1)
         number = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)[None, None]
         behind = jnp.where(live, number, 0).max(-1)
         bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
         bounds = jnp.where(live, bounds, -jnp.inf)
         _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
-        # The budget counts the pages that the row itself fills, so a row reads the same alone and in a batch.
+        # The budget counts the pages that the list itself fills, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
-        wanted = -(-self.budget.count(full.max(-1) * self.page) // self.page)
-        return pages, jnp.minimum(full, wanted[:, None])
+        return pages, jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,4 +67,4 @@ class PersistentSlots(ReadFacts):
         ranked = jnp.einsum("bkh,bksh->bks", summed, k.astype(summed.dtype))
         _, slots = jax.lax.top_k(jnp.where(live, ranked, -jnp.inf), self.pages_visited(body.capacity))
         full = live.sum(-1, dtype=jnp.int32)
-        return slots, jnp.minimum(full, self.budget.count(full.max(-1))[:, None])
+        return slots, jnp.minimum(full, self.budget.count(full))

@@ -51,7 +51,7 @@ class RankedSlots(ReadFacts):
         score = jax.lax.stop_gradient(self.score(q, body, layer))
         _, slots = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(body.capacity))
         full = live.sum(-1, dtype=jnp.int32)
-        return slots, jnp.minimum(full, self.budget.count(full.max(-1))[:, None])
+        return slots, jnp.minimum(full, self.budget.count(full))
 
 
 def summed(q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B K H"]:
@@ -68,10 +68,13 @@ class SoftVotes(RankedSlots):
     """TokenSelect (arXiv:2411.02886, section 4.2): heads vote for slots, and a layer reads the elected ones.
 
     A query head votes for slot j with softmax_j(q k_j / sqrt(H)) over the body; the slots with the most votes
-    of all heads are read in every KV head. The first `sinks` tokens are always among them.
+    of all heads are read in every KV head. The first `sinks` tokens are always among them. by_head: the heads
+    of a group vote for slots of their own KV head alone, as they do behind a keep, which leaves KV heads other
+    tokens.
     """
 
     sinks: int = 4
+    by_head: bool = False
 
     def looks_at(self, width: int) -> int:
         """Of how many of `width` channels of every key votes are made: of all."""
@@ -82,9 +85,9 @@ class SoftVotes(RankedSlots):
         b, h, heads = q.shape[0], q.shape[-1], k.shape[1]
         rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
         s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype))
-        votes = _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum((1, 2))
-        elected = jnp.broadcast_to(votes[:, None], pos.shape)
-        return jnp.where((pos >= 0) & (pos < self.sinks), jnp.inf, elected)
+        votes = _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum(2)
+        elected = votes if self.by_head else votes.sum(1, keepdims=True)
+        return jnp.where((pos >= 0) & (pos < self.sinks), jnp.inf, jnp.broadcast_to(elected, pos.shape))
 
 
 def _shares(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:

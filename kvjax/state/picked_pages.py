@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.ops.decode.picked_decode import picked
 from kvjax.state.cache import Slots
@@ -33,6 +33,21 @@ def visited(
 
     k, v, bias = map(of_rows, (body.k, body.v, body.bias))
     return dataclasses.replace(body, k=k, v=v, pos=positions(body, layer, page, pages, counts), bias=bias)
+
+
+def spread(
+    x: Float[Array, "B K P"], page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], slots: int
+) -> Float[Array, "B K S"]:
+    """Numbers of the slots in the first `counts` of `pages` at their places among `slots`, 0 at all others.
+
+    >>> pages, counts = jnp.asarray([[[2, 0]]]), jnp.asarray([[1]])
+    >>> spread(jnp.asarray([[[5.0, 6.0, 7.0, 8.0]]]), 2, pages, counts, 6).tolist()
+    [[[0.0, 0.0, 0.0, 0.0, 5.0, 6.0]]]
+    """
+    used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
+    place = jnp.where(used, pages, slots // page)[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    put = jax.vmap(jax.vmap(lambda at, new: jnp.zeros(slots, x.dtype).at[at].set(new, mode="drop")))
+    return put(place.reshape(x.shape), x)
 
 
 def positions(

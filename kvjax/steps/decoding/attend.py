@@ -30,7 +30,7 @@ from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Met, factors_of, groups_of, meet
 from kvjax.state.codes import Codes
 from kvjax.state.page_gather import gather_pages
-from kvjax.state.picked_pages import positions, visited
+from kvjax.state.picked_pages import positions, spread, visited
 from kvjax.steps.decoding.at_layer import Part, Received
 from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
@@ -119,6 +119,8 @@ def _parts(
         parts = [(out, lse), *parts]
         if wanted:
             each = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
+            if found is not None and past.gm.read is not None:
+                each[0] = [_at_slots(past, found, m) for m in each[0]]
             received = tuple({key_of(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
     if resting is not None:
         assert found is not None
@@ -242,6 +244,13 @@ def _read(
     if past.above and keys.pos is not None:
         keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
     return keys
+
+
+def _at_slots(past: Past, found: Picks, received: Float[Array, "B K P"]) -> Float[Array, "B K S"]:
+    """What all slots of a body received, of what those that were read did: the others received nothing."""
+    body, read = past.parts[0], past.gm.read
+    assert isinstance(body, Slots)
+    return spread(received, read.granule, found.pages, found.counts, body.capacity)
 
 
 def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:

@@ -16,6 +16,7 @@ from kvjax.grammar.calls import written
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Seen
+from kvjax.grammar.read_protocols import Resting
 from kvjax.models.layers import Params
 from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.steps.decoding.losing_parts import emptied, held, losing, view_of, with_losing
@@ -79,7 +80,7 @@ def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
 def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any], ...]:
     """The arrays of slots that an eviction writes, part by part."""
     assert gm.keep is not None
-    names = {"pos", "traces", *written(gm.keep.merge)}
+    names = {"pos", "traces", *written(gm.keep.merge), *(("sums",) if isinstance(gm.read, Resting) else ())}
     return tuple({name: getattr(part, name) for name in names} for part in parts)
 
 
@@ -120,4 +121,4 @@ def _evict_layer(
     )  # fmt: skip
     found = select(keep, gm.traces, view, seen, due, now)
     rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, found.rows)
-    return _changing(gm, emptied(losing(gm, group), index, found)), rows, lost | found.lost
+    return _changing(gm, emptied(gm, losing(gm, group), index, found)), rows, lost | found.lost

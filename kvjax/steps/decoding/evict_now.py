@@ -94,7 +94,7 @@ def evict_one(
         keep.protect,
     )
     found = select(keep, gm.traces, view, seen, append, now.rows)
-    new = with_losing(gm, group, emptied(losing(gm, group), layer.index, found))
+    new = with_losing(gm, group, emptied(gm, losing(gm, group), layer.index, found))
     if keep.lower is not None:
         new = _demoted(
             gm, layer.index, new, tail_of(group).layer(layer.index), view, found.gone, now.received

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import Selected, grown
+from kvjax.compress.summaries import sums_without
 from kvjax.grammar.protocols import View
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Pages, Slots
@@ -74,7 +75,9 @@ def view_of(
     return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
 
 
-def emptied(parts: Sequence[Slots], index: int | Array, found: Selected) -> tuple[Slots, ...]:
+def emptied(
+    gm: GroupMethod, parts: Sequence[Slots], index: int | Array, found: Selected
+) -> tuple[Slots, ...]:
     """The parts of a `view_of` one layer without the slots that leave, and what these change of others."""
     changed = {name: x for name, x in found.changed.items() if name != "traces"}
     # What is encoded several tokens at a time is not written slot by slot.
@@ -87,8 +90,9 @@ def emptied(parts: Sequence[Slots], index: int | Array, found: Selected) -> tupl
         said = {
             name: put(x, found.changed["traces"][name][..., mine], 0.0) for name, x in part.traces.items()
         }
+        sums = sums_without(gm, part, gone, index) if part.sums else {}
         part = replace_layer(part, index, **{name: x[:, :, mine] for name, x in changed.items()})
-        out.append(dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said))
+        out.append(dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said, sums=sums))
     return tuple(out)
 
 
