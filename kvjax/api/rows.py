@@ -183,5 +183,5 @@ def _emptied_pages(pool: Pages, rows: Bool[Array, "B"], heads: int) -> Pages:
 
     pos = jnp.where(mine[:, None], -1, pool.pos)
     k = jax.tree.map(clear, pool.k) if pool.v is None else pool.k
-    traces = jax.tree.map(clear, pool.traces)
-    return dataclasses.replace(pool, k=k, v=jax.tree.map(clear, pool.v), pos=pos, bias=bias, traces=traces)
+    beside = jax.tree.map(clear, {"v": pool.v, "traces": pool.traces, "summary": pool.summary})
+    return dataclasses.replace(pool, k=k, pos=pos, bias=bias, **beside)

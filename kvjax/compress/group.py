@@ -108,10 +108,15 @@ class GroupMethod:
         return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
 
     @cached_property
+    def traces_of_keep(self) -> frozenset[Trace]:
+        """What a keep remembers of every slot."""
+        score = None if self.keep is None else self.keep.score
+        return frozenset() if score is None else frozenset(score.traces)
+
+    @cached_property
     def traces(self) -> tuple[Trace, ...]:
         """What is remembered of every slot."""
-        score = None if self.keep is None else self.keep.score
-        found = {*(() if score is None else score.traces)}
+        found = {*self.traces_of_keep}
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
         return tuple(sorted(found, key=key_of))
 

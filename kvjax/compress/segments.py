@@ -151,8 +151,8 @@ def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
 
     def make(slots: Slots) -> Slots:
         body = with_summary(gm, encoded(_sized(slots, capacity), gm))
-        # What a read remembers of slots goes into its summaries.
-        traces = {} if isinstance(gm.read, Remembering) else body.traces
+        # What a read alone remembers of slots goes into its summaries.
+        traces = {} if isinstance(gm.read, Remembering) and gm.keep is None else body.traces
         return dataclasses.replace(body, traces=traces)
 
     body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
@@ -337,21 +337,28 @@ def remember_in_pages(
     return pools
 
 
-def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
+def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = ()) -> int:
     """Bytes of keys and values that a decode step leaves unread because a read method visits some slots.
 
     What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
-    decoded to look at any of it.
+    decoded to look at any of it. Lists in pages count with the share that the longest one leaves.
     """
     if gm.read is None or gm.picks:
         return 0
-    (body,) = group.bodies
+    *pages, body = group.bodies
     assert isinstance(body, Slots)
     slots, width = body.capacity, width_of(body.k)
+    held, found = nbytes(body.k), nbytes(body.v)
+    for one in pages:
+        assert isinstance(one, Paged)
+        pool = pools[one.pool]
+        slots += one.most * pool.page_tokens
+        held += nbytes(pool.k) * one.lengths.shape[0] // pool.layers
+        found += nbytes(pool.v) * one.lengths.shape[0] // pool.layers
     left = slots - gm.read.pages_visited(slots) * gm.granule
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
-    keys = nbytes(body.k) * max(left * width - slots * looked, 0) // (slots * width)
+    keys = held * max(left * width - slots * looked, 0) // (slots * width)
     # Of what the device holds of a body in host memory a step reads what it does not count there.
     copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
-    return keys + nbytes(body.v) * left // slots + copies
+    return keys + found * left // slots + copies

@@ -13,8 +13,9 @@ from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
 from kvjax.grammar.read_protocols import Learning, Remembering, Resting
 from kvjax.models.attending import turned
-from kvjax.state.cache import GroupState, Slots
+from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.codes import Codes, dense, lent
+from kvjax.state.page_gather import gather_pages
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:
@@ -94,25 +95,70 @@ def _added(old: Array, more: Array, layer: int | Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(old, part + more, layer, 0)
 
 
-def learnt(gm: GroupMethod, group: GroupState, past: GroupState, idle: Bool[Array, "B"]) -> GroupState:
-    """A group at the end of a prefill, summarised by what its method learns of it (`Learning`).
+def summarised(
+    gm: GroupMethod, group: GroupState, past: GroupState, pools: tuple[Pages, ...], idle: Bool[Array, "B"]
+) -> tuple[GroupState, tuple[Pages, ...]]:
+    """A group at the end of a prefill with all that its read keeps beside slots, and the pools likewise.
 
-    past: the group before. Rows that got no tokens, `idle`, keep what was learnt of them.
+    What a method learns of keys (`Learning`) it learns here; else summaries of slots are made where these are
+    written, but for those in pages, which are written once. past: the group before. Rows that got no tokens,
+    `idle`, keep what was learnt of them.
     """
     read = gm.read
-    if not isinstance(read, Learning):
-        return group
-    (body,) = group.bodies
+    if read is None or not group.bodies:
+        return group, pools
+    *pages, body = group.bodies
     assert isinstance(body, Slots)
+    if not pages and not isinstance(read, Learning):
+        return group, pools
+    before = past.bodies[-1].sums if past.bodies and isinstance(past.bodies[-1], Slots) else {}
+    (lists,) = pages or (None,)
+    sums = _of_lists(gm, lists, body, pools, before, idle)
+    body = dataclasses.replace(body, sums=body.sums | sums)
+    if isinstance(read, Learning):
+        meet = lambda k, pos: as_queries_meet(gm, dense(k)[None], pos[None])[0]  # noqa: E731
+        summary = over_layers(
+            lambda k, pos, sums: read.summarise(meet(k, pos), sums), lent(body.k, gm.taught), body.pos, sums
+        )
+        body = dataclasses.replace(body, summary=summary)
+    if lists is not None:
+        pools = (*pools[: lists.pool], _in_pool(gm, lists, pools[lists.pool], sums), *pools[lists.pool + 1 :])
+    return dataclasses.replace(group, bodies=(*pages, body)), pools
 
-    def one(k: Array | Codes, pos: Int[Array, "B K S"], old: dict[str, Array]) -> tuple[Any, Any]:
-        k = as_queries_meet(gm, dense(k)[None], pos[None])[0]
-        new = read.learn(k, pos)
+
+def _of_lists(
+    gm: GroupMethod, lists: Paged | None, body: Slots, pools: tuple[Pages, ...], before: dict[str, Array],
+    idle: Bool[Array, "B"],
+) -> dict[str, Array]:  # fmt: skip
+    """What a read holds of the keys and values of a list together, its pages and the body behind them."""
+    read = gm.read
+    if not isinstance(read, Learning | Resting):
+        return {}
+
+    def one(body: Slots, old: dict[str, Array], lists: Paged | None) -> dict[str, Array]:
+        parts = [body.keys()] if lists is None else [gather_pages(lists, pools[lists.pool]), body.keys()]
+        k, v, pos = (jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True))
+        new = read.total(jnp.where((pos >= 0)[..., None], v, 0)) if isinstance(read, Resting) else {}
+        if isinstance(read, Learning):
+            new = new | read.learn(as_queries_meet(gm, k[None], pos[None])[0], pos)
         stay = {n: idle.reshape(-1, *(1,) * (x.ndim - 1)) for n, x in new.items()}
-        new = {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
-        return new, read.summarise(k, new)
+        return {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
 
-    before = past.bodies[0].sums if past.bodies and isinstance(past.bodies[0], Slots) else {}
-    sums, summary = over_layers(one, lent(body.k, gm.taught), body.pos, before)
-    body = dataclasses.replace(body, sums=body.sums | sums, summary=summary)
-    return dataclasses.replace(group, bodies=(body,))
+    bare = dataclasses.replace(lent(body, gm.taught), sums={}, summary={}, traces={}, near=None)
+    return over_layers(one, bare, before, lists)
+
+
+def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
+    """The pool with summaries of a group's pages; those of other groups stay."""
+    k = as_queries_meet(gm, dense(pool.k)[None, :, None], pool.pos[None, :, None])[0, :, 0]
+    layers, rows, heads = lists.lengths.shape
+    owner = pool.owner - lists.first_layer * rows * heads
+    mine = (owner >= 0) & (owner < layers * rows * heads) & (pool.owner >= 0)
+    held = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:])[jnp.where(mine, owner, 0)], sums)
+
+    def put(name: str, new: Array) -> Array:
+        there = mine.reshape(-1, *(1,) * (new.ndim - 1))
+        return jnp.where(there, new, pool.summary.get(name, jnp.zeros((), new.dtype)))
+
+    new = _summarised(gm.read, k, held, pool.traces)
+    return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})

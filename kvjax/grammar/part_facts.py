@@ -43,11 +43,12 @@ class KeepFacts(Stating):
             Fact.SAME_TOKENS: "leaves other tokens in each layer",
         }
         if self.when.in_steps:
-            found[Fact.SLOTS_STAY] = "evicts while decoding"
             if self.merge is not None:
                 found[Fact.WRITTEN_ONCE] = "merges slots while decoding"
         if not self.allocate.uniform:
             found[Fact.EQUAL_LISTS] = "gives heads unequal numbers, which lie in pages"
+            if self.when.in_steps:
+                found[Fact.STEADY_PAGES] = "evicts from them while decoding"
         if self.lower is not None:
             found |= dict.fromkeys((Fact.ONE_TIER, Fact.WRITTEN_ONCE), "moves slots to a second tier")
         if not self.phase.steady:

@@ -72,8 +72,8 @@ def build_pages(
         owner,
         None if views[0].bias is None else move(tuple(v.bias for v in views), 0),  # type: ignore[arg-type]
         {name: move(tuple(v.traces[name] for v in views), 0) for name in views[0].traces},
-        counts.shape[0],
-        shared or 0,
+        layers=counts.shape[0],
+        shared=shared or 0,
     )
     # As wide for a small pool as for a large one: layers that are chosen among together must look alike.
     most = -(-(slots or max(m.shape[-1] for m in kept)) // page)

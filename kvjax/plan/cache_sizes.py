@@ -92,7 +92,8 @@ class Sizes:
         groups = Run(self.config, method).groups(params)
 
         def count(cache: Cache) -> None:
-            unread = (unread_bytes(gm, group) for gm, group in zip(groups, cache.groups, strict=True))
+            pairs = zip(groups, cache.groups, strict=True)
+            unread = (unread_bytes(gm, group, cache.pools) for gm, group in pairs)
             read.append(nbytes(cache) - sum(unread))
 
         jax.eval_shape(count, self.cache(method))

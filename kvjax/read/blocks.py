@@ -105,7 +105,6 @@ class RepresentativeKeys(ReadFacts):
     def requires(self) -> Told:
         return {
             **super().requires,
-            Fact.SLOTS_STAY: "remembers what slots are asked for until they enter a block",
             Fact.PLAIN_READING: "remembers what tokens of a prompt are asked for",
         }
 
@@ -146,11 +145,12 @@ class RepresentativeKeys(ReadFacts):
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
         """The blocks of the sinks and those of the largest scores, and how many of them count."""
         held = body.pos[layer]
-        first = held.reshape(*held.shape[:2], -1, self.page)[..., 0]
-        score = jnp.broadcast_to(self.score(q, body.summary["keys"][layer]), first.shape)
+        blocks = held.reshape(*held.shape[:2], -1, self.page)
+        live, first = (blocks >= 0).any(-1), jnp.where(blocks < 0, 2**30, blocks).min(-1)
+        score = jnp.broadcast_to(self.score(q, body.summary["keys"][layer]), live.shape)
         score = jnp.where(first < self._of_sinks * self.page, jnp.inf, score)
-        _, pages = jax.lax.top_k(jnp.where(first < 0, -jnp.inf, score), self.pages_visited(body.capacity))
-        full = (first >= 0).sum(-1, dtype=jnp.int32)
+        _, pages = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(body.capacity))
+        full = live.sum(-1, dtype=jnp.int32)
         return pages, jnp.minimum(full, self._of_sinks - (-self.budget.count(full * self.page) // self.page))
 
     def score(self, q: Float[Array, "B N T H"], keys: Float[Array, "B K P H"]) -> Float[Array, "B #K P"]:

@@ -19,8 +19,7 @@ def k_means(
 ) -> Float[Array, "*b C H"]:
     """Centroids of the live rows of x after `turns` turns of Lloyd's algorithm (1982).
 
-    The first ones are evenly spaced live rows, which lie in front of all others. A centroid that no row is
-    nearest to stays where it is.
+    The first ones are evenly spaced live rows. A centroid that no row is nearest to stays where it is.
 
     >>> x = jnp.asarray([[0.0], [1.0], [9.0], [11.0], [5.0]])
     >>> k_means(x, jnp.arange(5) < 4, 2, 3).tolist()
@@ -28,7 +27,9 @@ def k_means(
     """
     many = live.sum(-1, dtype=jnp.int32)[..., None]
     odd = (2 * jnp.arange(count, dtype=jnp.int32) + 1).reshape(*(1,) * (many.ndim - 1), -1)
-    start = jnp.take_along_axis(x, (odd * many // (2 * count))[..., None], axis=-2)
+    rows = jnp.argsort(~live, axis=-1, stable=True)
+    start = jnp.take_along_axis(rows, odd * many // (2 * count), axis=-1)
+    start = jnp.take_along_axis(x, start[..., None], axis=-2)
 
     def turn(_: int | Array, centroids: Float[Array, "*b C H"]) -> Float[Array, "*b C H"]:
         mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, axis=-2, dtype=x.dtype)

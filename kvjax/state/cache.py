@@ -91,7 +91,8 @@ class Pages:
 
     k, v: [P, page, H] or Codes (v None: the first `shared` channels of k); pos, bias: [P, page]. owner[p] =
     (layer * B + row) * K + head with layers counted inside the pool, or -1 where a page is free; pages lie in
-    the order of their owners. traces: as of `Slots`, [P, page].
+    the order of their owners. traces: as of `Slots`, [P, page]. summary: what a read method keeps per `granule`
+    of its slots, [P, page / granule, ...].
     """
 
     k: Array | Codes
@@ -100,6 +101,7 @@ class Pages:
     owner: Int[Array, "P"]
     bias: Float[Array, "P page"] | None = None
     traces: dict[str, Float[Array, "P page"]] = dataclasses.field(default_factory=dict)
+    summary: dict[str, Array] = dataclasses.field(default_factory=dict)
     layers: int = dataclasses.field(default=1, metadata=dict(static=True))
     shared: int = dataclasses.field(default=0, metadata=dict(static=True))
 

@@ -19,13 +19,19 @@ def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"
     return {name: x[table].reshape(*lists, -1) for name, x in pool.traces.items()}
 
 
+def gather_summary(segment: Paged, pool: Pages) -> dict[str, Array]:
+    """What a read keeps beside one layer's pages, [B, K, M * page / granule, ...]."""
+    table, lists = pool.table(segment), segment.lengths.shape
+    return {name: x[table].reshape(*lists, -1, *x.shape[2:]) for name, x in pool.summary.items()}
+
+
 def gather_pages(segment: Paged, pool: Pages) -> Keys:
     """One layer's pages as dense keys [B, K, M * page, H]."""
     b, k = segment.lengths.shape
     most, table = segment.most * pool.page_tokens, pool.table(segment)
     live = jnp.arange(most)[None, None] < segment.lengths[..., None]
 
-    mine = jax.tree.map(lambda leaf: leaf[table], dataclasses.replace(pool, traces={}))
+    mine = jax.tree.map(lambda leaf: leaf[table], dataclasses.replace(pool, traces={}, summary={}))
 
     def flat(x: Array) -> Array:
         return x.reshape(b, k, most, -1)

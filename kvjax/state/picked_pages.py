@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.ops.attention.union import Keys
 from kvjax.ops.decode.picked_decode import picked
-from kvjax.state.cache import Slots
-from kvjax.state.codes import Codes
+from kvjax.state.cache import Paged, Pages, Slots
+from kvjax.state.codes import Codes, dense
 
 
 def visited(
@@ -35,6 +36,31 @@ def visited(
     return dataclasses.replace(body, k=k, v=v, pos=positions(body, layer, page, pages, counts), bias=bias)
 
 
+def visited_of_lists(
+    lists: Paged, pool: Pages, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
+) -> Keys:
+    """The slots of the first `counts` of `pages` of one layer's lists, which lie in a pool.
+
+    A page of the pool holds several pages of `page` slots, side by side.
+    """
+    each = pool.page_tokens // page
+    place = jnp.take_along_axis(pool.table(lists), pages // each, axis=2) * each + pages % each
+
+    def pick(x: Array) -> Array:
+        blocks = x.reshape(x.shape[0] * each, x.shape[1] // each, *x.shape[2:])[place]
+        return blocks.reshape(*place.shape[:2], -1, *x.shape[2:])
+
+    slot = pages[..., None] * page + _within(page)
+    used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
+    live = (used[..., None] & (slot < lists.lengths[..., None, None])).reshape(*pages.shape[:2], -1)
+    k, v, pos, bias = jax.tree.map(pick, (pool.k, pool.v, pool.pos, pool.bias))
+    k = dense(k)
+    v = k[..., : pool.shared] if v is None else dense(v)
+    # Pages of another list may hold inf or NaN, and that times a weight of 0 is NaN.
+    v = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
+    return Keys(k, v, jnp.where(live, pos, -1), bias)
+
+
 def spread(
     x: Float[Array, "B K P"], page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B K S"]:
@@ -45,7 +71,7 @@ def spread(
     [[[0.0, 0.0, 0.0, 0.0, 5.0, 6.0]]]
     """
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
-    place = jnp.where(used, pages, slots // page)[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    place = jnp.where(used, pages, slots // page)[..., None] * page + _within(page)
     put = jax.vmap(jax.vmap(lambda at, new: jnp.zeros(slots, x.dtype).at[at].set(new, mode="drop")))
     return put(place.reshape(x.shape), x)
 
@@ -56,3 +82,7 @@ def positions(
     """Positions of the slots in the first `counts` of `pages`; -1 for the slots of the other pages."""
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     return jnp.where(jnp.repeat(used, page, axis=2), picked(body.pos[layer][None], pages, 0, page), -1)
+
+
+def _within(page: int) -> Int[Array, "1 1 1 page"]:
+    return jnp.arange(page, dtype=jnp.int32)[None, None, None]

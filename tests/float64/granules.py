@@ -1,13 +1,15 @@
-"""KIVI's codes under a keep that evicts while decoding, in float64 numpy, token by token.
+"""Granules of tokens under a keep that evicts while decoding, in float64 numpy, token by token.
 
-Written from the rules: KIVI (arXiv:2402.02750, section 3.3) quantises `g` tokens at a time, keys by
+Granules are codes of several tokens, or pages that a read chooses among. Written from the rules: KIVI (arXiv:2402.02750, section 3.3) quantises `g` tokens at a time, keys by
 channel and values by token, and leaves the newest tokens as they are; H2O (arXiv:2306.14048, section 4) gives
-up the token of the least attention received so far, wherever it is stored.
+up the token of the least attention received so far, wherever it is stored; Quest (arXiv:2406.10774, section
+3.3) ranks pages by the channel-wise bounds of their keys, and what is not read receives no attention.
 """
 
 import numpy as np
 
 from tests.float64.codes import affine
+from tests.float64.reads import sparq_guesses
 from tests.float64.reference import rope, softmax
 
 
@@ -15,14 +17,18 @@ class Granules:
     """A row whose lists are granules of codes and a plain tail.
 
     kept: per layer, a boolean [K, T] of the prompt's tokens that stay. places: how many granules a list has
-    room for. worst(tokens, length) -> the index of the token that leaves, among dicts with "pos", "mass" and
+    room for. bits: of codes; None where tokens stay as computed. attends(q [G, H], body, tail) -> out [G, V], the
+    tokens that were read, and their attention [G, S]. worst(tokens, length) -> the index of the token that leaves, among dicts with "pos", "mass" and
     "now", or None. memory counts how often a granule was emptied (`emptied`) and was gathered (`gathered`).
     """
 
-    def __init__(self, prompt, kept, *, bits, group, residual, places, worst):
+    def __init__(self, prompt, kept, *, bits, group, residual, places, worst, attends=None):
+        self.attends = attends or everything
         self.decoder, self.length, self.worst = prompt.decoder, prompt.length, worst
         self.g, self.residual, self.places = group, residual, places
-        self.of_keys, self.of_values = affine(bits, group, channel=True), affine(bits, group)
+        plain = lambda x: x  # noqa: E731
+        self.of_keys = plain if bits is None else affine(bits, group, channel=True)
+        self.of_values = plain if bits is None else affine(bits, group)
         self.memory = dict(emptied=0, gathered=0)
         self.lists = []
         for layer, stays in enumerate(kept):
@@ -46,7 +52,8 @@ class Granules:
     def encoded(self, tokens):
         keys = self.of_keys(np.stack([t["k"] for t in tokens]))
         values = self.of_values(np.stack([t["v"] for t in tokens]))
-        return [t | dict(k=k, v=v) for t, k, v in zip(tokens, keys, values, strict=True)]
+        bounds = dict(low=keys.min(0), high=keys.max(0))
+        return [t | dict(k=k, v=v) | bounds for t, k, v in zip(tokens, keys, values, strict=True)]
 
     def flush(self, one):
         """The oldest g tokens of a tail that holds residual + g of them become a granule, and so on."""
@@ -92,9 +99,11 @@ class Granules:
                 one["tail"].append(dict(pos=at, mass=0.0, k=k[head, 0], v=v[head, 0]))
                 tokens = self.tokens(one)
                 mine = q.reshape(len(lists), -1, c.head_dim)[head]
-                p = softmax(mine @ np.stack([t["k"] for t in tokens]).T / np.sqrt(c.head_dim))
-                outs.append(p @ np.stack([t["v"] for t in tokens]))
-                for t, now in zip(tokens, p.sum(0), strict=True):
+                out, seen, p = self.attends(mine, [g for g in one["body"] if g], one["tail"])
+                outs.append(out)
+                for t in tokens:
+                    t["now"] = 0.0
+                for t, now in zip(seen, p.sum(0), strict=True):
                     t["now"], t["mass"] = now, t["mass"] + now
                 gone = self.worst(tokens, self.length)
                 if gone is not None:
@@ -109,6 +118,43 @@ class Granules:
             if any(t is token for t in held):
                 held[:] = [t for t in held if t is not token]
                 self.memory["emptied"] += not held
+
+
+def everything(q, body, tail):
+    """Attention to all tokens."""
+    seen = [*(t for granule in body for t in granule), *tail]
+    keys, values = (np.stack([t[name] for t in seen]) for name in ("k", "v"))
+    p = softmax(q @ keys.T / np.sqrt(q.shape[-1]))
+    return p @ values, seen, p
+
+
+def quest(count, page):
+    """Attention to the pages whose keys could score highest for any query, and to the tail."""
+
+    def attends(q, body, tail):
+        bounds = [np.maximum(q * g[0]["low"], q * g[0]["high"]).sum(-1).max() for g in body]
+        order = sorted(range(len(body)), key=lambda i: -bounds[i])
+        most = -(-count(len(body) * page) // page) if body else 0
+        return everything(q, [body[i] for i in order[:most]], tail)
+
+    return attends
+
+
+def sparq(count, channels):
+    """SparQ (arXiv:2312.04985, section 4): the tokens of the largest guesses, the tail, and a mean for the rest."""
+
+    def attends(q, body, tail):
+        old = [t for granule in body for t in granule]
+        guesses, _ = sparq_guesses(q, np.stack([t["k"] for t in [*old, *tail]]), channels)
+        order = sorted(range(len(old)), key=lambda i: -guesses[:, i].sum())
+        read = sorted(order[: count(len(old))]) if old else []
+        out, seen, p = everything(q, [[old[i] for i in read]], tail)
+        chosen = [*read, *range(len(old), len(old) + len(tail))]
+        alpha = softmax(guesses)[:, chosen].sum(-1, keepdims=True)
+        mean = np.mean([t["v"] for t in [*old, *tail]], axis=0)
+        return alpha * out + (1 - alpha) * mean, seen, p
+
+    return attends
 
 
 def heaviest(count, recent, name="mass"):

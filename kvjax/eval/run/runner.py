@@ -237,7 +237,7 @@ class Runner:
             rows = prompt.positions.length.shape[0]
             held = nbytes(cache)
             unread = sum(
-                unread_bytes(gm, group)
+                unread_bytes(gm, group, cache.pools)
                 for gm, group in zip(run.groups(model.params), cache.groups, strict=True)
             )
             self.bytes[key] = Bytes(held // rows, (held - unread) // rows, host_nbytes(cache) // rows)

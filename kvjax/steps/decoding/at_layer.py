@@ -16,7 +16,7 @@ from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.state.cache import Cache, GroupState
-from kvjax.steps.decoding.past import Past, Picks
+from kvjax.steps.decoding.past import Found, Past
 from kvjax.steps.shared.run import Run
 
 # What the slots of one part received of a query, by the key of the observed mass.
@@ -60,7 +60,7 @@ class AtLayer(NamedTuple):
     state: GroupState
     past: Past
     others: tuple[Turn, ...] = ()
-    found: Picks | None = None
+    found: Found | None = None
     parts: tuple[Part, ...] = ()
     out: Float[Array, "B N 1 V"] | None = None
     logits: AttentionLogits = ()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -30,7 +31,7 @@ from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Met, factors_of, groups_of, meet
 from kvjax.state.codes import Codes
 from kvjax.state.page_gather import gather_pages
-from kvjax.state.picked_pages import positions, spread, visited
+from kvjax.state.picked_pages import positions, spread, visited, visited_of_lists
 from kvjax.steps.decoding.at_layer import Part, Received
 from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
@@ -41,9 +42,9 @@ from kvjax.steps.decoding.dispatch import (
     turn_in_kernel,
     what_kernels_read,
 )
-from kvjax.steps.decoding.past import Past, Picks
+from kvjax.steps.decoding.past import Found, Past, Picks
 from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
-from kvjax.steps.decoding.picks import as_met
+from kvjax.steps.decoding.picks import as_met, picked_from
 from kvjax.steps.decoding.rotate_pages import attend_turned_pages
 from kvjax.steps.shared.rotate import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.steps.shared.run import Run
@@ -54,7 +55,7 @@ Factors = tuple[Array | None, Array | None]
 
 def attend_past(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: Picks | None, more: Sequence[Part] = (),
+    found: Found | None, more: Sequence[Part] = (),
 ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """One query over a layer's parts; what the slots of each received, where that is asked for; the logits.
 
@@ -83,7 +84,7 @@ def _merged(parts: Sequence[Part]) -> Part:
 
 def _parts(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: Picks | None, more: Sequence[Part],
+    found: Found | None, more: Sequence[Part],
 ) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """The parts of the union that a query attends to, each by itself or together with others."""
     pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
@@ -120,11 +121,12 @@ def _parts(
         if wanted:
             each = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
             if found is not None and past.gm.read is not None:
-                each[0] = [_at_slots(past, found, m) for m in each[0]]
+                for i, picks in enumerate(found.parts):
+                    each[i] = tuple(_at_slots(past, i, picks, pools, m) for m in each[i])
             received = tuple({key_of(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
     if resting is not None:
         assert found is not None
-        parts.append(_rest_of(run, stored, layer, q, resting, found, parts))
+        parts.append(_rest_of(run, stored, layer, q, resting, found.whole, pools, parts))
     return [*parts, *more], received, scores
 
 
@@ -134,7 +136,7 @@ def _unreadable(x: Projected) -> Expand | None:
 
 
 def _apart(
-    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[Met, Factors], found: Picks | None,
+    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[Met, Factors], found: Found | None,
     pools: tuple[Pages, ...], at: Int[Array, "B"],
 ) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
     """Segment `i` by itself: (out, lse, mass if it is wanted); None where it is attended with others."""
@@ -142,7 +144,7 @@ def _apart(
     copies = copies_of(segment, at.shape[0])
     mine, when = side_by_side(met.q, lists_of(segment)), at.reshape(-1, copies)
     if isinstance(segment, Paged):
-        if pages_apart(run, past, layer, x, i, pools[segment.pool]):
+        if picking(past, i) is None and pages_apart(run, past, layer, x, i, pools[segment.pool]):
             return *_attend_pages(run, past, layer, i, segment, pools[segment.pool], mine, when), None
     else:
         sized = sizes[0] is not None, sizes[1] is not None
@@ -170,7 +172,7 @@ def _attend_pages(
 
 def _in_kernel(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
-    asked: tuple[Array, Array, Array], sizes: Factors, found: Picks | None,
+    asked: tuple[Array, Array, Array], sizes: Factors, found: Found | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """Segment `i` in a kernel. asked: queries by the lists of the segment and when they ask; when rows do."""
     q, when, pos = asked
@@ -178,7 +180,8 @@ def _in_kernel(
     if (read := picking(past, i)) is not None:
         assert found is not None
         call = partial(_attend_picked, run, layer, read, implementation)
-        picks = found._replace(bias=_by_list(found.bias, slots.kv_heads))
+        picks = found.parts[i]
+        picks = picks._replace(bias=_by_list(picks.bias, slots.kv_heads))
         return attended_on_each(split, call, slots, x.q, pos, past.index, picks)
     call = partial(_attend_slots, run, layer, bool(past.gm.masses), implementation)
     turn = turn_in_kernel(past, layer, i)
@@ -217,7 +220,7 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 
 def _read(
-    run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    run: Run, past: Past, layer: Layer, i: int, found: Found | None, pools: tuple[Pages, ...],
     at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
     """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
@@ -225,12 +228,17 @@ def _read(
     rows: as many as the segment has, whose copies then read them side by side, or one for every copy.
     """
     segment = past.parts[i]
-    if isinstance(segment, Paged):
-        keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
-    elif (read := picking(past, i)) is not None:
+    if (read := picking(past, i)) is not None:
         assert found is not None
-        keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
-        keys = keys._replace(bias=_biases(keys.bias, found.bias))
+        pages, counts, bias = found.parts[i]
+        if isinstance(segment, Paged):
+            lists, pool = segment.layer(past.index), pools[segment.pool]
+            keys = visited_of_lists(lists, pool, read.granule, pages, counts)
+        else:
+            keys = visited(segment, past.index, read.granule, pages, counts).keys()
+        keys = keys._replace(bias=_biases(keys.bias, bias))
+    elif isinstance(segment, Paged):
+        keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
     if past.turn is not None and picking(past, i) is not None and past.turn.keys:
@@ -246,11 +254,13 @@ def _read(
     return keys
 
 
-def _at_slots(past: Past, found: Picks, received: Float[Array, "B K P"]) -> Float[Array, "B K S"]:
-    """What all slots of a body received, of what those that were read did: the others received nothing."""
-    body, read = past.parts[0], past.gm.read
-    assert isinstance(body, Slots)
-    return spread(received, read.granule, found.pages, found.counts, body.capacity)
+def _at_slots(
+    past: Past, i: int, picks: Picks, pools: tuple[Pages, ...], received: Float[Array, "B K P"]
+) -> Float[Array, "B K S"]:
+    """What all slots of segment `i` received, of what those that were read did: the others received nothing."""
+    part, page = past.parts[i], past.gm.read.granule
+    slots = part.most * pools[part.pool].page_tokens if isinstance(part, Paged) else part.capacity
+    return spread(received, page, picks.pages, picks.counts, slots)
 
 
 def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
@@ -261,13 +271,16 @@ def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
 
 
 def _rest_of(
-    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: Picks, parts: Sequence[Part]
-) -> Part:
+    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: Picks, pools: tuple[Pages, ...],
+    parts: Sequence[Part],
+) -> Part:  # fmt: skip
     """What a method answers for the slots that it leaves out, given the parts that were attended."""
-    body, lse = past.parts[0], merge(parts)[1]
-    assert isinstance(body, Slots)
-    tail, _ = as_met(past, past.tail)
-    body, index = as_met(past, body)
+    lse = merge(parts)[1]
+    body, index = picked_from(past, pools)
+    if isinstance(past.parts[0], Slots):
+        tail, _ = as_met(past, past.tail)
+    else:
+        tail, _ = as_met(past._replace(index=0), jax.tree.map(lambda x: x[past.index][None], past.tail))
     attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
     chosen = found.pages, found.counts
     out, left = read.rest(q, body, tail, index, chosen, lse, attention)
@@ -280,10 +293,13 @@ def met_by(
     gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
     received: tuple[Received, ...], layer: Layer,
 ) -> tuple[Received, ...]:  # fmt: skip
-    """Attention that slots received, and traces that are computed from the query and the slots."""
+    """Attention that slots received, and traces that are computed from the query and the slots.
+
+    Slots that a read picks from are past what it remembers of the newest tokens: they add nothing to that.
+    """
     if not gm.meetings:
         return received
-    out = []
+    out, of_keep = [], {o for trace in gm.traces_of_keep for o in trace.needs}
     for i, (segment, own) in enumerate(zip(past.parts, received or ({},) * len(past.parts), strict=True)):
         if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
             one = segment.layer(past.index)
@@ -292,7 +308,9 @@ def met_by(
                 keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
             assert keys.pos is not None
             seen = q, at[:, None], keys.k, keys.pos, layer.number
-            own = own | {key_of(o): met(o, *seen) for o in gm.meetings}
+            none = jnp.zeros(keys.pos.shape, jnp.float32)
+            done = {o for o in gm.meetings if picking(past, i) is not None and o not in of_keep}
+            own = own | {key_of(o): none if o in done else met(o, *seen) for o in gm.meetings}
         out.append(own)
     return tuple(out)
 

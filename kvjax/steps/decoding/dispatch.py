@@ -24,8 +24,11 @@ from kvjax.steps.shared.run import Run
 
 
 def picking(past: Past, i: int) -> Read | None:
-    """What picks the pages that are read of segment `i`; None where all are."""
-    return past.gm.read if i == 0 else None
+    """What picks the pages that are read of segment `i`; None where all are.
+
+    It picks of the body, and of pages before it.
+    """
+    return past.gm.read if i == 0 or (i == 1 and isinstance(past.parts[0], Paged)) else None
 
 
 def form_of(

@@ -20,6 +20,13 @@ class Picks(NamedTuple):
     bias: Float[Array, "B N P"] | None = None
 
 
+class Found(NamedTuple):
+    """What a method picks of all slots of a layer together, and of each of the parts that hold them."""
+
+    whole: Picks
+    parts: tuple[Picks, ...]
+
+
 class Past(NamedTuple):
     """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
 

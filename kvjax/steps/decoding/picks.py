@@ -6,23 +6,27 @@ import dataclasses
 from functools import partial
 
 import jax
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from kvjax.compress.summaries import as_queries_meet
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_protocols import Sampling
 from kvjax.place.host import fetched
-from kvjax.state.cache import Slots
+from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
+from kvjax.state.page_gather import gather_pages, gather_summary
 from kvjax.steps.decoding.at_layer import AtLayer
-from kvjax.steps.decoding.past import Past, Picks
+from kvjax.steps.decoding.past import Found, Past, Picks
 from kvjax.steps.decoding.per_device import picked_on_each, split_of
 from kvjax.steps.shared.run import Run
 
 
 def pick(here: AtLayer) -> AtLayer:
     """Chooses the pages that this layer's query reads."""
-    return here._replace(found=_chosen(here.run, here.past, here.q, here.token.length))
+    token, past = here.token, here.past
+    found = _chosen(here.run, past, here.q, token.length, token.cache.pools)
+    return here._replace(found=by_part(past, token.cache.pools, found))
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:
@@ -41,15 +45,39 @@ def bring_picked(here: AtLayer) -> AtLayer:
     """Brings the chosen pages to the device from host memory, where it does not hold them."""
     past, found, body = here.past, here.found, here.past.parts[0]
     assert isinstance(body, Slots) and found is not None
+    picks = found.whole
     body, places = fetched(
-        body, past.index, found.pages, found.counts, past.gm.read.granule, here.run.on_mesh
+        body, past.index, picks.pages, picks.counts, past.gm.read.granule, here.run.on_mesh
     )
     assert body.near is not None
+    picks = picks._replace(pages=places)
     return here._replace(
         past=past._replace(parts=(body.near.slots, *past.parts[1:])),
         state=dataclasses.replace(here.state, bodies=(body,)),
-        found=found._replace(pages=places),
+        found=Found(picks, (picks,)),
     )
+
+
+def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Array]:
+    """The slots that a read picks of, with keys as queries meet them, and where the layer lies in them.
+
+    Where some of them lie in pages, the body behind these follows in one list.
+    """
+    body = past.parts[0]
+    if isinstance(body, Slots):
+        return as_met(past, body)
+    behind = past.parts[1]
+    assert isinstance(behind, Slots)
+    pages, pool, own = body.layer(past.index), pools[body.pool], behind.layer(past.index)
+    old, new = gather_pages(pages, pool), own.keys()
+    join = lambda a, b: jnp.concatenate([a, b], axis=2)[None]  # noqa: E731
+    summary = {n: join(x, own.summary[n]) for n, x in gather_summary(pages, pool).items()}
+    sums = {n: x[None] for n, x in own.sums.items()}
+    values = None if own.v is None else join(old.v, new.v)
+    union = Slots(
+        join(old.k, new.k), values, join(old.pos, new.pos), summary=summary, sums=sums, shared=own.shared
+    )
+    return as_met(past._replace(index=0), union)
 
 
 def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
@@ -60,15 +88,46 @@ def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
     return dataclasses.replace(one, k=as_queries_meet(past.gm, dense(one.k), one.pos)), 0
 
 
-def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
-    read, body = past.gm.read, past.parts[0]
-    assert isinstance(body, Slots)
-    body, index = as_met(past, body)
+def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> Found:
+    """What is picked of all slots together, sorted by the parts that hold them."""
+    body = past.parts[0]
+    if isinstance(body, Slots):
+        return Found(found, (found,))
+    behind, granule = past.parts[1], past.gm.read.granule
+    assert isinstance(behind, Slots)
+    sizes = (body.most * pools[body.pool].page_tokens // granule, behind.capacity // granule)
+    used = jnp.arange(found.pages.shape[2], dtype=jnp.int32)[None, None] < found.counts[..., None]
+    parts, start = [], 0
+    for size in sizes:
+        at = found.pages - start
+        mine, start = used & (at >= 0) & (at < size), start + size
+        order = jnp.argsort(~mine, axis=-1, stable=True)[..., :size]
+        pages = jnp.take_along_axis(jnp.where(mine, at, 0), order, axis=-1)
+        parts.append(Picks(pages, mine.sum(-1, dtype=jnp.int32), _in_order(found.bias, order, granule)))
+    return Found(found, tuple(parts))
+
+
+def _in_order(
+    bias: Float[Array, "B N P"] | None, order: Int[Array, "B K m"], granule: int
+) -> Float[Array, "B N p"] | None:
+    """Biases of the slots in pages, in another order of the pages."""
+    if bias is None:
+        return None
+    (b, n, _), heads = bias.shape, order.shape[1]
+    rows = jnp.repeat(order, n // heads, axis=1)[..., None]
+    return jnp.take_along_axis(bias.reshape(b, n, -1, granule), rows, axis=2).reshape(b, n, -1)
+
+
+def _chosen(
+    run: Run, past: Past, q: Float[Array, "B N 1 H"], length: Int[Array, "B"], pools: tuple[Pages, ...]
+) -> Picks:
+    read, paged = past.gm.read, not isinstance(past.parts[0], Slots)
+    body, index = picked_from(past, pools)
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, index, length))
     else:
         # The queries of a group choose together, as where what slots receive is summed.
-        alone = getattr(read, "by_list", False)
+        alone = getattr(read, "by_list", False) and not paged
         split = split_of(run.on_mesh, body, mass=True) if alone else None
         select = partial(read.select, implementation=run.without_gpu)
         found = Picks(*picked_on_each(split, select, q, body, index, length))

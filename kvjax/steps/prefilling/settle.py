@@ -26,7 +26,7 @@ from kvjax.compress.select import (
     score_slots,
     union,
 )
-from kvjax.compress.summaries import learnt
+from kvjax.compress.summaries import summarised
 from kvjax.grammar.calls import merges_prompts
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
@@ -151,7 +151,8 @@ def settled(
             groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, new)
         rows = {key_of(o): fresh[i].rows[key_of(o)] for o in gms[i].carried}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
-    groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
+    for i in fresh:
+        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1))
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 

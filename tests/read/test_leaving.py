@@ -1,0 +1,161 @@
+"""Reads over slots that leave while decoding, and over unequal lists: against float64 numpy, and their twins."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.grammar import Method
+from kvjax.state.cache import Paged, kept_positions
+from tests.float64 import granules, reads
+from tests.float64.reference import Prompt, Row, best
+from tests.methods.battery import MAIN, VOCAB, B, decoder, kept_of, model, off, positions, prompt_of
+from tests.methods.pairs import answers, apart
+from tests.methods.table import BY_LABEL
+from tests.sweep import sweep
+
+BUDGET, RECENT, TOKENS = 14, 4, 40
+
+
+def half(n):
+    return max(1, n // 2)
+
+
+def read(id, share=0.5, **hyper):
+    """The read of a method alone, of every layer."""
+    word = kvjax.method(id, budget=share, **hyper).read
+    return Method(read=word)
+
+
+QUEST = dict(page=4, skip_layers=0)
+# The read, its form, the tokens of a granule, and the newest that are always read.
+FORMS = {
+    "quest": (read("quest", **QUEST), granules.quest(half, 4), 4, 0),
+    "sparq": (read("sparq", channels=4, newest=3), granules.sparq(half, 4), 1, 3),
+}
+
+
+def h2o_kept(prompt):
+    """The newest tokens, and those of the largest mass."""
+    found = []
+    for p in prompt.p:
+        mass = p.reshape(2, -1, *p.shape[1:]).sum((1, 2))
+        mass[:, prompt.length - RECENT :] = np.inf
+        found.append(best(mass, np.full(2, BUDGET)))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_read_receives_attention_and_the_worst_of_all_slots_leaves(name):
+    word, attends, group, residual = FORMS[name]
+    method = kvjax.chain(kvjax.method("h2o", budget=BUDGET, recent=RECENT / BUDGET), word)
+    rows = []
+    for first in MAIN.first:
+        prompt = Prompt(decoder("4/2"), first)
+        how = dict(bits=None, group=group, residual=residual, attends=attends)
+        places = -(-(BUDGET + 1 - residual) // group)
+        worst = granules.heaviest(BUDGET, RECENT)
+        rows.append(granules.Granules(prompt, h2o_kept(prompt), **how, places=places, worst=worst))
+    _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=TOKENS)
+    for token in np.random.default_rng(5).integers(0, VOCAB, (TOKENS, B)):
+        logits, cache = kvjax.step(model("4/2"), cache, token.tolist())
+        for b, row in enumerate(rows):
+            assert off(np.asarray(logits[b], np.float64), row.step(token[b])) < 1e-5
+            assert [lists[b] for lists in positions(cache)] == row.positions()
+    # Pages were emptied and, where they hold several tokens, gathered.
+    assert all(row.memory["emptied"] for row in rows)
+    assert group == 1 or any(row.memory["gathered"] for row in rows)
+
+
+# Rows of the table whose lists are unequal, and reads with the form that they have over plain lists.
+PAGED = ("adakv", "pyramidkv", "kvzip")
+OF_SLOTS = {
+    "sparq": (read("sparq", channels=4, newest=4), reads.sparq(half, channels=4, newest=4)),
+    "loki": (read("loki", rank=5, newest=4), reads.ranked(reads.principal(5), half, 4)),
+    "pqcache": (
+        read("pqcache", parts=2, code_bits=2, turns=3, newest=4),
+        reads.ranked(reads.product_codes(parts=2, bits=2, turns=3), half, 4),
+    ),
+    "clusterkv": (
+        read("clusterkv", clusters=4, turns=3, sinks=2, newest=4, skip_layers=0),
+        reads.ranked(reads.clusters(4, 3), half, 4, sinks=2),
+    ),
+    "magicpig": (
+        read("magicpig", planes=2, tables=8, sinks=2, newest=4, skip_layers=0),
+        reads.magicpig(half, planes=2, tables=8, sinks=2, newest=4),
+    ),
+}
+EVERY_TIME = [("adakv", "sparq"), ("adakv", "pqcache")]
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), sweep([(a, b) for a in PAGED for b in OF_SLOTS], *EVERY_TIME)
+)
+def test_slots_of_unequal_lists_are_read_as_those_of_plain_ones(label, name):
+    row, (word, attends) = BY_LABEL[label], OF_SLOTS[name]
+    held = [prompt_of(row.model, "main", b) for b in range(B)]
+    rows = [Row(prompt, kept_of(label, prompt), row.phase, attends=attends) for prompt in held]
+    steps(kvjax.chain(row.method(), word), row.model, rows, lambda row: row.positions())
+
+
+@pytest.mark.parametrize("label", sweep(PAGED, "adakv"))
+def test_pages_of_unequal_lists_are_read_by_their_bounds(label):
+    row, rows = BY_LABEL[label], []
+    for b in range(B):
+        prompt = prompt_of(row.model, "main", b)
+        how = dict(bits=None, group=4, residual=0, places=20, attends=granules.quest(half, 4))
+        kept = kept_of(label, prompt)
+        rows.append(granules.Granules(prompt, kept, **how, worst=lambda *_: None))
+    steps(kvjax.chain(row.method(), read("quest", **QUEST)), row.model, rows, lambda row: row.positions())
+
+
+def steps(method, name, rows, held):
+    """Steps of a method, beside those of its float64 rows."""
+    _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
+    lengths = np.concatenate([
+        np.asarray(part.lengths).ravel()
+        for group in cache.groups for part in group.parts if isinstance(part, Paged)
+    ])  # fmt: skip
+    assert len({*lengths.tolist()}) > 1
+    for token in np.random.default_rng(2).integers(0, VOCAB, (12, B)):
+        logits, cache = kvjax.step(model(name), cache, token.tolist())
+        for b, row in enumerate(rows):
+            assert off(np.asarray(logits[b], np.float64), row.step(token[b])) < 1e-5
+            assert [lists[b] for lists in positions(cache)] == held(row)
+
+
+# Keeps of several kinds that evict while decoding, or leave heads unequal numbers, and reads of all there is.
+KEEPS = {
+    "h2o": dict(budget=0.5),
+    "tova": dict(budget=0.5),
+    "r-kv": dict(budget=0.5, buffer=4, window=2),
+    "lagkv": dict(budget=0.5),
+    "scissorhands": dict(budget=0.5, history=8, newest=4, drop=2),
+    "corm": dict(budget=0.5, recent=4),
+    "adakv": dict(budget=0.5, window=4),
+    "pyramidkv": dict(budget=0.5, window=4),
+    "kvzip": dict(budget=0.5),
+    "duoattention": dict(),
+}
+WHOLE = {
+    "quest": QUEST,
+    "sparq": dict(newest=4),
+    "infllm": dict(page=4, newest=4, sinks=2),
+    "pqcache": dict(newest=4),
+    "loki": dict(newest=4),
+    "double-sparsity": dict(newest=4),
+    "clusterkv": dict(newest=4, skip_layers=0),
+    "tokenselect": dict(newest=4, sinks=2),
+}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("keep", "name"), [(a, b) for a in KEEPS for b in WHOLE])
+def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(keep, name):
+    alone = kvjax.method(keep, **KEEPS[keep])
+    both = kvjax.chain(alone, read(name, 1.0, **WHOLE[name]))
+    (got, cache), (want, other) = answers(both), answers(alone)
+    assert apart(got, want) < 2e-5
+    for mine, theirs in zip(kept_positions(cache), kept_positions(other), strict=True):
+        mine, theirs = (np.sort(x, -1)[..., ::-1] for x in (mine, theirs))
+        width = min(mine.shape[-1], theirs.shape[-1])
+        assert (mine[..., :width] == theirs[..., :width]).all()
