@@ -170,7 +170,7 @@ class _Turns:
         if self.acting[i] and gm.paged:
             newest = np.minimum(self.next, min(recent_tokens(gm), self.listed))
             # A tail before codes of several tokens may hold all but one that it can.
-            newest = np.full(self.next.shape, gm.residual + gm.granule) if gm.split else newest
+            newest = np.maximum(newest, gm.residual) + gm.granule if gm.split else newest
             return tail_slots(gm, self.listed, room, width) - newest
         built = gm if self.acting[i] else gm.replaced(keep=None, stack=None)
         slots = slots_needed(built, self.bound, room, width)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.segments import body_slots, empty_body, encoded, first_tokens, take, whole_tiles
+from kvjax.compress.segments import body_slots, empty_body, encoded, first_tokens, flush, take, whole_tiles
 from kvjax.grammar import Keep
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.protocols import View
@@ -73,7 +73,9 @@ def build_group_pages(
         for group, index in zip(bodies, _build_tier(gms, views, tier, page, pools), strict=True):
             group.append(index)
     groups = [
-        dataclasses.replace(_before_tail(gm, body, _tail_of(gm, view, new, slots, room), room), sinks=own)
+        dataclasses.replace(
+            _before_tail(gm, body, _tail_of(gm, view, new, slots, room), room, slots), sinks=own
+        )
         for gm, view, body, new, own in zip(gms, views, bodies, newest, sinks, strict=True)
     ]
     return groups, tuple(pools)
@@ -159,14 +161,16 @@ def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
 def _newest(
     gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], length: Int[Array, "B"]
 ) -> Bool[Array, "Lg B K S"]:
-    """The kept slots that lie in the tail: those that a step may empty later, which `Recent` protects now.
+    """The kept slots behind the pages: those that a step may empty later, which `Recent` protects now.
 
-    Where several tokens are encoded together, every list's newest ones, down to its whole granules.
+    Where several tokens are encoded together, also those that fill no granule of the pages.
     """
-    if gm.split:
-        count = jnp.maximum(kept.sum(-1, keepdims=True, dtype=jnp.int32) - gm.residual, 0)
-        return kept & (jnp.cumsum(kept, -1, dtype=jnp.int32) > count // gm.granule * gm.granule)
-    return kept & (view.pos >= (length - recent_tokens(gm))[None, :, None, None])
+    newest = kept & (view.pos >= (length - recent_tokens(gm))[None, :, None, None])
+    if not gm.split:
+        return newest
+    held, may_leave = (x.sum(-1, keepdims=True, dtype=jnp.int32) for x in (kept, newest))
+    count = jnp.maximum(held - jnp.maximum(may_leave, gm.residual), 0)
+    return kept & (jnp.cumsum(kept, -1, dtype=jnp.int32) > count // gm.granule * gm.granule)
 
 
 def recent_tokens(gm: GroupMethod) -> int:
@@ -178,25 +182,26 @@ def recent_tokens(gm: GroupMethod) -> int:
 def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
     """Capacity of the tail after pages chosen among `slots`: the newest tokens, and room for more."""
     if gm.split:
-        return _new_granules(gm, room) + gm.residual + gm.granule
+        return _new_granules(gm, room, slots) + gm.residual + gm.granule
     return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)
 
 
-def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int) -> GroupState:
-    """Pages and the tail behind them; between both, empty granules for what steps will encode."""
+def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int, most: int) -> GroupState:
+    """Pages and the tail behind them; between both, granules for what may leave and what steps will encode."""
     if not gm.split:
         return GroupState(tuple(pages), tail)
-    return GroupState((*pages, empty_body(gm, tail, _new_granules(gm, room))), tail)
+    body, tail = flush(gm, empty_body(gm, tail, _new_granules(gm, room, most)), tail)
+    return GroupState((*pages, body), tail)
 
 
-def _new_granules(gm: GroupMethod, room: int) -> int:
-    """Slots that `room` more tokens need between pages and a full tail."""
-    return body_slots(gm, gm.residual + room + gm.granule - 1)
+def _new_granules(gm: GroupMethod, room: int, most: int) -> int:
+    """Slots that the newest and `room` more tokens need between pages and a full tail."""
+    return body_slots(gm, max(gm.residual, min(recent_tokens(gm), most)) + room + gm.granule - 1)
 
 
 def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:
     """The newest slots behind pages, and empty ones for `room` more tokens."""
     if gm.split:
-        return take(gm, view, newest, gm.residual + gm.granule)
+        return take(gm, view, newest, max(min(recent_tokens(gm), most), gm.residual) + gm.granule)
     slots = take(gm, view, newest, min(recent_tokens(gm), most))
     return encoded(pad_slots(slots, tail_slots(gm, most, room, view.k.shape[-1]) - slots.capacity), gm)

@@ -137,7 +137,9 @@ def _of_lists(
 
     def one(body: Slots, old: dict[str, Array], lists: Paged | None) -> dict[str, Array]:
         parts = [body.keys()] if lists is None else [gather_pages(lists, pools[lists.pool]), body.keys()]
-        k, v, pos = (jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True))
+        k, v, pos = (
+            jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True)
+        )
         new = read.total(jnp.where((pos >= 0)[..., None], v, 0)) if isinstance(read, Resting) else {}
         if isinstance(read, Learning):
             new = new | read.learn(as_queries_meet(gm, k[None], pos[None])[0], pos)

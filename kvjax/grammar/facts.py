@@ -19,7 +19,6 @@ class Fact(enum.Enum):
     """What can hold of a sentence, as a clause."""
 
     EQUAL_LISTS = "all heads of a layer have the same number of slots"
-    STEADY_PAGES = "unequal lists stay as the end of a prompt leaves them"
     ONE_TIER = "all slots of a list are stored alike"
     WRITTEN_ONCE = "what a slot holds stays as it was written"
     ALL_TOKENS = "every token has a slot in every layer"
@@ -44,7 +43,6 @@ class Fact(enum.Enum):
 Told = Mapping[Fact, str]
 # A method of the catalogue, by the part of the sentence, that does not break a fact.
 INTACT = {
-    (Fact.STEADY_PAGES, "keep"): "snapkv",
     (Fact.EQUAL_LISTS, "keep"): "snapkv",
     (Fact.ONE_TIER, "keep"): "snapkv",
     (Fact.WRITTEN_ONCE, "keep"): "h2o",
@@ -97,7 +95,6 @@ class ReadFacts(Stating):
     def requires(self) -> Told:
         return {
             Fact.WRITTEN_ONCE: "summarises a slot once",
-            Fact.STEADY_PAGES: "picks slots of unequal lists where they were summarised",
             Fact.ONE_TIER: "picks among the slots of one body",
             Fact.STEADY_KEYS: "ranks keys at their positions",
             Fact.MET_KEYS: "compares queries with stored keys",

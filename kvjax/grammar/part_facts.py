@@ -21,8 +21,6 @@ class KeepFacts(Stating):
         found = {Fact.OPEN_CHOICE: "chooses which slots stay", **_looked_at(self)}
         if not self.allocate.uniform:
             found[Fact.ONE_CODE] = "gives heads unequal numbers of slots, which lie in pages of all layers"
-            if self.when.in_steps:
-                found[Fact.ONE_BY_ONE] = "evicts from unequal lists while decoding"
         if self.merge is not None:
             found[Fact.TURNED_KEYS] = f"merges keys by {self.merge!r}"
             if self.when.in_steps:
@@ -47,8 +45,6 @@ class KeepFacts(Stating):
                 found[Fact.WRITTEN_ONCE] = "merges slots while decoding"
         if not self.allocate.uniform:
             found[Fact.EQUAL_LISTS] = "gives heads unequal numbers, which lie in pages"
-            if self.when.in_steps:
-                found[Fact.STEADY_PAGES] = "evicts from them while decoding"
         if self.lower is not None:
             found |= dict.fromkeys((Fact.ONE_TIER, Fact.WRITTEN_ONCE), "moves slots to a second tier")
         if not self.phase.steady:

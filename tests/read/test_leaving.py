@@ -5,11 +5,10 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Method
-from kvjax.state.cache import Paged, kept_positions
+from kvjax.state.cache import Paged
 from tests.float64 import granules, reads
 from tests.float64.reference import Prompt, Row, best
 from tests.methods.battery import MAIN, VOCAB, B, decoder, kept_of, model, off, positions, prompt_of
-from tests.methods.pairs import answers, apart
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
@@ -70,7 +69,7 @@ def test_what_is_read_receives_attention_and_the_worst_of_all_slots_leaves(name)
 PAGED = ("adakv", "pyramidkv", "kvzip")
 OF_SLOTS = {
     "sparq": (read("sparq", channels=4, newest=4), reads.sparq(half, channels=4, newest=4)),
-    "loki": (read("loki", rank=5, newest=4), reads.ranked(reads.principal(5), half, 4)),
+    "double-sparsity": (read("double-sparsity", channels=5, newest=4), reads.ranked(reads.heavy(5), half, 4)),
     "pqcache": (
         read("pqcache", parts=2, code_bits=2, turns=3, newest=4),
         reads.ranked(reads.product_codes(parts=2, bits=2, turns=3), half, 4),
@@ -87,9 +86,7 @@ OF_SLOTS = {
 EVERY_TIME = [("adakv", "sparq"), ("adakv", "pqcache")]
 
 
-@pytest.mark.parametrize(
-    ("label", "name"), sweep([(a, b) for a in PAGED for b in OF_SLOTS], *EVERY_TIME)
-)
+@pytest.mark.parametrize(("label", "name"), sweep([(a, b) for a in PAGED for b in OF_SLOTS], *EVERY_TIME))
 def test_slots_of_unequal_lists_are_read_as_those_of_plain_ones(label, name):
     row, (word, attends) = BY_LABEL[label], OF_SLOTS[name]
     held = [prompt_of(row.model, "main", b) for b in range(B)]
@@ -123,39 +120,37 @@ def steps(method, name, rows, held):
             assert [lists[b] for lists in positions(cache)] == held(row)
 
 
-# Keeps of several kinds that evict while decoding, or leave heads unequal numbers, and reads of all there is.
-KEEPS = {
-    "h2o": dict(budget=0.5),
-    "tova": dict(budget=0.5),
-    "r-kv": dict(budget=0.5, buffer=4, window=2),
-    "lagkv": dict(budget=0.5),
-    "scissorhands": dict(budget=0.5, history=8, newest=4, drop=2),
-    "corm": dict(budget=0.5, recent=4),
-    "adakv": dict(budget=0.5, window=4),
-    "pyramidkv": dict(budget=0.5, window=4),
-    "kvzip": dict(budget=0.5),
-    "duoattention": dict(),
-}
+# Rows of the table that evict while decoding, or leave heads unequal numbers, or both, and reads of all there is.
+KEEPS = (
+    "h2o", "tova", "r-kv", "lagkv", "scissorhands", "corm", "pagedeviction", "adakv", "pyramidkv", "kvzip",
+    "duoattention", "kvzap", "dms", "h2o + int8", "adakv + int4",
+)  # fmt: skip
 WHOLE = {
     "quest": QUEST,
     "sparq": dict(newest=4),
     "infllm": dict(page=4, newest=4, sinks=2),
-    "pqcache": dict(newest=4),
+    "pqcache": dict(newest=4, code_bits=2),
     "loki": dict(newest=4),
     "double-sparsity": dict(newest=4),
-    "clusterkv": dict(newest=4, skip_layers=0),
+    "clusterkv": dict(newest=4, clusters=4, skip_layers=0),
     "tokenselect": dict(newest=4, sinks=2),
 }
+DUO_AND_QUEST = ("duoattention", "quest")
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize(("keep", "name"), [(a, b) for a in KEEPS for b in WHOLE])
-def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(keep, name):
-    alone = kvjax.method(keep, **KEEPS[keep])
-    both = kvjax.chain(alone, read(name, 1.0, **WHOLE[name]))
-    (got, cache), (want, other) = answers(both), answers(alone)
-    assert apart(got, want) < 2e-5
-    for mine, theirs in zip(kept_positions(cache), kept_positions(other), strict=True):
-        mine, theirs = (np.sort(x, -1)[..., ::-1] for x in (mine, theirs))
-        width = min(mine.shape[-1], theirs.shape[-1])
-        assert (mine[..., :width] == theirs[..., :width]).all()
+@pytest.mark.parametrize(("label", "name"), sweep([(a, b) for a in KEEPS for b in WHOLE], DUO_AND_QUEST))
+def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(label, name):
+    row = BY_LABEL[label]
+    both = kvjax.chain(row.method(), read(name, 1.0, **WHOLE[name]))
+    for (got, held), (want, others) in zip(fed(both, row.model), fed(row.method(), row.model), strict=True):
+        # Codes of 4 bits, which both make of equal numbers in another order, may differ in one.
+        assert off(got, want) < (2e-2 if "int" in label else 2e-5)
+        assert held == others
+
+
+def fed(method, name):
+    """The logits and positions of every step of a decode."""
+    _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
+    for token in np.random.default_rng(2).integers(0, VOCAB, (20, B)):
+        logits, cache = kvjax.step(model(name), cache, token.tolist())
+        yield np.asarray(logits, np.float64), positions(cache)
