@@ -187,7 +187,7 @@ def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
 
 
 def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int, most: int) -> GroupState:
-    """Pages and the tail behind them; between both, granules for what may leave and what steps will encode."""
+    """Pages and the tail behind them; between both, granules of what may leave and of what steps encode."""
     if not gm.split:
         return GroupState(tuple(pages), tail)
     body, tail = flush(gm, empty_body(gm, tail, _new_granules(gm, room, most)), tail)

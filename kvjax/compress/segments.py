@@ -341,12 +341,15 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
     """Bytes of keys and values that a decode step leaves unread because a read method visits some slots.
 
     What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
-    decoded to look at any of it. Lists in pages count with the share that the longest one leaves.
+    decoded to look at any of it, or to pick slots of granules. Lists in pages count with the share that the
+    longest one leaves.
     """
     if gm.read is None or gm.picks:
         return 0
     *pages, body = group.bodies
     assert isinstance(body, Slots)
+    if any(gm.read.granule % x.codec.granule for x in (body.k, body.v) if isinstance(x, Codes)):
+        return 0
     slots, width = body.capacity, width_of(body.k)
     held, found = nbytes(body.k), nbytes(body.v)
     for one in pages:
@@ -355,7 +358,7 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
         slots += one.most * pool.page_tokens
         held += nbytes(pool.k) * one.lengths.shape[0] // pool.layers
         found += nbytes(pool.v) * one.lengths.shape[0] // pool.layers
-    left = slots - gm.read.pages_visited(slots) * gm.granule
+    left = slots - gm.read.pages_visited(slots) * gm.read.granule
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
     keys = held * max(left * width - slots * looked, 0) // (slots * width)

@@ -89,6 +89,26 @@ def sums_without(
     return body.sums | {n: _added(body.sums[n], -x[None], layer) for n, x in less.items()}
 
 
+def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
+    """A body with what lies beside one of its layers, of which a merge has written keys or values."""
+    if gm.read is None or not (body.summary or body.sums):
+        return body
+    own = jax.tree.map(lambda x: x[layer][None], dataclasses.replace(lent(body, gm.taught), near=None))
+    held = own.sums
+    if isinstance(gm.read, Resting):
+        keys = own.keys()
+        v = jnp.where((own.pos >= 0)[..., None], keys.v, jnp.zeros((), keys.v.dtype))
+        held = held | gm.read.total(v)
+    k = as_queries_meet(gm, dense(own.k), own.pos)
+    put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
+    summary = _summarised(gm.read, k, held, own.traces)
+    return dataclasses.replace(
+        body,
+        summary={n: put(x, summary[n]) for n, x in body.summary.items()},
+        sums={n: put(x, held[n]) for n, x in body.sums.items()},
+    )
+
+
 def _added(old: Array, more: Array, layer: int | Array) -> Array:
     """`old` with `more` added to its layers from `layer` on."""
     part = jax.lax.dynamic_slice_in_dim(old, layer, more.shape[0])

@@ -88,13 +88,13 @@ class Stating:
 class ReadFacts(Stating):
     """The base of reads, which pick slots by their stored keys and attend to no others in a step.
 
-    What they leave out receives no attention in it: a keep that evicts by what slots receive sees 0 there.
+    The newest slots of what a keep leaves are always read. What is left out receives no attention: a keep
+    that evicts by what slots receive sees 0 there.
     """
 
     @property
     def requires(self) -> Told:
         return {
-            Fact.WRITTEN_ONCE: "summarises a slot once",
             Fact.ONE_TIER: "picks among the slots of one body",
             Fact.STEADY_KEYS: "ranks keys at their positions",
             Fact.MET_KEYS: "compares queries with stored keys",

@@ -27,9 +27,9 @@ def refused_parts(method: Method) -> Refusals:
             "decoding: use a keep that acts at the end of prompts, such as snapkv, or leave one out",
         ),
         (
-            read is not None and read.granule % granule != 0,
-            f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "
-            f"{granule} tokens that are encoded together: give both the same number",
+            None not in (read, host) and read.granule % granule != 0,
+            f"{host!r} brings pages of {getattr(read, 'granule', 0)} tokens to the device, which must be a "
+            f"multiple of the {granule} tokens that are encoded together: give both the same number",
         ),
     ]
 

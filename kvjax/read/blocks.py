@@ -85,8 +85,8 @@ class RepresentativeKeys(ReadFacts):
     A block's representatives are, in each KV head, its `keys` keys of the largest `LocalScore` when it leaves
     the `newest` tokens. Its score is sum <q, k> over queries, heads and representatives, so all heads of a
     layer read the same blocks; the mean of the representatives is kept, which ranks blocks as their sum. The
-    budget is a share of the body; the blocks of the first `sinks` tokens are read beside it. by_head: every KV
-    head ranks its own blocks, as it does behind a keep, which leaves KV heads other tokens.
+    budget is a share of the body; the blocks of the first `sinks` tokens are read beside it. by_head: every
+    KV head ranks its own blocks, as it does behind a keep, which leaves KV heads other tokens.
 
     >>> word = RepresentativeKeys(Budget(4), page=4, newest=8, sinks=2)
     >>> word.pages_visited(64), word.granule

@@ -52,7 +52,7 @@ class PageBounds(ReadFacts):
         bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
         bounds = jnp.where(live, bounds, -jnp.inf)
         _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
-        # The budget counts the pages that the list itself fills, so a row reads the same alone and in a batch.
+        # The budget counts the pages that the list fills, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
         return pages, jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
 

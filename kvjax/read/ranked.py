@@ -69,8 +69,8 @@ class SoftVotes(RankedSlots):
 
     A query head votes for slot j with softmax_j(q k_j / sqrt(H)) over the body; the slots with the most votes
     of all heads are read in every KV head. The first `sinks` tokens are always among them. by_head: the heads
-    of a group vote for slots of their own KV head alone, as they do behind a keep, which leaves KV heads other
-    tokens.
+    of a group vote for slots of their own KV head alone, as they do behind a keep, which leaves KV heads
+    other tokens.
     """
 
     sinks: int = 4

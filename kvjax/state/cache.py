@@ -91,8 +91,8 @@ class Pages:
 
     k, v: [P, page, H] or Codes (v None: the first `shared` channels of k); pos, bias: [P, page]. owner[p] =
     (layer * B + row) * K + head with layers counted inside the pool, or -1 where a page is free; pages lie in
-    the order of their owners. traces: as of `Slots`, [P, page]. summary: what a read method keeps per `granule`
-    of its slots, [P, page / granule, ...].
+    the order of their owners. traces: as of `Slots`, [P, page]. summary: what a read method keeps per
+    `granule` of its slots, [P, page / granule, ...].
     """
 
     k: Array | Codes

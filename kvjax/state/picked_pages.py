@@ -17,7 +17,10 @@ from kvjax.state.codes import Codes, dense
 def visited(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Slots:
-    """The slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis."""
+    """The slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis.
+
+    Codes of more tokens than a page has are decoded before.
+    """
 
     def pick(x: Array) -> Array:
         # Arrays of one number per slot are cut down to their layer first: an index into all layers at once
@@ -26,6 +29,8 @@ def visited(
         return picked(x, pages, at, x.shape[3] * page // body.capacity)
 
     def of_rows(x: Array | Codes | None) -> Array | Codes | None:
+        if isinstance(x, Codes) and page % x.codec.granule:
+            return picked(dense(jax.tree.map(lambda a: a[layer][None], x)), pages, 0, page)
         if not isinstance(x, Codes):
             return None if x is None else pick(x)
         return dataclasses.replace(
@@ -53,9 +58,14 @@ def visited_of_lists(
     slot = pages[..., None] * page + _within(page)
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     live = (used[..., None] & (slot < lists.lengths[..., None, None])).reshape(*pages.shape[:2], -1)
-    k, v, pos, bias = jax.tree.map(pick, (pool.k, pool.v, pool.pos, pool.bias))
-    k = dense(k)
-    v = k[..., : pool.shared] if v is None else dense(v)
+
+    def of_rows(x: Array | Codes) -> Array:
+        whole = isinstance(x, Codes) and page % x.codec.granule
+        return pick(dense(x)) if whole else dense(jax.tree.map(pick, x))
+
+    pos, bias = jax.tree.map(pick, (pool.pos, pool.bias))
+    k = of_rows(pool.k)
+    v = k[..., : pool.shared] if pool.v is None else of_rows(pool.v)
     # Pages of another list may hold inf or NaN, and that times a weight of 0 is NaN.
     v = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
     return Keys(k, v, jnp.where(live, pos, -1), bias)

@@ -1,9 +1,10 @@
 """Granules of tokens under a keep that evicts while decoding, in float64 numpy, token by token.
 
-Granules are codes of several tokens, or pages that a read chooses among. Written from the rules: KIVI (arXiv:2402.02750, section 3.3) quantises `g` tokens at a time, keys by
-channel and values by token, and leaves the newest tokens as they are; H2O (arXiv:2306.14048, section 4) gives
-up the token of the least attention received so far, wherever it is stored; Quest (arXiv:2406.10774, section
-3.3) ranks pages by the channel-wise bounds of their keys, and what is not read receives no attention.
+Granules are codes of several tokens, or pages that a read chooses among. Written from the rules: KIVI
+(arXiv:2402.02750, section 3.3) quantises `g` tokens at a time, keys by channel and values by token, and
+leaves the newest tokens as they are; H2O (arXiv:2306.14048, section 4) gives up the token of the least attention
+received so far, wherever it is stored; Quest (arXiv:2406.10774, section 3.3) ranks pages by the channel-wise
+bounds of their keys, and what is not read receives no attention.
 """
 
 import numpy as np
@@ -17,9 +18,10 @@ class Granules:
     """A row whose lists are granules of codes and a plain tail.
 
     kept: per layer, a boolean [K, T] of the prompt's tokens that stay. places: how many granules a list has
-    room for. bits: of codes; None where tokens stay as computed. attends(q [G, H], body, tail) -> out [G, V], the
-    tokens that were read, and their attention [G, S]. worst(tokens, length) -> the index of the token that leaves, among dicts with "pos", "mass" and
-    "now", or None. memory counts how often a granule was emptied (`emptied`) and was gathered (`gathered`).
+    room for. bits: of codes; None where tokens stay as computed. attends(q [G, H], body, tail) -> out [G, V],
+    the tokens that were read, and their attention [G, S]. worst(tokens, length) -> the index of the token
+    that leaves, among dicts with "pos", "mass" and "now", or None. memory counts how often a granule was emptied
+    (`emptied`) and was gathered (`gathered`).
     """
 
     def __init__(self, prompt, kept, *, bits, group, residual, places, worst, attends=None):
@@ -141,7 +143,7 @@ def quest(count, page):
 
 
 def sparq(count, channels):
-    """SparQ (arXiv:2312.04985, section 4): the tokens of the largest guesses, the tail, and a mean for the rest."""
+    """SparQ (arXiv:2312.04985, section 4): the largest guesses, the tail, and a mean for the rest."""
 
     def attends(q, body, tail):
         old = [t for granule in body for t in granule]

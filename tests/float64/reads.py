@@ -163,7 +163,9 @@ def heavy(channels):
 
 
 def lloyd(x, count, turns):
-    """Centroids after some turns of Lloyd's algorithm, from evenly spaced rows on."""
+    """Centroids after some turns of Lloyd's algorithm, from evenly spaced rows on; zeros of no rows."""
+    if not len(x):
+        return np.zeros((count, x.shape[1]))
     centroids = x[(2 * np.arange(count) + 1) * len(x) // (2 * count)].copy()
     for _ in range(turns):
         mine = np.linalg.norm(x[:, None] - centroids[None], axis=-1).argmin(1)

@@ -50,16 +50,16 @@ def test_a_message_has_the_fact_who_needs_it_who_breaks_it_and_what_helps():
 def test_a_word_of_ones_own_says_what_it_needs():
     @dataclasses.dataclass(frozen=True)
     class Steadfast(PageBounds):
-        """Reads that do not mind merges."""
+        """Reads that do not mind ranks."""
 
         @property
         def requires(self):
-            return {fact: why for fact, why in super().requires.items() if fact is not Fact.WRITTEN_ONCE}
+            return {fact: why for fact, why in super().requires.items() if fact is not Fact.STEADY_KEYS}
 
-    keep = kvjax.method("d2o", budget=0.5).keep
+    keep = kvjax.method("streamingllm", budget=0.5).keep
     mine, theirs = (
         kvjax.grammar.Method(keep, read=word(kvjax.grammar.Budget(0.5))) for word in (Steadfast, PageBounds)
     )
     assert {clash.fact for clash in clashes(theirs)} - {clash.fact for clash in clashes(mine)} == {
-        Fact.WRITTEN_ONCE
+        Fact.STEADY_KEYS
     }

@@ -103,6 +103,7 @@ def test_a_keep_that_nothing_leaves_is_the_store_alone():
 
 # Scores of masses, positions, keys, carried queries and thresholds; after every token and after several.
 KEEPS = ["h2o", "tova", "streamingllm", "r-kv", "hashevict", "pagedeviction", "lagkv", "corm", "dcp"]
+KEEPS += ["duoattention", "kvzap", "dms"]
 
 
 @pytest.mark.rotating

@@ -29,11 +29,6 @@ LATENT = Method(make=GroupedLowRank(1.0, heads=2))
 
 # The fact, a sentence in which one part needs it and another breaks it, and what answers as it should.
 CASES = {
-    "merges in steps under a read": (
-        Fact.WRITTEN_ONCE,
-        (of("d2o", budget=0.5), QUEST),
-        (of("d2o", budget=0.5),),
-    ),
     "a second tier under a read": (Fact.ONE_TIER, (TWO_TIERS, QUEST), (TWO_TIERS,)),
     "a keep over merged layers": (Fact.ALL_TOKENS, (SNAP, of("minicache")), (SNAP,)),
     "keys of ranks under a read": (

@@ -257,7 +257,7 @@ def _read(
 def _at_slots(
     past: Past, i: int, picks: Picks, pools: tuple[Pages, ...], received: Float[Array, "B K P"]
 ) -> Float[Array, "B K S"]:
-    """What all slots of segment `i` received, of what those that were read did: the others received nothing."""
+    """What all slots of segment `i` received, of what the ones that were read did: the others nothing."""
     part, page = past.parts[i], past.gm.read.granule
     slots = part.most * pools[part.pool].page_tokens if isinstance(part, Paged) else part.capacity
     return spread(received, page, picks.pages, picks.counts, slots)

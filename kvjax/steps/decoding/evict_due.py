@@ -80,7 +80,9 @@ def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
 def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any], ...]:
     """The arrays of slots that an eviction writes, part by part."""
     assert gm.keep is not None
-    names = {"pos", "traces", *written(gm.keep.merge), *(("sums",) if isinstance(gm.read, Resting) else ())}
+    rewritten = written(gm.keep.merge)
+    names = {"pos", "traces", *rewritten, *(("sums",) if rewritten or isinstance(gm.read, Resting) else ())}
+    names |= {"summary"} if rewritten else set()
     return tuple({name: getattr(part, name) for name in names} for part in parts)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import Selected, grown
-from kvjax.compress.summaries import sums_without
+from kvjax.compress.summaries import rewritten, sums_without
 from kvjax.grammar.protocols import View
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Pages, Slots
@@ -92,7 +92,8 @@ def emptied(
         }
         sums = sums_without(gm, part, gone, index) if part.sums else {}
         part = replace_layer(part, index, **{name: x[:, :, mine] for name, x in changed.items()})
-        out.append(dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said, sums=sums))
+        part = dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said, sums=sums)
+        out.append(rewritten(gm, part, index) if changed else part)
     return tuple(out)
 
 
