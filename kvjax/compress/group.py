@@ -16,6 +16,7 @@ from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
 from kvjax.grammar.read_protocols import Remembering
+from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Mass, Queries
@@ -212,9 +213,8 @@ def group_method(
         keep = None
     if read is not None and first < read.skip_layers:
         read = None
-    if read is not None and keep is not None and hasattr(read, "by_head"):
-        read = dataclasses.replace(read, by_head=True)
     if read is not None:
+        read = read_behind(keep, read)
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
     # Layers that a read leaves alone stay on the device.

@@ -22,7 +22,6 @@ class Fact(enum.Enum):
     ONE_TIER = "all slots of a list are stored alike"
     WRITTEN_ONCE = "what a slot holds stays as it was written"
     ALL_TOKENS = "every token has a slot in every layer"
-    SAME_TOKENS = "all layers hold the same tokens in the same slots"
     OWN_SLOTS = "every layer stores slots of its own"
     TURNED_KEYS = "keys are stored turned by their positions"
     STEADY_KEYS = "a key meets all queries turned by its position"
@@ -65,7 +64,6 @@ NEEDLESS = {
     (Fact.KV_HEADS, "keep"): "h2o",
     (Fact.ONE_BY_ONE, "keep"): "h2o",
     (Fact.ONE_CODE, "keep"): "snapkv",
-    (Fact.SAME_TOKENS, "read"): "quest",
     (Fact.PLAIN_READING, "read"): "quest",
     (Fact.WHOLE_PROMPTS, "keep"): "snapkv",
 }

@@ -38,7 +38,6 @@ class KeepFacts(Stating):
     def breaks(self: Keep) -> Told:  # type: ignore[misc]
         found = {
             Fact.ALL_TOKENS: "leaves tokens out, others in each layer",
-            Fact.SAME_TOKENS: "leaves other tokens in each layer",
         }
         if self.when.in_steps:
             if self.merge is not None:

@@ -55,10 +55,7 @@ class Read(Protocol):
 
 @runtime_checkable
 class Reusing(Read, Protocol):
-    """A read that chooses in some layers, which read all of their slots; the layers above take their picks.
-
-    All layers hold the same tokens in the same slots, because none leave.
-    """
+    """A read that chooses in some layers, which read all of their slots; those above take their picks."""
 
     def starts(self, layers: int) -> tuple[int, ...]:
         """The layers from which on picks are made anew, in a model of so many: the next one that can does."""

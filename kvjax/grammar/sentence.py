@@ -156,6 +156,12 @@ class Store(StoreFacts):
         return max((c.granule for c in (self.keys, self.values) if c is not None), default=1)
 
 
+def read_behind(keep: Keep | None, read: Any) -> Any:
+    """A read as it acts behind a keep, which leaves every KV head tokens of its own."""
+    by_layer = keep is not None and getattr(read, "by_head", True) is False
+    return dataclasses.replace(read, by_head=True) if by_layer else read
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Method:
     """A sentence. spec: how to build it again (`kvjax.grammar.to_text`), mostly (id, hyper-parameters).
@@ -248,9 +254,9 @@ class Method:
                 bare: dict[str, Any] = dict(protect=(), probe=None, merge=answering, lower=None, narrow=None)
                 bare["reuse"] = 1
                 keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
-            elif k.phase != BY_POSITION or k.per_query_head:
+            elif k.phase != BY_POSITION or k.per_query_head or hasattr(self.read, "starts"):
                 keep = Keep(None, Budget(1.0), k.allocate, per_query_head=k.per_query_head, phase=k.phase)
-        return Method(keep, self.store, self.read, ("decode", ()), host=self.host)
+        return Method(keep, self.store, read_behind(self.keep, self.read), ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
         """The same sentence with more slots that must stay (they count against the budget)."""

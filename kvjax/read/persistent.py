@@ -23,7 +23,8 @@ class PersistentSlots(ReadFacts):
     The first `skip_layers` layers attend to everything. So do the next one and layer `again` (its number, or
     the share of the layers up to it), which rank their slots by q k_j, summed over the heads of a group;
     until picks are made anew, the layers above them read the best. The budget is a share of the slots before
-    the `newest` tokens, which are always read.
+    the `newest` tokens, which are always read. Behind a keep, a layer reads those of the chosen tokens that
+    it holds.
 
     >>> PersistentSlots(Budget(0.5), again=0.5).starts(8)
     (2, 3)
@@ -35,10 +36,6 @@ class PersistentSlots(ReadFacts):
     skip_layers: int = 2
     granule = 1
     by_list = True
-
-    @property
-    def requires(self) -> Told:
-        return {**super().requires, Fact.SAME_TOKENS: "reads in one layer the slots that another one picked"}
 
     @property
     def breaks(self) -> Told:

@@ -2,9 +2,9 @@
 
 Granules are codes of several tokens, or pages that a read chooses among. Written from the rules: KIVI
 (arXiv:2402.02750, section 3.3) quantises `g` tokens at a time, keys by channel and values by token, and
-leaves the newest tokens as they are; H2O (arXiv:2306.14048, section 4) gives up the token of the least attention
-received so far, wherever it is stored; Quest (arXiv:2406.10774, section 3.3) ranks pages by the channel-wise
-bounds of their keys, and what is not read receives no attention.
+leaves the newest tokens as they are; H2O (arXiv:2306.14048, section 4) gives up the token of the least
+attention received so far, wherever it is stored; Quest (arXiv:2406.10774, section 3.3) ranks pages by the
+channel-wise bounds of their keys, and what is not read receives no attention.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ class Granules:
     kept: per layer, a boolean [K, T] of the prompt's tokens that stay. places: how many granules a list has
     room for. bits: of codes; None where tokens stay as computed. attends(q [G, H], body, tail) -> out [G, V],
     the tokens that were read, and their attention [G, S]. worst(tokens, length) -> the index of the token
-    that leaves, among dicts with "pos", "mass" and "now", or None. memory counts how often a granule was emptied
-    (`emptied`) and was gathered (`gathered`).
+    that leaves, among dicts with "pos", "mass" and "now", or None. memory counts how often a granule was
+    emptied (`emptied`) and was gathered (`gathered`).
     """
 
     def __init__(self, prompt, kept, *, bits, group, residual, places, worst, attends=None):

@@ -218,6 +218,12 @@ class Elected:
         return [softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen] for q, k, v, *_ in lists]
 
 
+def voted(count, *, newest, sinks):
+    """TokenSelect (arXiv:2411.02886) behind a keep: the votes of a list's own queries alone."""
+    elected = Elected(count, newest=newest, sinks=sinks)
+    return lambda *one: elected.of_layer([one])[0]
+
+
 def rocket(count, *, page, channels):
     """RocketKV (arXiv:2502.14051): of the slots that stay, the pages with the best bounds in few channels.
 

@@ -37,7 +37,6 @@ def test_a_chain_joins_the_verbs_of_its_parts():
         (("int8", "kivi"), "at most one store"),
         (("keepkv", "kivi"), "writes slots one by one"),
         (("streamingllm", "quest"), "a key meets all queries turned by its position, and this keep turns"),
-        (("h2o", "tidaldecode"), "all layers hold the same tokens in the same slots"),
     ],
 )
 def test_sentences_that_cannot_work_are_refused_when_they_are_built(parts, message):

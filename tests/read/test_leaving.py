@@ -79,6 +79,7 @@ OF_SLOTS = {
         read("clusterkv", clusters=4, turns=3, sinks=2, newest=4, skip_layers=0),
         reads.ranked(reads.clusters(4, 3), half, 4, sinks=2),
     ),
+    "tokenselect": (read("tokenselect", sinks=2, newest=4), reads.voted(half, newest=4, sinks=2)),
     "magicpig": (
         read("magicpig", planes=2, tables=8, sinks=2, newest=4, skip_layers=0),
         reads.magicpig(half, planes=2, tables=8, sinks=2, newest=4),
@@ -86,14 +87,27 @@ OF_SLOTS = {
 }
 # Lists of one older key have no angle about their mean.
 UNEQUAL = [("adakv", name) for name in OF_SLOTS]
+EQUAL = ("snapkv kvpress", "tokenselect")
+UNEQUAL.append(EQUAL)
 UNEQUAL += [("pyramidkv", name) for name in OF_SLOTS if name != "magicpig"]
 
 
-@pytest.mark.parametrize(("label", "name"), sweep(UNEQUAL, ("adakv", "sparq"), ("adakv", "pqcache")))
+@pytest.mark.parametrize(("label", "name"), sweep(UNEQUAL, *UNEQUAL[:1], ("adakv", "pqcache"), EQUAL))
 def test_slots_of_unequal_lists_are_read_as_those_of_plain_ones(label, name):
     row, (word, attends) = BY_LABEL[label], OF_SLOTS[name]
     held = [prompt_of(row.model, "main", b) for b in range(B)]
     rows = [Row(prompt, kept_of(label, prompt), row.phase, attends=attends) for prompt in held]
+    steps(kvjax.chain(row.method(), word), row.model, rows, lambda row: row.positions())
+
+
+@pytest.mark.parametrize("label", ["snapkv kvpress", "adakv"])
+def test_layers_read_those_of_the_picked_tokens_that_they_hold(label):
+    row, rows = BY_LABEL[label], []
+    for b in range(B):
+        prompt = prompt_of(row.model, "main", b)
+        attends = reads.tidal(half, picks=(0,), newest=4)
+        rows.append(Row(prompt, kept_of(label, prompt), row.phase, attends=attends))
+    word = read("tidaldecode", skip_layers=0, reselect=0, newest=4)
     steps(kvjax.chain(row.method(), word), row.model, rows, lambda row: row.positions())
 
 
@@ -111,11 +125,9 @@ def test_pages_of_unequal_lists_are_read_by_their_bounds(label):
 def steps(method, name, rows, held):
     """Steps of a method, beside those of its float64 rows."""
     _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
-    lengths = np.concatenate([
-        np.asarray(part.lengths).ravel()
-        for group in cache.groups for part in group.parts if isinstance(part, Paged)
-    ])  # fmt: skip
-    assert len({*lengths.tolist()}) > 1
+    paged = [part for group in cache.groups for part in group.parts if isinstance(part, Paged)]
+    lengths = np.concatenate([np.asarray(part.lengths).ravel() for part in paged] or [np.zeros(0)])
+    assert len({*lengths.tolist()}) != 1
     for token in np.random.default_rng(2).integers(0, VOCAB, (12, B)):
         logits, cache = kvjax.step(model(name), cache, token.tolist())
         for b, row in enumerate(rows):

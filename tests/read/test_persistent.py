@@ -9,7 +9,6 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compress.segments import unread_bytes
-from kvjax.grammar import chain
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
@@ -76,8 +75,6 @@ def test_layers_with_a_window_neither_pick_nor_take():
 
 
 def test_what_cannot_share_picks_is_refused():
-    with pytest.raises(ValueError, match="reads in one layer the slots that another one picked"):
-        chain(METHOD, kvjax.method("snapkv", budget=0.5))
     stacked = model()
     params = init(stacked.config, jax.random.key(4), groups=plan(stacked.config, stacked=True))
     with pytest.raises(ValueError, match="picks slots in layer 0 for those above it, and layers 0 to 1 are"):

@@ -16,6 +16,7 @@ from kvjax.place.host import fetched
 from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
 from kvjax.state.page_gather import gather_pages, gather_summary
+from kvjax.state.picked_pages import positions
 from kvjax.steps.decoding.at_layer import AtLayer
 from kvjax.steps.decoding.past import Found, Past, Picks
 from kvjax.steps.decoding.per_device import picked_on_each, split_of
@@ -31,14 +32,34 @@ def pick(here: AtLayer) -> AtLayer:
 
 def pick_for_others(here: AtLayer) -> AtLayer:
     """Chooses pages for the layers above, and has the layer itself read all of its slots."""
-    found, past = pick(here).found, here.past
+    token, past = here.token, here.past
+    found = _chosen(here.run, past, here.q, token.length, token.cache.pools)
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
-    return here.leaving(picks=found) if "picks" in here.layer.publishes else here
+    if "picks" not in here.layer.publishes:
+        return here
+    if here.run.method.keep is not None:
+        # Layers above hold other tokens in these places: they are told which tokens were chosen.
+        body, index = picked_from(past, token.cache.pools)
+        chosen = positions(body, index, past.gm.read.granule, found.pages, found.counts)
+        found = found._replace(pages=jnp.where(chosen < 0, 2**30, chosen))
+    return here.leaving(picks=found)
 
 
 def take_picks(here: AtLayer) -> AtLayer:
     """Reads the pages that a layer below has chosen."""
-    return here._replace(found=here.layer.taken.get("picks"))
+    return here._replace(found=by_part(here.past, here.token.cache.pools, here.layer.taken["picks"]))
+
+
+def find_picks(here: AtLayer) -> AtLayer:
+    """Reads the tokens that a layer below has chosen, of those that are held here."""
+    pools, wanted = here.token.cache.pools, jnp.sort(here.layer.taken["picks"].pages, axis=-1)
+    body, index = picked_from(here.past, pools)
+    pos = body.pos[index]
+    at = jax.vmap(jax.vmap(jnp.searchsorted))(wanted, pos)
+    same = jnp.take_along_axis(wanted, jnp.minimum(at, wanted.shape[-1] - 1), axis=-1) == pos
+    _, slots = jax.lax.top_k(same.astype(jnp.int32), min(wanted.shape[-1], body.capacity))
+    found = Picks(slots, same.sum(-1, dtype=jnp.int32))
+    return here._replace(found=by_part(here.past, pools, found))
 
 
 def bring_picked(here: AtLayer) -> AtLayer:

@@ -64,7 +64,7 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (True, hooks.rotate_queries),
         (run.on_mesh is not None, hooks.send_queries),
         (gm.answering is not None, hooks.answer_for_evicted),
-        *_of_read(facts.read),
+        *_of_read(run, facts.read),
         (run.unrotated and not one_turn, hooks.attend_in_other_turns),
     )
     received = bool(facts.read.masses or gm.meetings)
@@ -85,15 +85,16 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
     return LayerPlan((*before, hooks.attend, *after))
 
 
-def _of_read(gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
+def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
     """The hooks of a read method, of the group whose slots are read."""
     if gm.read is None:
         return ()
     if gm.picks:
         return ((True, picks.pick_for_others),)
-    reuses = gm.picker is not None
+    reuses, alike = gm.picker is not None, run.method.keep is None
     return (
-        (reuses, picks.take_picks),
+        (reuses and alike, picks.take_picks),
+        (reuses and not alike, picks.find_picks),
         (not reuses, picks.pick),
         (gm.host is not None, picks.bring_picked),
     )
