@@ -67,6 +67,8 @@ _HOMES = {
     "verify": "kvjax.api.verify",
     "rollback": "kvjax.api.rollback",
     "generate": "kvjax.api.generate",
+    "speculate": "kvjax.api.speculate",
+    "Lookup": "kvjax.api.drafts",
     "chat": "kvjax.api.chat",
     "likelihood": "kvjax.api.likelihood",
     "encode_context": "kvjax.api.contexts",

@@ -1,0 +1,165 @@
+"""What writes drafts for `kvjax.speculate`: a model with a cache of its own, or the text itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.api.prefill import bare_cache, prefill
+from kvjax.api.sampling import GREEDY, Settings, chosen, filtered
+from kvjax.api.step import stepping
+from kvjax.api.types import Step
+from kvjax.api.verify import one_pass_refused, verify
+from kvjax.base.checks import whole_number
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.pure import decoding
+from kvjax.state.cache import Cache
+
+
+class Proposal(NamedTuple):
+    """Tokens that may follow: the first `counts` of each row count.
+
+    probabilities: with which each token was drawn; None where a draft is certain of its tokens.
+    """
+
+    tokens: Int[np.ndarray, "B k"]
+    counts: Int[np.ndarray, "B"]
+    probabilities: Float[Array, "B k V"] | None = None
+
+
+@runtime_checkable
+class Drafting(Protocol):
+    """What proposes tokens, text by text of a batch."""
+
+    def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
+        """At most `most` tokens, and k, behind each text; keys: one per row."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Drafts out of the text itself: what followed its last n tokens, or fewer, where they stood before.
+
+    "Prompt Lookup Decoding" (Saxena, 2023). The latest place counts; a text in which none is found has no
+    draft. Raises InputError for n below 1.
+
+    >>> Lookup(2).behind([7, 8, 9, 1, 7, 8], 3)
+    [9, 1, 7]
+    """
+
+    n: int = 3
+
+    def __post_init__(self):
+        whole_number("n", self.n, 1, "tokens to look up")
+
+    def behind(self, text: list[int], most: int) -> list[int]:
+        for n in range(min(self.n, len(text) - 1), 0, -1):
+            for i in range(len(text) - n - 1, -1, -1):
+                if text[i : i + n] == text[-n:]:
+                    return text[i + n : i + n + most]
+        return []
+
+    def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
+        found = [self.behind(text, min(k, int(n))) if n else [] for text, n in zip(texts, most, strict=True)]
+        tokens = np.array([[*row, *[0] * (k - len(row))] for row in found], np.int32)
+        return Proposal(tokens, np.array([len(row) for row in found], np.int32))
+
+
+class ModelDrafts:
+    """Drafts of a model over a cache of its own, which holds the texts but for what is proposed."""
+
+    def __init__(
+        self, model: Model, method: Method | str | None, tokens: list[list[int]], how: Settings, room: int
+    ):
+        _, self.cache = prefill(model, tokens, method=method, room=room)
+        self.model, self.how = model, how
+        self.have = np.array([len(row) for row in tokens])
+        run = decoding(model, self.cache.method, None)
+        self.by_steps = bool(one_pass_refused(model, run, self.cache, np.ones_like(self.have)))
+        self.step, self.params = stepping(model, self.cache.method, None)
+
+    def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
+        if not most.any():
+            return Proposal(np.zeros((len(texts), k), np.int32), np.zeros(len(texts), np.int32))
+        new = [text[n:] if m else [] for text, n, m in zip(texts, self.have, most, strict=True)]
+        logits = self._read_by_steps(new) if self.by_steps else self._read(new)
+        self.have += [len(row) for row in new]
+        cache, found, how_likely = jax.tree.map(jnp.copy, bare_cache(self.cache)), [], []
+        for i in range(k):
+            token, p = _drawn(self.how, logits, jax.vmap(partial(jax.random.fold_in, data=i))(keys))
+            found.append(token)
+            how_likely.append(p)
+            if i + 1 < k:
+                logits, cache = _one(self.step, self.params, cache, token, jnp.asarray(most > i + 1))
+        tokens = np.stack([np.asarray(t) for t in found], axis=1)
+        return Proposal(tokens, np.minimum(most, k).astype(np.int32), jnp.stack(how_likely, axis=1))
+
+    def _read(self, new: list[list[int]]) -> Float[Array, "B V"]:
+        """Adds tokens in one pass: the logits behind the last one of each row."""
+        counts = np.array([len(row) for row in new], np.int32)
+        width = max(int(counts.max()), 1)
+        tokens = np.array([[*row, *[0] * (width - len(row))] for row in new], np.int32)
+        logits, self.cache = verify(self.model, self.cache, tokens, lengths=counts)
+        return jnp.take_along_axis(logits, jnp.asarray(np.maximum(counts - 1, 0))[:, None, None], axis=1)[
+            :, 0
+        ]
+
+    def _read_by_steps(self, new: list[list[int]]) -> Float[Array, "B V"]:
+        """`_read` token by token, where a method evicts or reads in every step."""
+        cache, out = bare_cache(self.cache), None
+        for i in range(max(map(len, new))):
+            there = jnp.asarray([i < len(row) for row in new])
+            token = jnp.asarray([row[i] if i < len(row) else 0 for row in new], jnp.int32)
+            logits, cache = _one(self.step, self.params, cache, token, there)
+            out = logits if out is None else jnp.where(there[:, None], logits, out)
+        self.cache = dataclasses.replace(cache, method=self.cache.method, model=self.cache.model)
+        assert out is not None
+        return out
+
+
+def drafting(draft: object, model: Model, tokens: list[list[int]], how: Settings, room: int) -> Drafting:
+    """What a user gave as a draft, at its place behind the prompts."""
+    if isinstance(draft, Lookup):
+        return draft
+    if isinstance(draft, str | Method):
+        return ModelDrafts(model, draft, tokens, how, room)
+    if not isinstance(draft, Model):
+        raise InputError(
+            f"draft is {draft!r:.80}, expected a method of the model itself such as 'int4', another model, "
+            "or kvjax.Lookup()"
+        )
+    if draft.config.vocab != model.config.vocab:
+        raise InputError(
+            f"the draft has {draft.config.vocab} tokens and the model {model.config.vocab}, expected models "
+            "of one tokenizer: a token must mean the same to both"
+        )
+    return ModelDrafts(draft, None, tokens, how, room)
+
+
+def probabilities(how: Settings, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """What the next token is drawn by: all of it on the likeliest one where the settings are greedy."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    greedy = jax.nn.one_hot(jnp.argmax(flat, axis=-1), flat.shape[-1])
+    found = jnp.where(how.kind == GREEDY, greedy, jax.nn.softmax(filtered(how, flat)))
+    return found.reshape(logits.shape)
+
+
+@jax.jit
+def _drawn(how: Settings, logits: Float[Array, "B V"], keys: Array) -> tuple[Array, Array]:
+    return chosen(how, logits, keys), probabilities(how, logits)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _one(
+    step: Step, params: Params, cache: Cache, token: Int[Array, "B"], there: Bool[Array, "B"]
+) -> tuple[Float[Array, "B V"], Cache]:
+    return step(params, cache, token, there)

@@ -1,0 +1,239 @@
+"""Speculative decoding: tokens that something cheap drafts, and one pass of the model that judges them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import steps
+from kvjax.api.drafts import Drafting, Lookup, drafting, probabilities
+from kvjax.api.nan_checks import refuse_prompt, refuse_step
+from kvjax.api.prefill import bare_cache, check_reach, padded, prefill
+from kvjax.api.rollback import rollback
+from kvjax.api.sampling import Sampler, Settings, chosen
+from kvjax.api.types import Lengths, TokenIds
+from kvjax.api.verify import one_pass_refused, verify
+from kvjax.base.checks import prng_key, stop_ids, whole_number
+from kvjax.base.errors import InputError
+from kvjax.compress.group import GroupMethod
+from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch
+from kvjax.models.model import Model, check_single
+from kvjax.pure import decoding
+from kvjax.state.cache import Cache
+
+
+class Speculated(NamedTuple):
+    """tokens [B, max_new_tokens] with -1 behind a row's last, how many each row wrote, and the cache.
+
+    texts: the rows as text, None where the model has no tokenizer. passes: how often the model ran. drafted,
+    accepted: how many tokens of drafts it read, and how many of these it took.
+    """
+
+    tokens: Int[np.ndarray, "B M"]
+    lengths: Int[np.ndarray, "B"]
+    cache: Cache
+    texts: list[str] | None
+    passes: int
+    drafted: int
+    accepted: int
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafted tokens that were taken."""
+        return self.accepted / max(self.drafted, 1)
+
+
+def speculate(
+    model: Model,
+    tokens: TokenIds,
+    *,
+    draft: Method | str | Model | Lookup,
+    k: int = 4,
+    method: Method | str | None = None,
+    lengths: Lengths | None = None,
+    max_new_tokens: int = 64,
+    sampler: Sampler | None = None,
+    stop: Sequence[int] | None = None,
+    key: Array | None = None,
+) -> Speculated:
+    """Writes what `kvjax.generate` writes, of drafts of up to k tokens that one pass of the model judges.
+
+    draft: a method, under which the model itself drafts over a smaller cache of its own ("int4",
+    "snapkv(budget=0.25)", "h2o(budget=0.1)"), another model of the same tokenizer, or `kvjax.Lookup()`, which
+    drafts what followed the last tokens where they stood before. method: what the judging model's own cache
+    is compressed by. Greedy texts are those of greedy decoding; drawn ones have the sampler's distribution
+    exactly (Leviathan et al., 2022, arXiv:2211.17192, algorithm 1: a token is taken with probability
+    min(1, p / q), else another is drawn from max(0, p - q)). stop, key: as in `generate`.
+
+    Raises InputError for what `prefill` refuses, for a method with which several tokens cannot be read in
+    one pass or be taken back (those that evict or read in steps, recurrent states), a draft of another
+    vocabulary, and where logits are not numbers (NaN).
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> out = kvjax.speculate(model, [[1, 2, 3], [4, 5]], draft="int8", k=3, max_new_tokens=6, stop=[])
+    >>> plain = kvjax.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=6, stop=[])
+    >>> bool((out.tokens == plain.tokens).all()), out.passes < 6, out.acceptance > 0.9
+    (True, True, True)
+    """
+    check_single(model, "write with kvjax.generate")
+    k, new = (
+        whole_number("k", k, 1, "drafted tokens"),
+        whole_number("max_new_tokens", max_new_tokens, 1, "tokens"),
+    )
+    how = (sampler or Sampler()).settings
+    ends = {i for i in stop_ids(model.stop_ids if stop is None else stop) if i >= 0}
+    batch = padded(model, tokens, lengths)
+    logits, cache = prefill(model, tokens, method=method, lengths=lengths, room=new + k + 1)
+    check_reach(model, int(batch.lengths.max()) + new + k + 1, cache.method)
+    _check(model, cache)
+    prompts = [row[:n].tolist() for row, n in zip(np.asarray(batch.tokens), batch.lengths, strict=True)]
+    helper = drafting(draft, model, prompts, how, new + 2 * k + 1)
+    keys = jax.random.split(jax.random.key(0) if key is None else prng_key(key), len(prompts))
+    if np.isnan(np.asarray(logits)).any():
+        refuse_prompt(model, *batch)
+    first = np.asarray(chosen(how, logits, jax.vmap(partial(jax.random.fold_in, data=0))(keys)))
+    texts = _Texts([[int(i)] for i in first], prompts, new, ends, [True] * len(prompts))
+    counts = np.zeros(3, int)
+    while texts.left().any():
+        cache, judged = _round(model, cache, helper, texts, how, keys, k, int(counts[0]))
+        counts += (1, *judged)
+    return _finished(model, cache, texts, counts)
+
+
+@dataclasses.dataclass
+class _Texts:
+    """What rows have written. pending: the rows whose last token is in no cache yet."""
+
+    written: list[list[int]]
+    prompts: list[list[int]]
+    new: int
+    ends: set[int]
+    pending: list[bool]
+
+    def left(self) -> Int[np.ndarray, "B"]:
+        """How many more tokens each row writes; 0 for those that have ended."""
+        done = [row[-1] in self.ends for row in self.written]
+        return np.array([0 if d else self.new - len(r) for r, d in zip(self.written, done, strict=True)])
+
+    def whole(self) -> list[list[int]]:
+        return [[*a, *b] for a, b in zip(self.prompts, self.written, strict=True)]
+
+    def cut(self, row: Sequence[int]) -> list[int]:
+        """Tokens up to the first that ends a text."""
+        end = next((i for i, token in enumerate(row) if token in self.ends), len(row))
+        return list(row[: end + 1])
+
+
+def _round(
+    model: Model,
+    cache: Cache,
+    helper: Drafting,
+    texts: _Texts,
+    how: Settings,
+    keys: Array,
+    k: int,
+    number: int,
+) -> tuple[Cache, tuple[int, int]]:
+    """One draft and the pass that judges it: the cache behind it, and how many tokens were read and taken."""
+    left, start = texts.left(), fetch(cache.next)
+    most = np.minimum(np.maximum(left - 1, 0), np.minimum(k, _before_flush(cache) - 2))
+    most = np.maximum(most, 0)
+    keys = jax.vmap(partial(jax.random.fold_in, data=number + 1))(keys)
+    found = helper.propose(texts.whole(), most, k, jax.vmap(partial(jax.random.fold_in, data=0))(keys))
+    # A row that has ended asks nothing; the others store the token that they wrote last, and the draft.
+    count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
+    last = np.array([row[-1] for row in texts.written], np.int32)[:, None]
+    logits, cache = verify(model, cache, np.concatenate([last, found.tokens], 1), lengths=count)
+    taken, following, bad = jax.tree.map(
+        np.asarray,
+        _judged(how, _of_width(logits, k + 1), *found, jax.vmap(partial(jax.random.fold_in, data=1))(keys)),
+    )
+    if (bad & (left > 0)).any():
+        refuse_step(min(map(len, texts.written)), "full" if cache.method is None else cache.method.id)
+    stays = np.zeros_like(start)
+    for b, row in enumerate(texts.written):
+        if left[b]:
+            more = texts.cut([*found.tokens[b, : taken[b]].tolist(), int(following[b])])
+            texts.pending[b] = len(more) > taken[b]
+            stays[b] = 1 + min(taken[b], len(more))
+            row.extend(more)
+    return rollback(cache, count - stays), (int(found.counts.sum()), int(taken[left > 0].sum()))
+
+
+def _of_width(logits: Float[Array, "B t V"], width: int) -> Float[Array, "B width V"]:
+    """Logits at `width` places, so that rounds of shorter drafts share a program."""
+    logits = logits[:, :width]
+    return jnp.pad(logits, [(0, 0), (0, width - logits.shape[1]), (0, 0)])
+
+
+@jax.jit
+def _judged(
+    how: Settings, logits: Float[Array, "B t V"], tokens: Int[Array, "B k"], counts: Int[Array, "B"],
+    drawn_by: Float[Array, "B k V"] | None, keys: Array,
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Array]:  # fmt: skip
+    """How many tokens of each draft are taken, the token behind them, and rows with logits that are NaN."""
+    b, k = tokens.shape
+    p = probabilities(how, logits)
+    q = jax.nn.one_hot(tokens, p.shape[-1]) if drawn_by is None else drawn_by
+    one = lambda x: jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]  # noqa: E731
+    chance = jax.vmap(lambda key: jax.random.uniform(key, (k,)))(keys)
+    there = jnp.arange(k, dtype=jnp.int32)[None] < counts[:, None]
+    right = there & (chance * one(q) < one(p[:, :k]))
+    taken = jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(1)
+    at = taken[:, None, None]
+    ours = jnp.take_along_axis(p, at, axis=1)[:, 0]
+    theirs = jnp.take_along_axis(jnp.pad(q, [(0, 0), (0, 1), (0, 0)]), at, axis=1)[:, 0]
+    # Behind a draft that was taken whole, the model's own distribution says what follows.
+    rest = jnp.where((taken < counts)[:, None], jnp.maximum(ours - theirs, 0.0), ours)
+    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, ours)
+    following = jax.vmap(jax.random.categorical)(
+        jax.vmap(partial(jax.random.fold_in, data=1))(keys), jnp.log(rest)
+    )
+    seen = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] <= counts[:, None]
+    bad = (jnp.isnan(logits).any(-1) & seen).any(1)
+    return taken, following.astype(jnp.int32), bad
+
+
+def _before_flush(cache: Cache) -> Int[np.ndarray, "B"]:
+    """How many tokens go into the cache up to the one behind which granules are encoded for good."""
+    assert cache.added is not None
+    gms: tuple[GroupMethod, ...] = cache.added.groups
+    return fetch(steps.until_flush(gms, bare_cache(cache)))
+
+
+def _check(model: Model, cache: Cache) -> None:
+    """InputError where drafts cannot be read in one pass, or not be taken back."""
+    run, name = decoding(model, cache.method, None), "full" if cache.method is None else cache.method.id
+    why = one_pass_refused(model, run, cache, np.ones(cache.next.shape, int))
+    if any(gm.kind == "state" for gm in run.groups(model.params)):
+        why = why or "what recurrent layers carry cannot be taken back"
+    if any(gm.traces or gm.carried for gm in run.groups(model.params)):
+        why = why or "what it remembers of slots and rows cannot be taken back"
+    if why:
+        raise InputError(
+            f"{name} cannot judge drafts: {why}; write with kvjax.generate, or use it as the draft of "
+            "another method"
+        )
+
+
+def _finished(model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"]) -> Speculated:
+    """The rows, and the cache with the last token of each."""
+    if any(texts.pending):
+        last = np.array([row[-1:] for row in texts.written], np.int32)
+        _, cache = verify(model, cache, last, lengths=np.array(texts.pending, np.int32))
+    sizes = np.array([len(row) for row in texts.written], np.int32)
+    tokens = np.array([[*row, *[-1] * (texts.new - len(row))] for row in texts.written], np.int32)
+    texts_of = None
+    if model.tokenizer is not None:
+        plain = [[i for i in row if i not in texts.ends] for row in texts.written]
+        texts_of = [model.tokenizer.decode(row, skip_special_tokens=True) for row in plain]
+    return Speculated(tokens, sizes, cache, texts_of, *(int(x) for x in counts))
