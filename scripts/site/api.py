@@ -12,7 +12,7 @@ GROUPS = {
     ),
     "running": (
         "Prompts, steps and texts",
-        "prefill step generate verify likelihood chat Sampler RepetitionPenalty FrequencyPenalty InputError",
+        "prefill step generate speculate Lookup verify likelihood chat Sampler RepetitionPenalty FrequencyPenalty InputError",
     ),
     "methods": (
         "Methods",
