@@ -12,7 +12,8 @@ GROUPS = {
     ),
     "running": (
         "Prompts, steps and texts",
-        "prefill step generate speculate Lookup verify likelihood chat Sampler RepetitionPenalty FrequencyPenalty InputError",
+        "prefill step generate speculate Lookup verify likelihood chat Sampler "
+        "RepetitionPenalty FrequencyPenalty InputError",
     ),
     "methods": (
         "Methods",
