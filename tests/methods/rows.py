@@ -280,6 +280,21 @@ def granules_in_pages_bytes(s: Sizes, group=4, residual=4) -> int:
     return pages + s.layers * s.b * s.k * (residual + group) * plain(s)
 
 
+def read_in_pages_bytes(s: Sizes) -> int:
+    """Quest's bounds of every 4 slots, in pages of PAGE slots and in granules for the room; a plain tail."""
+    bounds = lambda s: 2 * s.h * 4 // 4  # noqa: E731
+    slot = lambda s: plain(s) + bounds(s)  # noqa: E731
+    pages = paged(lambda s, i: s.k * count(s.tokens), slot=slot)(s._replace(room=-(-s.room // 4) * 4))
+    return pages + s.layers * s.b * s.k * 4 * plain(s)
+
+
+def read_with_holes_bytes(s: Sizes) -> int:
+    """Quest's bounds of every 4 slots under H2O: up to a granule of holes, and a mass beside every slot."""
+    body = (half_and_one(s) + 3) // 4 * 4
+    each = body * (plain(s) + 4 + 2 * s.h * 4 // 4) + 4 * (plain(s) + 4)
+    return s.layers * s.b * s.k * each + 4 * s.b
+
+
 def gear_bytes(bits, rank, group=16):
     """KIVI's codes; a number and an index for one outlier at each end; two float16 matrices per granule."""
     ends, matrices = 2 * (4 + 1), lambda s: (group + s.h) * rank * 2
