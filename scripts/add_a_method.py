@@ -19,14 +19,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 FUNCTION = '''
-@paper("Value norms, to try how a method is added", family="selection-static")
+@paper(
+    "VATP's value norms alone, to try how a method is added",
+    arxiv="2406.12335",
+    family="selection-static",
+    exact="deviates",
+)
 def valuenorm(budget: Amount) -> Method:
-    """Value norms: keeps the slots whose values are largest, score[j] = ||v_j||_2."""
+    """Value norms (Guo et al., 2024, arXiv:2406.12335): keeps the slots of the largest ||v_j||_1.
+
+    Deviation: the paper multiplies them by attention.
+    """
     return Method(Keep(ValueNorm(), Budget(budget), Uniform()))
 '''
 ROW = """    row(
         "valuenorm", dense(half),
-        kept=each_layer(lambda prompt, layer: np.linalg.norm(prompt.v[layer], axis=-1)),
+        kept=each_layer(lambda prompt, layer: np.abs(prompt.v[layer]).sum(-1)),
     ),
 """
 SCORE = "from kvjax.keep.scores.score import ValueNorm\n"
