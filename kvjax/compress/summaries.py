@@ -132,7 +132,7 @@ def summarised(
     if not pages and not isinstance(read, Learning):
         return group, pools
     before = past.bodies[-1].sums if past.bodies and isinstance(past.bodies[-1], Slots) else {}
-    (lists,) = pages or (None,)
+    lists = next((part for part in pages if isinstance(part, Paged)), None)
     sums = _of_lists(gm, lists, body, pools, before, idle)
     body = dataclasses.replace(body, sums=body.sums | sums)
     if isinstance(read, Learning):

@@ -14,6 +14,7 @@ def refused_parts(method: Method) -> Refusals:
     """(wrong, why) for what the parts of a sentence cannot do together."""
     host, read = method.host, method.read
     granule = 1 if method.store is None else method.store.granule
+    page = 0 if read is None else read.granule
     return [
         *_in_layers(method),
         (
@@ -27,8 +28,8 @@ def refused_parts(method: Method) -> Refusals:
             "decoding: use a keep that acts at the end of prompts, such as snapkv, or leave one out",
         ),
         (
-            None not in (read, host) and read.granule % granule != 0,
-            f"{host!r} brings pages of {getattr(read, 'granule', 0)} tokens to the device, which must be a "
+            host is not None and page % granule != 0,
+            f"{host!r} brings pages of {page} tokens to the device, which must be a "
             f"multiple of the {granule} tokens that are encoded together: give both the same number",
         ),
     ]

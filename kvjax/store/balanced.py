@@ -60,8 +60,9 @@ class Balanced(Wrapper):
             return jnp.std(rows, axis, keepdims=True, ddof=1)
 
         def apart(rows: Array) -> Array:
-            each = [deviation(rows, -1), deviation(rows, -2)]
-            return sum(s.max((-2, -1)) / jnp.maximum(s.min((-2, -1)), 1e-8) for s in each)
+            one, other = (deviation(rows, axis) for axis in (-1, -2))
+            spread = lambda s: s.max((-2, -1)) / jnp.maximum(s.min((-2, -1)), 1e-8)  # noqa: E731
+            return spread(one) + spread(other)
 
         def turn(state: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], None]:
             a, b, *best = state
