@@ -1,5 +1,6 @@
 """The documentation site: `sphinx-build -W --keep-going docs build/site`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -41,5 +42,8 @@ def _plain(app, what, name, obj, options, lines):
 
 
 def _short(app, what, name, obj, options, signature, returns):
-    """Arrays by their short name."""
-    return tuple(text and text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
+    """Arrays by their short name, and default functions without their address, which Sphinx cannot parse."""
+    return tuple(
+        text and re.sub(r"<function .*? at 0x[0-9a-f]+>", "...", text.replace("jaxlib._jax.Array", "Array"))
+        for text in (signature, returns)
+    )

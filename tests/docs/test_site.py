@@ -18,7 +18,7 @@ PAGES = sorted(p for folder in ("tutorials", "how-to") for p in (DOCS / folder).
 BLOCK = re.compile(r"^ *```(python|console)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 RUN = [page for page in PAGES if BLOCK.search(page.read_text())]
 # Each compiles its own programs: one runs every time, the others in turn.
-EVERY_TIME = ("compress-a-cache",)
+EVERY_TIME = ("write-a-method",)
 IN_TURN = [
     pytest.param(page, id=page.stem, marks=() if page.stem in EVERY_TIME else pytest.mark.rotating)
     for page in RUN
@@ -36,8 +36,8 @@ def run(kind, code, page, names):
 
 @pytest.mark.parametrize("page", IN_TURN)
 def test_a_page_runs_and_prints_its_comments(page, capsys, tmp_path, monkeypatch):
-    for example in (DOCS / "examples").glob("*.py"):
-        shutil.copy(example, tmp_path)
+    for file in (*(DOCS / "examples").glob("*.py"), DOCS.parent / "README.md"):
+        shutil.copy(file, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # one page sets it
     names, blocks = {}, BLOCK.findall(page.read_text())
