@@ -1,8 +1,6 @@
 """Several tokens in one pass are single steps: logits, caches, and what is refused because it is not so."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -218,19 +216,3 @@ def test_one_token_and_a_draft_of_which_some_is_taken_back_are_a_plain_loop():
     close(logits, want[:, 4])
     assert np.abs(np.asarray(wrong)[:, 0] - want[:, 4]).max() > 0.1
     same(cache, plain)
-
-
-@pytest.mark.rotating
-def test_the_page_of_drafts_speculates_the_text_of_plain_greedy_decoding():
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "drafts.md").read_text()
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def speculate" in b]
-    m = kvjax.load("recall-tiny")
-    text = "<bos> the <set> brave otter 17 4 52 <.> a hill <get> brave otter"
-    prompt = m.tokenizer.encode(text).ids
-    names = {"kvjax": kvjax, "model": m, "prompt": [prompt]}
-    exec(compile(block, "drafts.md", "exec"), names)
-    # Drafts that are right and wrong, and none: one pass per token but where a draft was right.
-    assert names["written"] == names["plain"].tokens[0].tolist() and 0 < names["passes"] < 11
-    method = kvjax.method("adakv", budget=0.5, window=3, page=4)
-    plain = kvjax.generate(m, [prompt], method=method, max_new_tokens=10, stop=[])
-    assert names["speculate"](m, prompt, 10, method)[0] == plain.tokens[0].tolist()

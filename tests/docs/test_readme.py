@@ -26,7 +26,7 @@ COMMANDS = sorted(set(re.findall(r"(?:^|`|&& )(kvjax(?: [^`\n]+)?)(?=`|\n)", REA
 # What `docs/conf.py` makes (`scripts.site.write`).
 MADE = {f"docs/reference/{name}.md" for name in ("architectures", "commands", "methods/index")}
 MADE |= {f"docs/reference/methods/{name}.md" for name in methods.families()}
-MADE |= {f"docs/reference/api/{name}.md" for name in api.pages()}
+MADE |= {f"docs/reference/api/{name}.md" for name in (*api.GROUPS, *api.MODULES, "index")}
 MADE |= {f"docs/notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
