@@ -118,7 +118,7 @@ class _Turns:
             self.next = np.array(fetch(cache.next), np.int64)
             self.seen = int(self.next.max())
             self.free = np.array(fetch(tokens_that_fit(self.gms, cache)), np.int64)
-            self.held = next((_slots(cache, cache.groups[i].parts) for i in self.paged), 0)
+            self.held = max((_slots(cache, cache.groups[i].parts) for i in self.paged), default=0)
 
     @property
     def paged(self) -> list[int]:
@@ -132,7 +132,8 @@ class _Turns:
         if short > 0:
             for i, gm in enumerate(self.gms):
                 added[i] = more_slots(gm, bucket(short), self.widths[i]) if whole[i] else 0
-            self.held += next((more_slots(self.gms[i], bucket(short), self.widths[i]) for i in self.paged), 0)
+            more = (more_slots(self.gms[i], bucket(short), self.widths[i]) for i in self.paged)
+            self.held += max(more, default=0)
         self.next += taken
         self.bound = bound(self.seen, width)
         self.seen += width
@@ -147,13 +148,14 @@ class _Turns:
                 for i in range(len(self.gms))
             ]
         )
-        for i in self.paged[:1]:
-            gm = self.gms[i]
+        if paged := self.paged:
+            gm = self.gms[paged[0]]
             assert gm.keep is not None
-            page = page_of(gm, self.listed, self.bound)
+            page = page_of([self.gms[i] for i in paged], self.listed, self.bound)
             pages = -(-max(longest_list(gm, self.listed, self.bound), 1) // page)
             pages += 0 if gm.keep.lower is None else -(-self.listed // page)
-            self.held = pages * page + tail_slots(gm, self.listed, room, self.widths[i])
+            tails = (tail_slots(self.gms[i], self.listed, room, self.widths[i]) for i in paged)
+            self.held = pages * page + max(tails)
         return added
 
     def keeps_all(self, i: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -52,15 +54,15 @@ def build_group_pages(
     keep = gms[0].keep
     assert keep is not None
     layers = sum(v.pos.shape[0] for v in views)
-    heads, slots = views[0].pos.shape[2:]
-    slots = list_slots(keep, lists or slots, tokens)
+    heads = views[0].pos.shape[2]
+    slots = list_slots(keep, lists or max(view.pos.shape[3] for view in views), tokens)
     sinks = [first_tokens(gm, view, stays) for gm, view, stays in zip(gms, views, kept, strict=True)]
     kept = [stays & (view.pos >= gm.sinks) for gm, view, stays in zip(gms, views, kept, strict=True)]
     newest = [_newest(gm, view, stays, length) for gm, view, stays in zip(gms, views, kept, strict=True)]
     longest = longest_list(gms[0], slots, tokens)
     n = min(keep.budget.capacity(tokens), longest)
     most = keep.allocate.layer_slots(n, longest, layers, heads)
-    page = page_of(gms[0], slots, tokens)
+    page = page_of(gms, slots, tokens)
     first = [stays & ~new for stays, new in zip(kept, newest, strict=True)]
     tiers = [Tier(first, most, longest, [gm.codecs for gm in gms])]
     if keep.lower is not None:
@@ -122,8 +124,8 @@ def longest_list(gm: GroupMethod, slots: int, tokens: int) -> int:
     return max(min(slots, tokens - recent_tokens(gm)), 0) if gm.evicting else slots
 
 
-def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
-    """Slots per page, for lists chosen out of `slots` slots of at most `tokens` tokens.
+def page_of(gms: Sequence[GroupMethod], slots: int, tokens: int) -> int:
+    """Slots per page of all groups, for lists chosen out of `slots` slots of at most `tokens` tokens.
 
     In a list's last page, all but one slot may be empty and still take memory. So a page is the largest power
     of two of which all but one slot are at most a 64th of what lists keep on average; where scores alone
@@ -131,25 +133,26 @@ def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
     tile, and where slots have scales, biases or phases the 128 slots that the kernel asks for, if lists
     keep four times as many.
     """
-    keep = gm.keep
+    keep, codecs = gms[0].keep, gms[0].codecs
     assert keep is not None
     if keep.page is not None:
-        return _whole_granules(gm, keep.page)
+        return _whole_granules(gms, keep.page)
     n = getattr(keep.allocate, "mean", int)(min(keep.budget.capacity(tokens), slots))
     n = n // 4 if hasattr(keep.allocate, "threshold") else n
     n = n if keep.lower is None else min(n, slots - n)
     page = min(2 ** ((n // _ONE_IN + 1).bit_length() - 1), _LARGEST) if n > 0 else 1
     if platform() != "tpu":
-        return _whole_granules(gm, page)
-    coded = gm.codecs != (None, None)
+        return _whole_granules(gms, page)
+    coded = codecs != (None, None)
     beside = coded or keep.merge is not None or keep.phase != BY_POSITION
     least = _LANES if beside and n >= 4 * _LANES else _TILE_OF_CODES if coded else _TILE
-    return _whole_granules(gm, max(page, least))
+    return _whole_granules(gms, max(page, least))
 
 
-def _whole_granules(gm: GroupMethod, page: int) -> int:
-    """The least page of as many slots that holds whole granules."""
-    return -(-page // gm.granule) * gm.granule
+def _whole_granules(gms: Sequence[GroupMethod], page: int) -> int:
+    """The least page of as many slots that holds whole granules of every group."""
+    granule = math.lcm(*(gm.granule for gm in gms))
+    return -(-page // granule) * granule
 
 
 def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:

@@ -232,12 +232,18 @@ def choose(
 ) -> dict[int, Bool[Array, "_ B K S"]]:
     """Which slots stay, per group; counts are shared over all layers with the same keep and heads."""
     chosen: dict[int, Array] = {}
-    alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items()}
+    # Lists of some groups have more empty slots than those of others, which says nothing.
+    alike = {i: (keep, scores[i].shape[1:3]) for i, keep in keeps.items()}
     for kind in dict.fromkeys(alike.values()):
         keep = kind[0]
         assert keep is not None
         where = [i for i, other in alike.items() if other == kind]
-        stacked = jnp.concatenate([scores[i] for i in where])
+        most = max(scores[i].shape[3] for i in where)
+        wide = [(0, 0)] * 3
+        stacked = jnp.concatenate([
+            jnp.pad(s, [*wide, (0, most - s.shape[3])], constant_values=-jnp.inf)
+            for s in (scores[i] for i in where)
+        ])  # fmt: skip
         more = [preferred for i in where if (preferred := preferences[i]) is not None]
         also = (jnp.concatenate(more),) if more else ()
         counts = keep.allocate.counts(stacked, keep.budget.count(length), *also)

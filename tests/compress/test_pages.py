@@ -32,9 +32,9 @@ SLOT = 2 * 2 * DEEP.head_dim + 4
 
 
 def group(allocate, budget=0.25, page=None, codecs=(None, None), merge=None):
-    """What `page_of` reads of a group."""
+    """What `page_of` reads of the groups."""
     keep = Keep(Position(), Budget(budget), allocate, page=page, merge=merge)
-    return GroupMethod(keep, codecs, 1, 0, None, 0)
+    return [GroupMethod(keep, codecs, 1, 0, None, 0)]
 
 
 def in_pages():
@@ -57,6 +57,11 @@ def test_page_is_the_largest_that_wastes_a_64th_of_a_list(tokens):
 
 def test_page_that_is_given_is_kept():
     assert page_of(group(AcrossHeads(), page=48), 2048, 2048) == 48
+
+
+def test_page_holds_whole_granules_of_every_group():
+    coarse = [gm.replaced(granule=n) for n in (6, 4) for gm in group(AcrossHeads())]
+    assert page_of([*group(AcrossHeads()), *coarse], 2048, 2048) == 12
 
 
 def test_page_follows_shares_of_layers_and_what_a_threshold_may_leave():

@@ -164,6 +164,22 @@ def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(label, name):
         assert held == others
 
 
+@pytest.mark.parametrize("keep", sweep(("adakv", "duoattention", "h2o", "kvzip"), "adakv"))
+def test_first_layers_that_read_everything_lie_in_the_pages_of_those_that_pick(keep):
+    """Also where a prompt is read in pieces, and in a second turn."""
+    alone = BY_LABEL[keep].method()
+    both = kvjax.chain(alone, read("quest", 1.0, page=8, skip_layers=1))
+    found = []
+    for method in (alone, both):
+        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=4, chunk=13)
+        _, cache = kvjax.prefill(model("4/2"), MAIN.second, cache=cache, room=12)
+        assert len(cache.groups) == 2
+        for token in np.random.default_rng(2).integers(0, VOCAB, (12, B)):
+            logits, cache = kvjax.step(model("4/2"), cache, token.tolist())
+        found.append((np.asarray(logits, np.float64), positions(cache)))
+    assert off(found[1][0], found[0][0]) < 2e-5 and found[0][1] == found[1][1]
+
+
 def fed(method, name):
     """The logits and positions of every step of a decode."""
     _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
