@@ -164,14 +164,15 @@ def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(label, name):
         assert held == others
 
 
-@pytest.mark.parametrize("keep", sweep(("adakv", "duoattention", "h2o", "kvzip"), "adakv"))
+@pytest.mark.parametrize("keep", sweep(("adakv", "duoattention", "h2o", "kvzip"), "kvzip"))
 def test_first_layers_that_read_everything_lie_in_the_pages_of_those_that_pick(keep):
     """Also where a prompt is read in pieces, and in a second turn."""
     alone = BY_LABEL[keep].method()
     both = kvjax.chain(alone, read("quest", 1.0, page=8, skip_layers=1))
-    found = []
+    # Windows of pieces must leave a choice.
+    found, chunk = [], None if keep == "adakv" else 13
     for method in (alone, both):
-        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=4, chunk=13)
+        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=4, chunk=chunk)
         _, cache = kvjax.prefill(model("4/2"), MAIN.second, cache=cache, room=12)
         assert len(cache.groups) == 2
         for token in np.random.default_rng(2).integers(0, VOCAB, (12, B)):
