@@ -41,7 +41,7 @@ class Drafting(Protocol):
     """What proposes tokens, text by text of a batch."""
 
     def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
-        """At most `most` tokens, and k, behind each text; keys: one per row."""
+        """At most `most` tokens, and k, to follow each text; keys: one per row."""
         ...
 
 
@@ -75,7 +75,7 @@ class Lookup:
 
 
 class ModelDrafts:
-    """Drafts of a model over a cache of its own, which holds the texts but for what is proposed."""
+    """Drafts by a model with a cache of its own, which holds the texts without what is proposed."""
 
     def __init__(
         self, model: Model, method: Method | str | None, tokens: list[list[int]], how: Settings, room: int
@@ -104,7 +104,7 @@ class ModelDrafts:
         return Proposal(tokens, np.minimum(most, k).astype(np.int32), jnp.stack(how_likely, axis=1))
 
     def _read(self, new: list[list[int]]) -> Float[Array, "B V"]:
-        """Adds tokens in one pass: the logits behind the last one of each row."""
+        """Adds tokens in one pass; gives the logits after the last token of each row."""
         counts = np.array([len(row) for row in new], np.int32)
         width = max(int(counts.max()), 1)
         tokens = np.array([[*row, *[0] * (width - len(row))] for row in new], np.int32)
@@ -114,7 +114,7 @@ class ModelDrafts:
         ]
 
     def _read_by_steps(self, new: list[list[int]]) -> Float[Array, "B V"]:
-        """`_read` token by token, where a method evicts or reads in every step."""
+        """`_read`, token by token: for methods that evict, or pick what they read, in every step."""
         cache, out = bare_cache(self.cache), None
         for i in range(max(map(len, new))):
             there = jnp.asarray([i < len(row) for row in new])
@@ -127,7 +127,7 @@ class ModelDrafts:
 
 
 def drafting(draft: object, model: Model, tokens: list[list[int]], how: Settings, room: int) -> Drafting:
-    """What a user gave as a draft, at its place behind the prompts."""
+    """The drafting that `draft` asks for, with the prompts read."""
     if isinstance(draft, Lookup):
         return draft
     if isinstance(draft, str | Method):

@@ -31,7 +31,7 @@ from kvjax.state.cache import Cache
 
 
 class Speculated(NamedTuple):
-    """tokens [B, max_new_tokens] with -1 behind a row's last, how many each row wrote, and the cache.
+    """tokens [B, max_new_tokens], -1 after a row's last token; how many each row wrote; the cache.
 
     texts: the rows as text, None where the model has no tokenizer. passes: how often the model ran. drafted,
     accepted: how many tokens of drafts it read, and how many of these it took.
@@ -96,7 +96,7 @@ def speculate(
     check_reach(model, int(batch.lengths.max()) + new + k + 1, cache.method)
     _check(model, cache)
     prompts = [row[:n].tolist() for row, n in zip(np.asarray(batch.tokens), batch.lengths, strict=True)]
-    helper = drafting(draft, model, prompts, how, new + 2 * k + 1)
+    writer = drafting(draft, model, prompts, how, new + 2 * k + 1)
     keys = jax.random.split(jax.random.key(0) if key is None else prng_key(key), len(prompts))
     if np.isnan(np.asarray(logits)).any():
         refuse_prompt(model, *batch)
@@ -104,7 +104,7 @@ def speculate(
     texts = _Texts([[int(i)] for i in first], prompts, new, ends, [True] * len(prompts))
     counts = np.zeros(3, int)
     while texts.left().any():
-        cache, judged = _round(model, cache, helper, texts, how, keys, k, int(counts[0]))
+        cache, judged = _round(model, cache, writer, texts, how, keys, k, int(counts[0]))
         counts += (1, *judged)
     return _finished(model, cache, texts, counts)
 
@@ -136,19 +136,19 @@ class _Texts:
 def _round(
     model: Model,
     cache: Cache,
-    helper: Drafting,
+    writer: Drafting,
     texts: _Texts,
     how: Settings,
     keys: Array,
     k: int,
     number: int,
 ) -> tuple[Cache, tuple[int, int]]:
-    """One draft and the pass that judges it: the cache behind it, and how many tokens were read and taken."""
+    """Drafts and judges once; gives the cache, and how many drafted tokens were read and accepted."""
     left, start = texts.left(), fetch(cache.next)
     most = np.minimum(np.maximum(left - 1, 0), np.minimum(k, _before_flush(cache) - 2))
     most = np.maximum(most, 0)
     keys = jax.vmap(partial(jax.random.fold_in, data=number + 1))(keys)
-    found = helper.propose(texts.whole(), most, k, jax.vmap(partial(jax.random.fold_in, data=0))(keys))
+    found = writer.propose(texts.whole(), most, k, jax.vmap(partial(jax.random.fold_in, data=0))(keys))
     # A row that has ended asks nothing; the others store the token that they wrote last, and the draft.
     count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
     last = np.array([row[-1] for row in texts.written], np.int32)[:, None]
@@ -204,7 +204,7 @@ def _judged(
 
 
 def _before_flush(cache: Cache) -> Int[np.ndarray, "B"]:
-    """How many tokens go into the cache up to the one behind which granules are encoded for good."""
+    """How many tokens each row takes until a granule is encoded, which no rollback undoes."""
     assert cache.added is not None
     gms: tuple[GroupMethod, ...] = cache.added.groups
     return fetch(steps.until_flush(gms, bare_cache(cache)))

@@ -164,7 +164,7 @@ def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
 def _newest(
     gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], length: Int[Array, "B"]
 ) -> Bool[Array, "Lg B K S"]:
-    """The kept slots behind the pages: those that a step may empty later, which `Recent` protects now.
+    """The kept slots that do not go into pages: those that a step may evict, which `Recent` protects now.
 
     Where several tokens are encoded together, also those that fill no granule of the pages.
     """

@@ -90,7 +90,7 @@ def sums_without(
 
 
 def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
-    """A body with what lies beside one of its layers, of which a merge has written keys or values."""
+    """A body with new summaries and sums of one layer, in which a merge has changed keys or values."""
     if gm.read is None or not (body.summary or body.sums):
         return body
     own = jax.tree.map(lambda x: x[layer][None], dataclasses.replace(lent(body, gm.taught), near=None))

@@ -157,7 +157,7 @@ class Store(StoreFacts):
 
 
 def read_behind(keep: Keep | None, read: Any) -> Any:
-    """A read as it acts behind a keep, which leaves every KV head tokens of its own."""
+    """A read as it acts after a keep: each KV head, which holds tokens of its own, picks for itself."""
     by_layer = keep is not None and getattr(read, "by_head", True) is False
     return dataclasses.replace(read, by_head=True) if by_layer else read
 
