@@ -13,6 +13,8 @@ from scripts.studies.field_rows import TOPICS
 
 TITLES = {
     "codes": "codes",
+    "formats": "number formats",
+    "encodings": "published encodings",
     "bits": "bits of keys and of values",
     "sinks": "first tokens kept, a quarter of the slots",
     "heads": "who chooses, a quarter of the slots",
