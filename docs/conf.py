@@ -41,9 +41,11 @@ def _plain(app, what, name, obj, options, lines):
     lines[:] = plain_docstring(lines)
 
 
+# Defaults that are functions print what Sphinx cannot parse.
+FUNCTION = re.compile(r"<function .*? at 0x[0-9a-f]+>|<built-in function \w+>")
+
+
 def _short(app, what, name, obj, options, signature, returns):
-    """Arrays by their short name, and default functions without their address, which Sphinx cannot parse."""
-    return tuple(
-        text and re.sub(r"<function .*? at 0x[0-9a-f]+>", "...", text.replace("jaxlib._jax.Array", "Array"))
-        for text in (signature, returns)
-    )
+    """Arrays by their short name, and no addresses of functions."""
+    texts = (signature, returns)
+    return tuple(text and FUNCTION.sub("...", text.replace("jaxlib._jax.Array", "Array")) for text in texts)
