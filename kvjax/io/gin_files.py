@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import io
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
@@ -20,6 +21,8 @@ from kvjax.base.errors import InputError
 
 # Far above what any real file needs; without limits, a crafted one could take all memory or time.
 _BYTES, _FILES, _VALUES = 1_000_000, 64, 100_000
+# Python 3.11's `ast`, which gin's parser calls, counts its depth for all threads together.
+_PARSING = threading.Lock()
 
 
 class Binding(NamedTuple):
@@ -142,7 +145,9 @@ def _parsed(path: Path, form: str) -> Iterator[Any]:
         if path.stat().st_size > _BYTES:
             raise InputError(f"{path} is larger than {_BYTES} bytes, expected a few lines: {form}")
         text = path.read_text(encoding="utf-8-sig")
-        yield from config_parser.ConfigParser(io.StringIO(text), _Values())
+        with _PARSING:
+            statements = list(config_parser.ConfigParser(io.StringIO(text), _Values()))
+        yield from statements
     except TokenError as error:
         message, (line, _) = error.args
         raise InputError(f"{path}, line {line}: {message}: is a bracket or a quote left open?") from error

@@ -152,7 +152,7 @@ def test_explain_prints_both_parts_and_the_weight(capsys, monkeypatch):
         ("snapkv(budgt=0.5)", "no hyper-parameter 'budgt': did you mean 'budget'"),
         ("full --context 99999", "--context is 99999, expected at most the model's 2048 positions"),
         ("snapkv(budget=4)", "must stay .*more than the budget of 4 slots"),
-        ("h2o(budget=0.5)+quest(budget=0.5)", "h2o . quest cannot work"),
+        ("streamingllm(budget=0.5)+quest(budget=0.5)", "streamingllm . quest cannot work"),
     ],
 )
 def test_what_cannot_be_explained_is_one_line(words, told, capsys):
