@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -63,6 +63,7 @@ def speculate(
     sampler: Sampler | None = None,
     stop: Sequence[int] | None = None,
     key: Array | None = None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Speculated:
     """Writes what `kvjax.generate` writes, of drafts of up to k tokens that one pass of the model judges.
 
@@ -71,7 +72,8 @@ def speculate(
     drafts what followed the last tokens where they stood before. method: what the judging model's own cache
     is compressed by. Greedy texts are those of greedy decoding; drawn ones have the sampler's distribution
     exactly (Leviathan et al., 2022, arXiv:2211.17192, algorithm 1: a token is taken with probability
-    min(1, p / q), else another is drawn from max(0, p - q)). stop, key: as in `generate`.
+    min(1, p / q), else another is drawn from max(0, p - q)). stop, key: as in `generate`. on_tokens is called
+    with (row, tokens) as they come, several at a time.
 
     Raises InputError for what `prefill` refuses, for a method with which several tokens cannot be read in
     one pass or be taken back (those that evict or read in steps, recurrent states), a draft of another
@@ -101,7 +103,9 @@ def speculate(
     if np.isnan(np.asarray(logits)).any():
         refuse_prompt(model, *batch)
     first = np.asarray(chosen(how, logits, jax.vmap(partial(jax.random.fold_in, data=0))(keys)))
-    texts = _Texts([[int(i)] for i in first], prompts, new, ends, [True] * len(prompts))
+    texts = _Texts([[] for _ in prompts], prompts, new, ends, [True] * len(prompts), on_tokens)
+    for b, token in enumerate(first.tolist()):
+        texts.add(b, [token])
     counts = np.zeros(3, int)
     while texts.left().any():
         cache, judged = _round(model, cache, writer, texts, how, keys, k, int(counts[0]))
@@ -118,6 +122,12 @@ class _Texts:
     new: int
     ends: set[int]
     pending: list[bool]
+    told: Callable[[int, list[int]], None] | None = None
+
+    def add(self, row: int, tokens: list[int]) -> None:
+        self.written[row].extend(tokens)
+        if self.told is not None:
+            self.told(row, tokens)
 
     def left(self) -> Int[np.ndarray, "B"]:
         """How many more tokens each row writes; 0 for those that have ended."""
@@ -160,12 +170,12 @@ def _round(
     if (bad & (left > 0)).any():
         refuse_step(min(map(len, texts.written)), "full" if cache.method is None else cache.method.id)
     stays = np.zeros_like(start)
-    for b, row in enumerate(texts.written):
+    for b in range(len(start)):
         if left[b]:
             more = texts.cut([*found.tokens[b, : taken[b]].tolist(), int(following[b])])
             texts.pending[b] = len(more) > taken[b]
             stays[b] = 1 + min(taken[b], len(more))
-            row.extend(more)
+            texts.add(b, more)
     return rollback(cache, count - stays), (int(found.counts.sum()), int(taken[left > 0].sum()))
 
 

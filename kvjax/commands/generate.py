@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvjax.base.errors import InputError
 from kvjax.commands.options import add_dtype, add_hosts, add_mesh, add_model, mesh_options, whole
@@ -20,6 +20,7 @@ EXAMPLE = f"""examples:
   kvjax generate --max-new-tokens 3 --prompt "{SAMPLE}"
   kvjax generate --model smollm2-135m --chat --method snapkv:window=8 --budget 0.5
   kvjax generate --model Qwen/Qwen2.5-0.5B-Instruct --chat --prompt "Name a prime."
+  kvjax generate --model smollm2-135m --prompt "One, two, three," --draft lookup
   kvjax generate --model path/to/model --file book.txt --method snapkv+kivi --budget 256"""
 
 
@@ -81,6 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end behind TEXT; may be given several times",
     )
+    parser.add_argument(
+        "--draft",
+        metavar="METHOD|MODEL",
+        help="speculative decoding: a method under which the model drafts (int4), another model, or lookup, "
+        "which drafts what followed the same words before",
+    )
+    parser.add_argument(
+        "--drafted", type=whole(1), metavar="K", help="tokens of a draft at most (default: 4)"
+    )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
     add_mesh(parser)
     add_hosts(parser)
@@ -95,6 +105,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(
             "--top-k, --top-p or --min-p was given at temperature 0, expected a draw: add --temperature 1"
         )
+    _check_draft(args, converses)
     keep_programs()
     from kvjax.api.logit_processors import FrequencyPenalty, RepetitionPenalty
     from kvjax.api.sampling import Sampler
@@ -113,8 +124,50 @@ def run(args: argparse.Namespace) -> None:
 
         return converse(model, method, options_of(args, sampler, processors))
     ids = given if isinstance(given, list) else encode(model, given, args.chat)
+    new = args.max_new_tokens or 64
+    if args.draft is not None:
+        from kvjax.commands.generate_stream import stream_drafts
+
+        draft = _drafting(args)
+        return stream_drafts(model, ids, method, new, args.seed, draft, args.drafted or 4, sampler=sampler)
     options = dict(sampler=sampler, processors=processors, stop_strings=args.stop)
-    stream(model, ids, method, args.max_new_tokens or 64, args.seed, **options)
+    stream(model, ids, method, new, args.seed, **options)
+
+
+def _check_draft(args: argparse.Namespace, converses: bool) -> None:
+    """InputError for options that drafts do not go with."""
+    others = {
+        "a conversation": converses,
+        "--stop": bool(args.stop),
+        "--repetition-penalty": args.repetition_penalty is not None,
+        "--frequency-penalty": args.frequency_penalty is not None,
+    }
+    if args.draft is not None and (given := [name for name, there in others.items() if there]):
+        raise InputError(
+            f"--draft was given with {' and '.join(given)}, expected one of both: leave the other out"
+        )
+    if args.drafted is not None and args.draft is None:
+        raise InputError("--drafted was given without --draft, expected both: add --draft int4")
+
+
+def _drafting(args: argparse.Namespace) -> Any:
+    """What drafts: the text itself, a model that is loaded, or a method."""
+    from kvjax.api.drafts import Lookup
+    from kvjax.io.load import load
+    from kvjax.methods.parse import parse_method
+
+    if args.draft == "lookup":
+        return Lookup()
+    try:
+        _, build = parse_method(args.draft)
+    except (InputError, ValueError) as unknown:
+        try:
+            return load(args.draft, dtype=args.dtype, **mesh_options(args))
+        except InputError:
+            raise InputError(
+                f"--draft is {args.draft!r}, expected lookup, a method or a model: {unknown}"
+            ) from None
+    return build(None)
 
 
 def _check_chat(args: argparse.Namespace, converses: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax import monitoring
 
 from kvjax.api.generate import generate
+from kvjax.api.speculate import speculate
 from kvjax.api.streamed_text import Decoding
 from kvjax.base.checks import check_text
 from kvjax.base.errors import InputError
@@ -40,6 +41,34 @@ def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: 
         )
     printer.finish()
     _print_report(model, len(ids), new, printer, out.cache)
+
+
+def stream_drafts(
+    model: Model,
+    ids: list[int],
+    method: Method | None,
+    new: int,
+    seed: int,
+    draft: Any,
+    k: int,
+    **options: Any,
+) -> None:
+    """`stream` by `kvjax.speculate`: the same text, and how many drafted tokens were taken."""
+    with Clock() as clock:
+        printer = Printer(model, clock)
+        count = iter(range(new))
+
+        def show(_: int, tokens: list[int]) -> None:
+            for token in tokens:
+                printer(next(count), np.array([token]))
+
+        out = speculate(
+            model, [ids], method=method, draft=draft, k=k, max_new_tokens=new, key=jax.random.key(seed),
+            on_tokens=show, **options,
+        )  # fmt: skip
+    printer.finish()
+    taken = f"{out.accepted} of {out.drafted} drafted tokens taken, in {out.passes} passes of the model"
+    _print_report(model, len(ids), new + k + 1, printer, out.cache, [("drafts", taken)])
 
 
 def encode(model: Model, text: str, chat: bool) -> list[int]:
@@ -114,7 +143,9 @@ class Printer:
         print(flush=True)
 
 
-def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: Cache) -> None:
+def _print_report(
+    model: Model, prompt: int, new: int, printer: Printer, cache: Cache, more: Sequence[tuple[str, str]] = ()
+) -> None:
     """What was read, written, compiled and held, on standard error: standard output is the text alone."""
     seconds = printer.seconds
     speed = f", {_speed(seconds)} tokens/s" if len(seconds) > 1 else ""
@@ -125,6 +156,7 @@ def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: 
     rows = [
         ("read", f"{_tokens(prompt)}, the first answer after {1000 * seconds[0]:.0f} ms"),
         ("wrote", f"{_tokens(len(seconds))}{speed}"),
+        *more,
         ("compiled", f"in {printer.clock.compiling:.1f} s, not counted above"),
         ("cache", f"{held} ({name_of(cache.method.spec)})"),
     ]

@@ -67,3 +67,33 @@ def test_half_a_character_in_a_prompt_is_named(chat, capsys):
     assert main(["generate", "--model", "bytes-tiny", "--prompt", "a\udce9", *chat]) == 2
     said = capsys.readouterr().err
     assert ("has half a character (\\udce9) at 1" in said) != ("no chat template" in said)
+
+
+PROMPT = "<bos> the <set> brave otter 17 4 52 <.> a hill <get> brave otter"
+
+
+@pytest.mark.parametrize("draft", ["lookup", "int8", "recall-tiny"])
+def test_a_draft_changes_no_word_of_the_text_and_its_share_is_said(draft, capsys):
+    asked = ["generate", "--max-new-tokens", "6", "--prompt", PROMPT]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--draft", draft, "--drafted", "2"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == plain
+    assert "drafted tokens taken, in" in shown.err
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (
+            ["--draft", "nothing"],
+            "--draft is 'nothing', expected lookup, a method or a model: unknown method",
+        ),
+        (["--draft", "int8", "--stop", "x"], "--draft was given with --stop, expected one of both"),
+        (["--drafted", "3"], "--drafted was given without --draft, expected both"),
+    ],
+)
+def test_drafts_that_mean_nothing_are_one_line(given, told, capsys):
+    assert main(["generate", "--prompt", PROMPT, *given]) == 2
+    assert told in capsys.readouterr().err
