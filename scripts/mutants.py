@@ -86,8 +86,13 @@ MUTANTS = [
     ),
     Mutant(
         "Quest reads one page more", "kvjax/read/pages.py",
-        "return pages, jnp.minimum(full, wanted[:, None])",
-        "return pages, jnp.minimum(full, wanted[:, None] + 1)", "tests/kernels/test_page_scores.py",
+        "return pages, jnp.minimum(full, wanted)",
+        "return pages, jnp.minimum(full, wanted + 1)", "tests/kernels/test_page_scores.py",
+    ),
+    Mutant(
+        "sums keep the values of slots that left", "kvjax/compress/summaries.py",
+        "_added(body.sums[n], -x[None], layer)", "_added(body.sums[n], 0 * x[None], layer)",
+        "tests/read/test_leaving.py",
     ),
     Mutant(
         "codes without their zero", "kvjax/store/affine.py",

@@ -54,7 +54,8 @@ class PageBounds(ReadFacts):
         _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
         # The budget counts the pages that the list fills, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
-        return pages, jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
+        wanted = -(-self.budget.count(full * self.page) // self.page)
+        return pages, jnp.minimum(full, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
