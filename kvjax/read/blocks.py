@@ -86,7 +86,7 @@ class RepresentativeKeys(ReadFacts):
     the `newest` tokens. Its score is sum <q, k> over queries, heads and representatives, so all heads of a
     layer read the same blocks; the mean of the representatives is kept, which ranks blocks as their sum. The
     budget is a share of the body; the blocks of the first `sinks` tokens are read beside it. by_head: every
-    KV head ranks its own blocks, as it does behind a keep, which leaves KV heads other tokens.
+    KV head ranks its own blocks, as it does after a keep: KV heads hold other tokens then.
 
     >>> word = RepresentativeKeys(Budget(4), page=4, newest=8, sinks=2)
     >>> word.pages_visited(64), word.granule

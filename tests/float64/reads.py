@@ -219,7 +219,7 @@ class Elected:
 
 
 def voted(count, *, newest, sinks):
-    """TokenSelect (arXiv:2411.02886) behind a keep: the votes of a list's own queries alone."""
+    """TokenSelect (arXiv:2411.02886) after a keep: the votes of a list's own queries alone."""
     elected = Elected(count, newest=newest, sinks=sinks)
     return lambda *one: elected.of_layer([one])[0]
 

@@ -169,7 +169,7 @@ def test_first_layers_that_read_everything_lie_in_the_pages_of_those_that_pick(k
     """Also where a prompt is read in pieces, and in a second turn."""
     alone = BY_LABEL[keep].method()
     both = kvjax.chain(alone, read("quest", 1.0, page=8, skip_layers=1))
-    # Windows of pieces must leave a choice.
+    # A piece of a prompt must have more tokens than the window protects.
     found, chunk = [], None if keep == "adakv" else 13
     for method in (alone, both):
         _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=4, chunk=chunk)
