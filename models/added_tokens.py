@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from kvjax.base.errors import InputError
 from kvjax.models.clean_spaces import clean_spaces
@@ -14,6 +15,7 @@ from kvjax.models.files import read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+EVEN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -21,11 +23,12 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
     """The tokenizer of a checkpoint (None without tokenizer.json) and its special tokens by name.
 
     Truncation, padding and merge dropout that a file sets are switched off, so that a text is encoded whole
-    and always to the same ids. Tokens that stand only in
-    tokenizer_config.json, or else in special_tokens_map.json and added_tokens.json, are added as transformers
-    5 adds them. As there, add_bos_token and add_eos_token are ignored beside a tokenizer.json, whose
-    post-processor decides. With clean_up_tokenization_spaces it decodes to text without spaces before
-    punctuation. Raises InputError for a broken file, and where a file gives a token another id than it gets.
+    and always to the same ids. Tokens that stand only in tokenizer_config.json, or else in
+    special_tokens_map.json and added_tokens.json, are added as transformers 5 adds them. As there,
+    add_bos_token and add_eos_token are ignored beside a tokenizer.json, whose post-processor decides. With
+    clean_up_tokenization_spaces it decodes to text without spaces before punctuation; as in transformers
+    since 5.7 not where the model is BPE, whose spaces were in the text. Raises InputError for a broken
+    file, and where a file gives a token another id than it gets.
     """
     file = folder / _newest(settings)
     if not file.is_file():
@@ -40,7 +43,9 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
         tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
     if settings.get("split_special_tokens"):
         tokenizer.encode_special_tokens = True
-    if settings.get("clean_up_tokenization_spaces"):
+    if settings.get("clean_up_tokenization_spaces") and (
+        settings.get(EVEN_BPE) or not isinstance(tokenizer.model, BPE)
+    ):
         clean_spaces(tokenizer)
     before = tokenizer.get_vocab()
     listed, settings = _listed(folder, settings)

@@ -1,7 +1,9 @@
 """Text without spaces before punctuation, where a checkpoint asks for it: `clean_up_tokenization_spaces`.
 
-A tokenizer's decoder does it, so whatever decodes with the tokenizer shows what transformers shows, and a
-saved tokenizer.json goes on doing it. What counts or compares written text takes `uncleaned`.
+Made for WordPiece, whose tokens say nothing of spaces; the tokens of a BPE hold them, and cleaning would
+take spaces that the model wrote. A tokenizer's decoder does it, so whatever decodes with the tokenizer
+shows what transformers shows, and a saved tokenizer.json goes on doing it. What counts or compares written
+text takes `uncleaned`.
 """
 
 from __future__ import annotations

@@ -17,12 +17,14 @@ compression, as many tokens stay as the longest question of all of them has.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
 import inspect
 import itertools
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,14 +161,21 @@ def _counted(
 def source_of(method: Method) -> str:
     """A digest of what defines a method: its functions and the classes of its words, with their bases.
 
-    What methods share, such as attention, is not in it: lines tell by their revision which of it they ran.
+    Comments, docstrings and layout do not count. What methods share, such as attention, is not in it: lines
+    tell by their revision which of it they ran.
     """
     parts = {_text(one) for one in _defined(method)}
     return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:12]
 
 
-# Reading a class from its file takes longer than all else here.
-_text = functools.cache(inspect.getsource)
+@functools.cache  # reading a class from its file takes longer than all else here
+def _text(defined: Any) -> str:
+    """The code of a function or class, without docstrings and comments."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(defined)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def _defined(word: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import kvjax
 from kvjax.api.stop_strings import StopStrings
 from kvjax.api.streamed_text import Decoding
 from kvjax.eval.tasks.reader import reader_of
+from kvjax.models.added_tokens import EVEN_BPE
 from kvjax.models.clean_spaces import clean_spaces, cleans_spaces, uncleaned
 from kvjax.models.tokenizer import read_text
 from kvjax.train.data.byte_tokenizer import byte_tokenizer
@@ -19,9 +20,10 @@ from tests.models.tokenizer_cases import SHOWN
 
 
 def read(made, folder, clean=True):
-    """A tokenizer as it comes from a checkpoint's files."""
+    """A tokenizer as it comes from a checkpoint's files, which clean even what a BPE decodes to."""
     made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"clean_up_tokenization_spaces": clean}))
+    settings = {"clean_up_tokenization_spaces": clean, EVEN_BPE: True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return read_text(folder).tokenizer
 
 
@@ -38,6 +40,14 @@ def test_text_is_shown_as_transformers_shows_it(written, tmp_path):
     ids = plain.encode(written).ids
     assert cleaned.encode(written).ids == ids and uncleaned(cleaned)(ids) == written
     assert plain.decode(ids) == written and cleaned.decode(ids) == SHOWN[written]
+
+
+@pytest.mark.parametrize("written", SHOWN)
+def test_a_bpe_shows_what_the_model_wrote(written, tmp_path):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"clean_up_tokenization_spaces": true}')
+    made = read_text(tmp_path).tokenizer
+    assert made.decode(made.encode(written).ids) == written
 
 
 def test_words_without_a_decoder_are_joined_and_cleaned(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
+from kvjax.models.added_tokens import EVEN_BPE
 from kvjax.models.tokenizer import read_text
 from kvjax.train.data.byte_tokenizer import byte_tokenizer
 from tests.models.tokenizer_cases import CASES, SHOWN, TEXT, Files, tokenizer, write
@@ -42,18 +43,20 @@ def test_ids_that_contradict_the_files_are_theirs_alone(tmp_path):
     assert made.convert_tokens_to_ids("<pad>") == tokenizer().get_vocab_size() == 12
 
 
-@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("clean", [True, False, "not a BPE"])
 def test_texts_are_shown_as_theirs_are(clean, tmp_path):
-    write(Files([], {"clean_up_tokenization_spaces": clean, **_HF}), tmp_path)
+    asked = {"clean_up_tokenization_spaces": bool(clean), EVEN_BPE: clean is True}
+    write(Files([], {**asked, **_HF}), tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), read_text(tmp_path).tokenizer
+    if clean == "not a BPE" and not hasattr(theirs, EVEN_BPE):
+        pytest.skip("transformers before 5.7 takes spaces out of what a BPE wrote")
     drawn = random.Random(0)
     for text in [*SHOWN, *("".join(drawn.choices("   .?,'nntsmver", k=12)) for _ in range(500))]:
         ids = ours.encode(text).ids
         assert theirs(text)["input_ids"] == ids
-        assert (
-            ours.decode(ids) == theirs.decode(ids) == (SHOWN.get(text, ours.decode(ids)) if clean else text)
-        )
+        shown = SHOWN.get(text, ours.decode(ids)) if clean is True else text
+        assert ours.decode(ids) == theirs.decode(ids) == shown
 
 
 def test_words_without_a_decoder_are_joined_as_theirs_are(tmp_path):

@@ -91,6 +91,23 @@ def test_a_digest_changes_with_the_words_and_not_with_their_numbers():
     )
 
 
+def test_a_digest_is_of_code_and_not_of_what_is_said_about_it():
+    def said(x):
+        """Doubles."""
+        return 2 * x  # twice
+
+    first = board._text(said)
+
+    def said(x):
+        """Gives twice what it takes."""
+        return 2 * x
+
+    def other(x):
+        return 3 * x
+
+    assert board._text(said) == first != board._text(other).replace("other", "said")
+
+
 def test_lines_with_more_contexts_or_of_another_source_replace_others(out):
     lines = [*board.collect(out / "runs")]
     fewer = [{**x, "scores": x["scores"][:2], "nll": x["nll"][:2]} for x in lines]
