@@ -297,16 +297,17 @@ def _signed(found: Any, unit: float = 1.0) -> str:
     return f"{number(found.mean)} [{number(found.low)}, {number(found.high)}]"
 
 
-def _board() -> list[Line]:
+def at_1024() -> list[Line]:
+    """The data's lines of the board at 1024 tokens."""
     return alike(read(), 1024, load_comparison("board-1024", [*NEEDED, *OTHERS])["tasks"])
 
 
 PAGE = Page(
     "real-model.md",
     {
-        "board counts": lambda: counts(_board()),
-        "board agnostic": lambda: table(_board(), "agnostic"),
-        "board aware": lambda: table(_board(), "aware"),
+        "board counts": lambda: counts(at_1024()),
+        "board agnostic": lambda: table(at_1024(), "agnostic"),
+        "board aware": lambda: table(at_1024(), "aware"),
         "board needle": lambda: table(alike(read(), 1024, FIRST_IN_ENGLISH), "aware"),
     },
 )

@@ -1,5 +1,5 @@
-"""Which claims of papers hold here: docs/claims.md, from the leaderboard's data, claims_table.py and
-scripts/studies/surprises_table.py.
+"""Which claims of papers hold here: docs/claims.md, from the data of the board and the leaderboard,
+claims_table.py and surprises_table.py.
 
     python -m scripts.studies.claims            # prints the page
     python -m scripts.studies.claims --write    # writes it
@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.figures import signed
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
-from scripts.studies import longer_texts, memory_tokens
+from scripts.studies import board as real_board
+from scripts.studies import longer_texts, memory_tokens, real_claims
 from scripts.studies.claims_table import CLAIMS, Better, Claim, Faster, Learned, Longer, Near, Untestable
 from scripts.studies.longer_texts import TRAINED
 from scripts.studies.moved import MARK, MOVED, changes, marked
@@ -227,27 +228,36 @@ def _told(claim: Claim, found: Found) -> str:
     return ". ".join(part for part in (numbers, claim.note) if part) or "–"
 
 
-def page(board: Leaderboard) -> str:
-    """The page's text."""
+def page(board: Leaderboard, real_lines: Sequence[real_claims.Line]) -> str:
+    """The page's text. real_lines: those of the board of a real language model."""
     found = [(claim, check(claim, board)) for claim in CLAIMS]
     count = Counter(one.verdict for _, one in found)
     tested = sum(count[verdict] for verdict in (YES, NO, UNCLEAR))
     told = ", ".join(f"{count[v]} {v}" for v in (YES, NO, UNCLEAR, MISSING, NONE) if count[v])
     models = ", ".join(f"`{run.about['model']}`" for run in board.runs) or "none yet"
     lines = [
-        "# Claims of papers, on a small model", "",
-        "<!-- made by `python -m scripts.studies.claims --write` from its table and the leaderboard -->",
+        "# Claims of papers",
         "",
-        "What papers claim of their methods, each in one line, and whether it holds here in direction: on "
-        f"the tasks and models of the [leaderboard](leaderboard.md) ({models}), which are not the paper's. "
+        "<!-- made by `python -m scripts.studies.claims --write` -->",
+        "",
+        "What papers claim of their methods, each in one line, and whether it holds in direction on models "
+        "and tasks that are not the paper's.",
+        "",
+        "## On SmolLM2-135M-Instruct",
+        "",
+        real_claims.section(real_lines),
+        "",
+        "## On models of four layers",
+        "",
+        f"On the tasks and models of the [leaderboard](leaderboard.md) ({models}). "
         "Numbers are differences in points, with 95% intervals over all models and the mean on each. *yes* "
         "and *no*: on every model, and beyond the interval. An answer is right here where all of its few "
-        "tokens are, by models of four layers, so that being within 5 points of full asks for more than "
-        "papers' means over long answers do. "
-        f"{len(found)} claims, {tested} of them tested: {told}.",
+        "tokens are, so that being within 5 points of full asks for more than papers' means over long "
+        f"answers do. {len(found)} claims, {tested} of them tested: {told}.",
         "",
-        "| method | claim | tested as | holds | found | command |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "| method | claim | tested as | holds | found | command |",
+        "|---|---|---|---|---|---|",
+    ]
     for claim, one in found:
         how = f"`{command(claim)}`" if command(claim) else "–"
         row = (claim.method, claim.says, said(claim.test), f"**{one.verdict}**", _told(claim, one), how)
@@ -262,7 +272,7 @@ def page(board: Leaderboard) -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGE = Page("claims.md", {"": lambda: page(read_leaderboard())})
+PAGE = Page("claims.md", {"": lambda: page(read_leaderboard(), real_board.at_1024())})
 
 if __name__ == "__main__":
     PAGE.show(parser(__doc__).parse_args())

@@ -147,13 +147,13 @@ def test_a_page_says_what_its_data_says(board):  # noqa: F811
         ))
         for run in board[0].runs
     ]  # fmt: skip
-    text = claims.page(board[0]._replace(runs=tuple(runs)))
+    text = claims.page(board[0]._replace(runs=tuple(runs)), [])
     assert re.search(r"\| quest \|.*\*\*(yes|no|unclear)\*\*", text) and "(`a`, `b`)" in text
 
 
 def test_claims_on_changed_methods_are_marked_and_notes_are_shown():
     assert set(moved.MOVED) <= set(METHODS)
-    text = claims.page(read_leaderboard())
+    text = claims.page(read_leaderboard(), [])
     lines = {line.split("|")[2].strip(): line for line in text.splitlines() if line.count("|") == 7}
     assert "| † " in lines["better than ChunkKV at aggressive budgets"]  # What it is compared with changed.
     assert "†" not in lines["better than H2O at equal budgets"]
