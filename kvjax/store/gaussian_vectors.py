@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
-from scipy.cluster.vq import kmeans2
 
 from kvjax.state.codes import Codec
 from kvjax.store.rotate import SKETCH, constant, draw
@@ -26,6 +25,8 @@ def gaussian_codebook(channels: int, seed: int) -> Float[np.ndarray, "256 c"]:
     >>> gaussian_codebook(1, 0).shape
     (256, 1)
     """
+    from scipy.cluster.vq import kmeans2  # takes longer to import than all methods
+
     drawn = draw(seed, SKETCH).standard_normal((_SAMPLES, channels))
     centres, _ = kmeans2(drawn, drawn[:_ENTRIES].copy(), _TURNS, minit="matrix", missing="raise")
     return constant(centres)
