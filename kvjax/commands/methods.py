@@ -111,7 +111,7 @@ def filtered(
     """Those of the rows of `listing` that all the given filters let through.
 
     training: "yes" or "no". search: words, all of which a method's id, title, aliases, class of kvpress or
-    docstring must have.
+    docstring must have; methods that are called so come first, then those with the words in their names.
     InputError for a value that no method has, with the nearest one, and where nothing is left.
 
     >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes", search="duo")]
@@ -125,11 +125,16 @@ def filtered(
     training = _one_of("training", training, ["yes", "no"])
     words = (search or "").lower().split()
 
-    def text(row: dict[str, Any]) -> str:
-        function = METHODS[row["id"]]
+    def names(row: dict[str, Any]) -> str:
         press = f"{row['kvpress']} of kvpress" if row["kvpress"] else ""
-        parts = (row["id"], row["title"], row["family"], *row["aliases"], press, function.__doc__ or "")
-        return " ".join(" ".join(parts).lower().split())
+        return " ".join((row["id"], row["title"], row["family"], *row["aliases"], press)).lower()
+
+    def text(row: dict[str, Any]) -> str:
+        return f"{names(row)} {' '.join((METHODS[row['id']].__doc__ or '').lower().split())}"
+
+    def far(row: dict[str, Any]) -> int:
+        called = words and words[0] in (row["id"].lower(), *(a.lower() for a in row["aliases"]))
+        return 0 if called else 1 if all(word in names(row) for word in words) else 2
 
     found = [
         row
@@ -143,7 +148,7 @@ def filtered(
         given = {"family": family, "phase": phase, "training": training, "search": search}
         asked = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
         raise InputError(f"no method is left by {asked}, expected at least one: leave out one of the filters")
-    return found
+    return sorted(found, key=far) if words else found
 
 
 def _one_of(name: str, value: str | None, known: list[str]) -> str | None:
