@@ -195,20 +195,9 @@ def read_prompt(
             "number: give tokens for every row of the cache, or copy its rows with kvjax.fork"
         )
     before = np.zeros(1, np.int32) if cache is None else fetch(cache.next)
-    seen, longest = int(before.max()), int(batch.lengths.max())
-    check_reach(model, seen + longest, chosen)
-    if seen + longest > model.config.max_positions + chosen.shared_positions:
-        pieces = longest if chunk is None or not compress else min(chunk, longest)
-        _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
+    longest = int(batch.lengths.max())
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
-    check_chunks(model.config, seen + longest, width < longest)
-    check_switch(model.config, before, batch.lengths)
-    if compress:
-        ends = range(width, width + longest, width)
-        new = [np.minimum(batch.lengths, at) for at in ends]
-        if chosen.reread is not None:
-            new = [np.array([chosen.reread.most(int(n)) for n in rows]) for rows in new]
-        check_budget(chosen, {int(n) for rows in new for n in before + rows})
+    _check_lengths(model, chosen, cache, batch.lengths, before, width, compress)
     on = mesh_for(chosen, model.on_mesh)
     check_rows(len(batch.lengths), on)
     if on is not None:
@@ -241,6 +230,29 @@ def read_prompt(
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def _check_lengths(
+    model: Model, method: Method, cache: Cache | None, lengths: Int[np.ndarray, "B"],
+    before: Int[np.ndarray, "b"], width: int, compress: bool,
+) -> None:  # fmt: skip
+    """InputError where rows of `lengths` tokens after `before` older ones are too long for model or method.
+
+    width: tokens that are read at a time.
+    """
+    longest = int(lengths.max())
+    most = int(before.max()) + longest
+    check_reach(model, most, method)
+    if most > model.config.max_positions + method.shared_positions:
+        pieces = min(width, longest) if compress else longest
+        _check_phases(model, method, 0 if cache is None else live(cache), most, pieces)
+    check_chunks(model.config, most, width < longest)
+    check_switch(model.config, before, lengths)
+    if compress:
+        new = [np.minimum(lengths, at) for at in range(width, width + longest, width)]
+        if method.reread is not None:
+            new = [np.array([method.reread.most(int(n)) for n in rows]) for rows in new]
+        check_budget(method, {int(n) for rows in new for n in before + rows})
 
 
 def in_turn_width(model: Model, batch: Batch) -> Batch:

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
+from kvjax.commands.main import main
 from kvjax.io.downloads import get_model
 from kvjax.models.tokenizer import render_chat
 from tests.models.test_gguf_text import PAGE
@@ -51,6 +52,20 @@ def test_a_needle_is_found_behind_a_thousand_tokens(model):
     )
     out = kvjax.generate(model, [model.tokenizer.encode(text).ids], max_new_tokens=8)
     assert "7421983" in out.texts[0]
+
+
+def test_as_latents_of_mla_it_learns_again_what_the_conversion_cost(model, tmp_path):
+    """Heads become latents of half their numbers, and 20 steps of a teacher's lessons lower the loss."""
+    made, out = str(tmp_path / "mla"), tmp_path / "run"
+    few = ["--text", __file__, "--rows", "1", "--length", "64"]
+    assert main(["convert", "smollm2-135m", made, "--to", "mla:rank=96,rotary=1", *few]) == 0
+    steps = ["train.steps=20", "train.batch=2", "train.length=64", "train.log_every=1"]
+    rate = ["optimiser.peak=3e-4", "optimiser.warmup=4", "train.distil=1.0"]
+    taught = ["uptrain", made, "--teacher", "smollm2-135m", "--out", str(out), "--set", *steps, *rate]
+    assert main(taught) == 0
+    losses = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert len(losses) == 20 and np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    assert {type(mixer).__name__ for mixer in kvjax.load(out / "model").config.mixers} == {"Latent"}
 
 
 def test_it_chats_in_its_own_words(model):
