@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +142,7 @@ class MoE(FeedForward):
     def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
         act, flat = ACTIVATIONS[config.activation], x.reshape(-1, x.shape[-1])
         chosen, weight = self.route(p, flat)
-        out = self._experts(p, flat, chosen, weight, act)
+        out = self._experts(p, flat, chosen, weight, config)
         if self.shared:
             y = (act(flat @ p["shared_gate"]) * (flat @ p["shared_up"])) @ p["shared_down"]
             out = out + (y * jax.nn.sigmoid(flat @ p["shared_switch"]) if self.shared_gate else y)
@@ -172,6 +171,8 @@ class MoE(FeedForward):
         """What the router gives every expert for every token, in promote(float32, x)."""
         dtype = wide(x)
         logits = x.astype(dtype) @ p["router"].astype(dtype)
+        if "router_shift" in p:
+            logits = logits + p["router_shift"].astype(dtype)[None]
         return jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
 
     def balance(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, ""]:
@@ -189,18 +190,59 @@ class MoE(FeedForward):
         return self.experts / self.top * jnp.sum(used * share)
 
     def _experts(
-        self, p: Params, x: Array, chosen: Array, weight: Array, act: Callable[[Array], Array]
+        self, p: Params, x: Array, chosen: Array, weight: Array, config: Config
     ) -> Float[Array, "R D"]:
         """sum_e weight_e expert_e(x): rows sorted by expert, one ragged product per matrix."""
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert, stable=True)
-        rows = x[order // self.top]
         sizes = jnp.bincount(expert, length=self.experts).astype(jnp.int32)
-        hidden = act(jax.lax.ragged_dot(rows, p["experts_gate"], sizes))
-        hidden = hidden * jax.lax.ragged_dot(rows, p["experts_up"], sizes)
-        out = jax.lax.ragged_dot(hidden, p["experts_down"], sizes)
+
+        def product(name: str, rows: Array) -> Array:
+            y, bias = jax.lax.ragged_dot(rows, p[name], sizes), p.get(name + "_bias")
+            return y if bias is None else y + bias[expert[order]]
+
+        rows = x[order // self.top]
+        hidden = self.gated(product("experts_gate", rows), product("experts_up", rows), config)
+        out = product("experts_down", hidden)
         out = out * weight.reshape(-1)[order][:, None].astype(out.dtype)
         return jnp.zeros_like(x).at[order // self.top].add(out)
+
+    def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
+        """What an expert makes of its two products, before its last."""
+        return ACTIVATIONS[config.activation](gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedMoE(MoE):
+    """Experts of gpt-oss (arXiv:2508.10925), with biases everywhere and SwiGLU between limits.
+
+    h = (clip(u, -limit, limit) + 1) * c sigmoid(alpha c) with c = min(g, limit), of an expert's gate g and
+    up u. The router's bias is part of its scores, for the choice as for the weights.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if not self.limit > 0:
+            raise ValueError(f"limit={self.limit} clamps an expert to nothing: expected a number above 0")
+
+    axes = MoE.axes | {
+        "router_shift": (None,),
+        "experts_gate_bias": ("experts", "mlp"),
+        "experts_up_bias": ("experts", "mlp"),
+        "experts_down_bias": ("experts", None),
+    }
+
+    def shapes(self, config: Config) -> Shapes:
+        e, f = self.experts, self.width
+        more: Shapes = {"router_shift": (e,), "experts_gate_bias": (e, f), "experts_up_bias": (e, f)}
+        return super().shapes(config) | more | {"experts_down_bias": (e, config.d_model)}
+
+    def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 def fed(

@@ -37,8 +37,11 @@ from kvjax.models.files import (
 )
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
+from kvjax.models.hf_experts import experts_apart
+from kvjax.models.hf_fetch import fetcher
 from kvjax.models.hf_tensors import (
     Part,
+    View,
     check_layers,
     hf_name,
     match,
@@ -46,6 +49,7 @@ from kvjax.models.hf_tensors import (
     short_name,
     tensors,
     top_names,
+    view,
 )
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
@@ -95,6 +99,7 @@ def load_hf(
     config = config_from_hf(data)
     if (quantisation := quantisation_of(data)) is not None:
         found = plain_tensors(found, quantisation, tensors(config))
+    found = experts_apart(found, tensors(config))
     refuse_doubles(found)
     config = _untie(config, found)
     text = read_text(folder)
@@ -220,7 +225,7 @@ def _read_params(
         return map_leaves(leaf, tree)
 
 
-Places = dict[tuple[str, int | None, int | None], list[tuple[Stored, Part]]]
+Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | View, Part]]]
 
 
 def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
@@ -228,7 +233,9 @@ def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
     places: Places = {}
     for name, tensor in tensors(config).items():
         for part in tensor.parts:
-            places.setdefault((part.leaf, part.layer, part.expert), []).append((stored[name], part))
+            places.setdefault((part.leaf, part.layer, part.expert), []).append(
+                (view(stored[name], part), part)
+            )
     return places
 
 
@@ -257,7 +264,9 @@ def _read_leaf(
     return out
 
 
-def _gather(out: np.ndarray, held: list[tuple[Stored, Part]], index: tuple[slice, ...], columns: int) -> None:
+def _gather(
+    out: np.ndarray, held: list[tuple[Stored | View, Part]], index: tuple[slice, ...], columns: int
+) -> None:
     """Fills `out` with the piece `index` of a layer's parameter from every tensor that it lies in."""
     first, last, _ = index[-1].indices(columns)
     for tensor, part in held:
@@ -267,7 +276,9 @@ def _gather(out: np.ndarray, held: list[tuple[Stored, Part]], index: tuple[slice
             _copy(out[..., start - first : stop - first], tensor, part, within, transpose=out.ndim == 2)
 
 
-def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...], transpose: bool) -> None:
+def _copy(
+    out: np.ndarray, stored: Stored | View, part: Part, index: tuple[slice, ...], transpose: bool
+) -> None:
     """Fills `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
 
     A transposed copy of a large matrix in one piece would miss the processor's cache at every step.
@@ -285,7 +296,7 @@ def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...],
         target[block.start - first : block.stop - first] = piece
 
 
-def _read(stored: Stored, *index: slice) -> np.ndarray:
+def _read(stored: Stored | View, *index: slice) -> np.ndarray:
     """`stored.read` where the tensor may have more axes than the parameter, all of length one.
 
     Such are a convolution's single input channel, and what a decay was broadcast along when it was saved.
@@ -331,7 +342,7 @@ def save_hf(
     data |= {"bos_token_id": _special_id(model, "bos_token"), "pad_token_id": _special_id(model, "pad_token")}
     data |= {"eos_token_id": stops if len(stops) > 1 else next(iter(stops), None), "torch_dtype": dtype.name}
     sizes = {hf_name(name, model.config): tensor.shape for name, tensor in tensors(model.config).items()}
-    fetch = _fetcher(model)
+    fetch = fetcher(model)
     with atomic_folder(path, "config.json", overwrite=overwrite) as folder:
         (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
         write_text(model, folder)
@@ -349,33 +360,6 @@ def save_hf(
 def _special_id(model: Model, name: str) -> int | None:
     token = model.special_tokens.get(name)
     return None if model.tokenizer is None or token is None else model.tokenizer.token_to_id(token)
-
-
-def _fetcher(model: Model) -> Callable[[str], np.ndarray]:
-    """Full tensor name -> the tensor as the checkpoint keeps it."""
-    params, table, layer_at = model.params, tensors(model.config), []
-    for group in params["layers"]:
-        layer_at += [(group, i) for i in range(next(iter(group.values())).shape[0])]
-
-    def part(part: Part) -> np.ndarray:
-        if part.layer is None:
-            value = np.asarray(params[part.leaf])
-            return value.T if part.leaf == "unembed" else value
-        group, i = layer_at[part.layer]
-        value = group[part.leaf][i] if part.expert is None else group[part.leaf][i, part.expert]
-        return np.asarray(value[..., part.columns]).T
-
-    def whole(name: str) -> np.ndarray:
-        tensor = table[short_name(name)]
-        if all(p.rows is None for p in tensor.parts):
-            return np.concatenate([part(p) for p in tensor.parts])
-        values = [part(p) for p in tensor.parts]
-        out = np.empty((sum(len(v) for v in values), *values[0].shape[1:]), values[0].dtype)
-        for p, value in zip(tensor.parts, values, strict=True):
-            out[p.rows] = value
-        return out.reshape(tensor.shape)
-
-    return whole
 
 
 def _split(sizes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, list[str]]:

@@ -99,11 +99,13 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     name = data.get("model_type")
     if not isinstance(name, str | None):
         raise InputError(f"config.json gives model_type = {name!r:.40}, expected a text: correct it")
-    inner = next((family for family, row in FAMILIES.items() if name and row.within == name), None)
-    if inner is not None:
+    inner = [family for family, row in FAMILIES.items() if name and row.within == name]
+    if inner:
         text = data.get("text_config")
         outer = {k: data[k] for k in ("tie_word_embeddings", "eos_token_id") if k in data}
-        name, data = inner, {**outer, **(text if isinstance(text, Mapping) else data)}
+        data = {**outer, **(text if isinstance(text, Mapping) else data)}
+        said = data.get("model_type")
+        name = said if said in inner else inner[0]
     if name not in FAMILIES:
         near = difflib.get_close_matches(str(name), SUPPORTED, 1)
         hint = f" (the nearest is {near[0]})" if near else ""
@@ -113,7 +115,8 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     if data.get("use_bidirectional_attention"):
         raise InputError("use_bidirectional_attention is set: kvjax runs causal decoders only")
     given = {k: v for k, v in data.items() if v is not None or k in _NULLABLE}
-    return name, {**FAMILIES[name].defaults, **given}
+    full = {**FAMILIES[name].defaults, **given}
+    return name, full | FAMILIES[name].spell(full)
 
 
 # Null means "none" for these, not "the default".

@@ -11,8 +11,8 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_families import FAMILIES, SUPPORTED
+from kvjax.models.hf_ropes import scaling_fields
 from kvjax.ops.base.long_rope import LongRope
-from kvjax.ops.base.rope import Rope
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
@@ -26,6 +26,7 @@ _FLOATS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "routed_scaling_factor",
+    "swiglu_limit",
 )
 
 
@@ -91,29 +92,12 @@ def _rope_fields(config: Config) -> dict[str, Any]:
         # Phi-3's class looks here.
         fields["original_max_position_embeddings"] = rope.original_max
     if FAMILIES[config.family].local_rope != "own":
-        return fields | ({} if rope.kind == "default" else {"rope_scaling": _scaling(rope)})
+        # gpt-oss is scaled unless its file says that it is not.
+        silent = rope.kind == "default" and "rope_parameters" not in FAMILIES[config.family].defaults
+        return fields | ({} if silent else {"rope_scaling": scaling_fields(rope)})
     local = local or rope
     if local.kind == "default":
-        scaling = {} if rope.kind == "default" else {"rope_scaling": _scaling(rope)}
+        scaling = {} if rope.kind == "default" else {"rope_scaling": scaling_fields(rope)}
         return fields | {"rope_local_base_freq": local.theta} | scaling
     both = {"full_attention": rope, "sliding_attention": local}
-    return {"rope_parameters": {k: {"rope_theta": r.theta, **_scaling(r)} for k, r in both.items()}}
-
-
-def _scaling(rope: Rope) -> dict[str, Any]:
-    out: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
-        out["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = rope.original_max
-    if isinstance(rope, LongRope):
-        out |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
-        out |= {"original_max_position_embeddings": rope.original_max}
-        out |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
-    if rope.kind == "llama3":
-        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        optional = {n: getattr(rope, n) for n in ("attention_factor", "mscale", "mscale_all_dim")}
-        out |= {n: v for n, v in optional.items() if v}
-    return out
+    return {"rope_parameters": {k: {"rope_theta": r.theta, **scaling_fields(r)} for k, r in both.items()}}

@@ -19,7 +19,8 @@ class Piece(NamedTuple):
 
     expert: of which expert or head, where the parameter has an axis of them. at: the first of its columns
     that are there, where it lies in several tensors. shape: the tensor's, where it is not that of the rows
-    and what a row holds.
+    and what a row holds. turned: its columns are columns of the tensor. stacked: the tensor has the axis of
+    experts too, in front.
     """
 
     leaf: str
@@ -27,20 +28,25 @@ class Piece(NamedTuple):
     expert: int | None = None
     at: int = 0
     shape: tuple[int, ...] | None = None
+    turned: bool = False
+    stacked: bool = False
 
 
 class Family(NamedTuple):
     """A `model_type`: its class in transformers, its config.json, and its tensors.
 
-    config.json. defaults: values that it may leave out. read: fields of `Config` beside the sizes, rotation
+    config.json. defaults: values that it may leave out. spell: settings that are called otherwise in it, as
+    the others call them. read: fields of `Config` beside the sizes, rotation
     and windows that all families spell alike. write: the way back. windows: which layers see one.
     local_rope: the rotation of windowed layers, where it is not that of the others: "own" parameters (Gemma
     3), or "unscaled", without the scaling of the others (OLMo 3). partial_rotary: `partial_rotary_factor` is
-    obeyed; all other classes rotate whole heads. activation: the key of the activation. within: a
-    `model_type` with vision, whose text_config is of this family.
+    obeyed; all other classes rotate whole heads. paired: channels turn in pairs of neighbours. activation:
+    the key of the activation. within: a `model_type` with vision, whose text_config is of this family.
 
-    Tensors. top: the prefix of all but lm_head, and the names of the embedding and of the last norm. fused:
-    tensors of a layer that hold several parameters, stacked by rows. pieces: (config, layer) -> the names of
+    Tensors. top: the prefix of all but lm_head, and the names of the embedding and of the last norm. norms:
+    the names of the norms before attention, behind it, before the feed-forward and behind it, where they are
+    not Llama's, OLMo's or Gemma's. fused: tensors of a layer that hold several parameters, stacked by rows.
+    pieces: (config, layer) -> the names of
     that layer's tensors, each with the parameters in it, for layers that are not attention and an MLP alone.
     ignored: prefixes of tensors that the decoder has no use for. more_layers: checkpoints may hold layers
     above the last, which predict further tokens (DeepSeek-V3).
@@ -51,12 +57,15 @@ class Family(NamedTuple):
     read: Callable[[Json, Rope], dict[str, Any]]
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
     pieces: Callable[[Config, int], Iterator[tuple[str, list[Piece]]]] | None = None
+    spell: Callable[[Json], dict[str, Any]] = lambda data: {}
     windows: Windows = NO_WINDOWS
     local_rope: Literal["", "own", "unscaled"] = ""
     partial_rotary: bool = False
+    paired: bool = False
     activation: str = "hidden_act"
     within: str = ""
     top: tuple[str, str, str] = ("model", "embed_tokens", "norm")
+    norms: tuple[str, str, str, str] | None = None
     fused: Mapping[str, tuple[str, ...]] = {}
     ignored: tuple[str, ...] = ()
     more_layers: bool = False

@@ -26,12 +26,17 @@ def check_numbers(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     names = [name for name, default in defaults.items() if is_number(default)]
     for name in dict.fromkeys((*names, *_POSITIVE)):
         value = data.get(name)
-        if value is None:
+        if value is None or (name == "sliding_window_pattern" and _is_pattern(value)):
             continue
         if not is_number(value):
             raise InputError(f"config.json gives {name} = {value!r}, expected a number")
         if name in _POSITIVE and value <= 0:
             raise InputError(f"config.json gives {name} = {value!r}, expected a number above 0")
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether layers with windows and without are given as letters (Exaone 4)."""
+    return isinstance(value, str) and bool(value) and {*value} <= {"L", "G"}
 
 
 def size(data: Mapping[str, Any], key: str) -> int:

@@ -30,7 +30,8 @@ class Part(NamedTuple):
 
     rows: which of those rows are its columns, in order, where it does not have them all in theirs. expert:
     which expert's or head's it is, where the leaf has an axis of them. at: the first of the leaf's columns
-    that are there, where it lies in several tensors.
+    that are there, where it lies in several tensors. turned: "rows" are columns. stacked: the tensor has the
+    axis of experts too, in front.
     """
 
     leaf: str
@@ -40,11 +41,43 @@ class Part(NamedTuple):
     rows: np.ndarray | None = None
     expert: int | None = None
     at: int = 0
+    turned: bool = False
+    stacked: bool = False
 
     @property
     def columns(self) -> slice:
         """The leaf's columns that are there."""
         return slice(self.at, self.at + (self.stop - self.start if self.rows is None else len(self.rows)))
+
+
+class View(NamedTuple):
+    """The matrix in which a part has rows: of one expert, or transposed, where the tensor is stored so."""
+
+    stored: Stored
+    expert: int | None = None
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
+        return shape[::-1] if self.turned else shape
+
+    def read(self, *index: slice) -> np.ndarray:
+        """As of `Stored`."""
+        spans = [*index, *(slice(None),) * (len(self.shape) - len(index))]
+        spans = spans[::-1] if self.turned else spans
+        if self.expert is None:
+            out = self.stored.read(*spans)
+        else:
+            out = self.stored.read(slice(self.expert, self.expert + 1), *spans)[0]
+        return out.T if self.turned else out
+
+
+def view(stored: Stored, part: Part) -> Stored | View:
+    """Where to read a part of a tensor."""
+    if part.turned or part.stacked:
+        return View(stored, part.expert if part.stacked else None, part.turned)
+    return stored
 
 
 class Tensor(NamedTuple):
@@ -79,7 +112,10 @@ def tensors(config: Config) -> dict[str, Tensor]:
     sizes = layer_shapes(config)
     table = _layer_table(config)
     for i in range(config.layers):
-        out |= {f"layers.{i}.{name}": _stack(leaves, i, sizes) for name, leaves in table.items()}
+        for name, leaves in table.items():
+            tensor = _stack(leaves, i, sizes)
+            halve = FAMILIES[config.family].paired and len(leaves) == 1
+            out[f"layers.{i}.{name}"] = _in_halves(tensor, config) if halve else tensor
     return out
 
 
@@ -91,11 +127,15 @@ def top_names(config: Config) -> tuple[str, str]:
 
 def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
     """A tensor from its pieces, which may interleave."""
-    total = sum(len(p.rows) for p in pieces)
-    parts = tuple(Part(p.leaf, layer, 0, total, p.rows, p.expert, p.at) for p in pieces)
     first = pieces[0]
+    total = sum(len(p.rows) for p in pieces if not p.stacked or p.expert == first.expert)
+    parts = tuple(Part(p.leaf, layer, 0, total, p.rows, p.expert, p.at, p.turned, p.stacked) for p in pieces)
     if first.shape is not None:
         return Tensor(first.shape, parts)
+    if first.turned or first.stacked:
+        lead, *inner, _ = sizes[first.leaf] if first.stacked else (0, *sizes[first.leaf])
+        shape = (*inner, total) if first.turned else (total, *inner)
+        return Tensor((lead, *shape) if first.stacked else shape, parts)
     inner = sizes[first.leaf][0 if first.expert is None else 1 : -1]
     # A convolution over single channels has an axis of one input channel.
     return Tensor((total, 1, *inner) if first.leaf == "conv" else (total, *inner), parts)
@@ -110,18 +150,33 @@ def _layer_table(config: Config) -> dict[str, tuple[str, ...]]:
             if name not in fused:
                 table[f"{room}.{name}_proj.weight"] = (name,)
             table[f"{room}.{name}_proj.bias"] = (f"{name}_bias",)
-    between = "post_attention_layernorm" if config.norms == "pre" else "pre_feedforward_layernorm"
-    table |= {
-        "self_attn.q_norm.weight": ("q_norm",),
-        "self_attn.k_norm.weight": ("k_norm",),
-        "input_layernorm.weight": ("attn_norm",),
-        f"{between}.weight": ("mlp_norm",),
-        "post_feedforward_layernorm.weight": ("mlp_post_norm",),
-    }
-    if config.norms != "pre":
-        table["post_attention_layernorm.weight"] = ("attn_post_norm",)
+    table |= {"self_attn.q_norm.weight": ("q_norm",), "self_attn.k_norm.weight": ("k_norm",)}
+    leaves = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+    table |= {f"{name}.weight": (leaf,) for name, leaf in zip(_norms(config), leaves, strict=True)}
     present = layer_shapes(config)
     return {name: leaves for name, leaves in table.items() if leaves[0] in present}
+
+
+def _norms(config: Config) -> tuple[str, str, str, str]:
+    """What the norms before and behind attention and the feed-forward are called."""
+    named = FAMILIES[config.family].norms
+    if named is not None:
+        return named
+    behind, before = "post_attention_layernorm", "pre_feedforward_layernorm"
+    if config.norms == "pre":
+        behind, before = "", behind
+    return "input_layernorm", behind, before, "post_feedforward_layernorm"
+
+
+def _in_halves(tensor: Tensor, config: Config) -> Tensor:
+    """A tensor whose rows are heads of channels that turn in pairs of neighbours, which ours do not."""
+    [part] = tensor.parts
+    if part.leaf.removesuffix("_bias").removesuffix("_norm") not in ("q", "k"):
+        return tensor
+    h, turning = config.head_dim, config.rope.turning(config.head_dim)
+    order = np.concatenate([np.arange(0, turning, 2), np.arange(1, turning, 2), np.arange(turning, h)])
+    rows = (np.arange(0, tensor.shape[0], h)[:, None] + order[None]).ravel()
+    return tensor._replace(parts=(part._replace(rows=rows),))
 
 
 def _stack(leaves: tuple[str, ...], layer: int | None, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:

@@ -124,7 +124,7 @@ def _draw(key: Array, sizes: tuple[tuple[str, tuple[int, ...]], ...], config: Co
             out[name] = jnp.full(shape, 1.0 - config.norm_offset, dtype)
         elif name in ("a_log", "dt_bias"):
             out[name] = _decays(name, shape).astype(dtype)
-        elif len(shape) < 2:
+        elif len(shape) < 2 or name.endswith("_bias"):
             out[name] = jnp.zeros(shape, dtype)
         else:
             stop = start + math.prod(shape)

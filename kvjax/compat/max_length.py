@@ -36,6 +36,8 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
         turns_by_rank = type(mixer) in (Attention, Latent) and not mixer.rope(config, layer).by_length
+        # Queries that grow do so by position.
+        turns_by_rank &= not (isinstance(mixer, Attention) and mixer.query_growth is not None)
         if not turns_by_rank or (window is not None and window >= most):
             return most
     return most + shared if shared else max(most, min(keep.budget.reach(most - 1), _EXACT))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MoE
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixers.attention import Attention
 
@@ -61,23 +60,7 @@ def named(name: str) -> Named:
 
 
 def _config(data: Mapping[str, Any]) -> Config:
-    own = {"gpt_oss": _gpt_oss, "yoco": _yoco}.get(data["model_type"])
-    return config_from_hf(data) if own is None else own(data)
-
-
-def _gpt_oss(data: Mapping[str, Any]) -> Config:
-    """Sinks in every layer, windows in every other one, and experts; no family that `kvjax.load` reads."""
-    layers = data["num_hidden_layers"]
-    experts = MoE(data["num_local_experts"], data["num_experts_per_tok"], data["intermediate_size"])
-    return dataclasses.replace(
-        _as_llama(data),
-        mixers=(Attention(sink=True),) * layers,
-        mlps=(experts,) * layers,
-        windows=tuple(data["sliding_window"] if i % 2 == 0 else None for i in range(layers)),
-        qkv_bias=True,
-        o_bias=True,
-        family="gpt_oss",
-    )
+    return _yoco(data) if data["model_type"] == "yoco" else config_from_hf(data)
 
 
 def _yoco(data: Mapping[str, Any]) -> Config:

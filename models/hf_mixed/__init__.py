@@ -6,17 +6,30 @@ import math
 
 from kvjax.models.hf_family import Family
 from kvjax.models.hf_mixed.deepseek import deepseek, read_deepseek, write_deepseek
+from kvjax.models.hf_mixed.glm4_moe import glm4_moe, read_glm4_moe, write_glm4_moe
+from kvjax.models.hf_mixed.gpt_oss import gpt_oss, read_gpt_oss, write_gpt_oss
 from kvjax.models.hf_mixed.kimi_linear import kimi_linear, read_kimi_linear, write_kimi_linear
 from kvjax.models.hf_mixed.mamba2 import mamba2, read_mamba2, write_mamba2
 from kvjax.models.hf_mixed.moe import (
+    minimax_m2,
     mixtral,
     qwen3_moe,
+    read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
+    spell_minimax_m2,
+    write_minimax_m2,
     write_mixtral,
     write_qwen_experts,
 )
-from kvjax.models.hf_mixed.qwen3_next import qwen3_next, read_qwen3_next, write_qwen3_next
+from kvjax.models.hf_mixed.qwen3_next import (
+    qwen3_next,
+    read_qwen3_5,
+    read_qwen3_next,
+    spell_qwen3_5_moe,
+    write_qwen3_5,
+    write_qwen3_next,
+)
 from kvjax.models.hf_windows import IN_ALL_LAYERS, in_layers
 
 _COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 10000.0}
@@ -39,6 +52,32 @@ _MAMBA_2 = {
 _NEXT = _COMMON | {
     "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "norm_topk_prob": True, "head_dim": 256,
     "partial_rotary_factor": 0.25,
+}  # fmt: skip
+_YARN_32 = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_OSS = _COMMON | {
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64,
+    "num_key_value_heads": 8, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0, "rope_parameters": _YARN_32,
+}  # fmt: skip
+_QWEN_3_5 = _COMMON | {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "head_dim": 256, "partial_rotary_factor": 0.25,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+# All published files have a vision tower beside the language model, and transformers writes them so.
+_INNER = ("model.language_model", "embed_tokens", "norm")
+_GLM = _COMMON | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_MINIMAX = _COMMON | {
+    "max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_experts_per_tok": 8,
 }  # fmt: skip
 
 MIXED: dict[str, Family] = {
@@ -70,7 +109,29 @@ MIXED: dict[str, Family] = {
     "kimi_linear": Family(
         "KimiLinearForCausalLM", _KIMI, read_kimi_linear, write_kimi_linear, kimi_linear, more_layers=True
     ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", _GLM, read_glm4_moe, write_glm4_moe, glm4_moe, partial_rotary=True,
+        more_layers=True,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM", _MINIMAX, read_minimax_m2, write_minimax_m2, minimax_m2, spell_minimax_m2,
+        partial_rotary=True, more_layers=True,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", _OSS, read_gpt_oss, write_gpt_oss, gpt_oss,
+        windows=in_layers(lambda data, i: (i + 1) % 2 != 0),
+    ),
     "qwen3_next": Family(
-        "Qwen3NextForCausalLM", _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next, partial_rotary=True
+        "Qwen3NextForCausalLM", _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next, partial_rotary=True,
+        ignored=("mtp.",),
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", _QWEN_3_5, read_qwen3_5, write_qwen3_5, qwen3_next, partial_rotary=True,
+        within="qwen3_5", top=_INNER, ignored=("visual.", "mtp."),
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", _QWEN_3_5 | _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next,
+        spell_qwen3_5_moe, partial_rotary=True, within="qwen3_5_moe", top=_INNER,
+        ignored=("visual.", "mtp."),
     ),
 }  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import GatedMLP, MoE
+from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
 from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.pieces import mlp, norms, per_head, unpaired, whole
 from kvjax.models.mixers.attention import mixer_of
@@ -34,6 +34,19 @@ def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
     latent = Latent(
         data["kv_lora_rank"], turned, nope, data["v_head_dim"], q_rank=data.get("q_lora_rank"), scale=scale
     )
+    bias = bool(data.get("attention_bias", False))
+    return {
+        "mixers": (latent,) * data["num_hidden_layers"],
+        "mlps": read_experts(data, third),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "head_dim": turned,
+        "kv_heads": data["num_attention_heads"],
+    }
+
+
+def read_experts(data: Json, third: bool) -> tuple[FeedForward, ...]:
+    """Feed-forwards in the words of DeepSeek-V3 and GLM-4.5, or of DeepSeek-V2 (third=False)."""
     grouped = third or data.get("topk_method", "greedy") != "greedy"
     experts = MoE(
         data["n_routed_experts"], data["num_experts_per_tok"], data["moe_intermediate_size"],
@@ -44,30 +57,26 @@ def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
         top_groups=(data.get("topk_group") or 1) if grouped else 1,
         shared=data["moe_intermediate_size"] * (data.get("n_shared_experts") or 0),
     )  # fmt: skip
-    layers, dense = data["num_hidden_layers"], data["first_k_dense_replace"]
-    bias = bool(data.get("attention_bias", False))
-    return {
-        "mixers": (latent,) * layers,
-        "mlps": tuple(GatedMLP() if i < dense else experts for i in range(layers)),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "head_dim": turned,
-        "kv_heads": data["num_attention_heads"],
-    }
+    dense = data["first_k_dense_replace"]
+    return tuple(GatedMLP() if i < dense else experts for i in range(data["num_hidden_layers"]))
 
 
 def write_deepseek(config: Config) -> dict[str, Any]:
     latent = config.mixers[0]
     assert isinstance(latent, Latent)
-    words = [w for w in config.mlps if isinstance(w, MoE)]
-    out: dict[str, Any] = {
+    return write_experts(config) | {
         "kv_lora_rank": latent.rank,
         "q_lora_rank": latent.q_rank,
         "qk_rope_head_dim": latent.rope_dim,
         "qk_nope_head_dim": latent.nope_dim,
         "v_head_dim": latent.value_dim,
-        "first_k_dense_replace": config.layers - len(words),
     }
+
+
+def write_experts(config: Config) -> dict[str, Any]:
+    """The way back from `read_experts`."""
+    words = [w for w in config.mlps if isinstance(w, MoE)]
+    out: dict[str, Any] = {"first_k_dense_replace": config.layers - len(words)}
     if words:
         moe = words[0]
         out |= {

@@ -1,4 +1,4 @@
-"""Attention with experts: Mixtral and Qwen3-MoE."""
+"""Attention with experts: Mixtral, MiniMax-M2 and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
+from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE, mlp_of
 from kvjax.models.hf_family import Json, Piece
-from kvjax.models.hf_mixed.pieces import attention, experts, mlp, norms
+from kvjax.models.hf_mixed.pieces import attention, experts, mlp, norms, whole
 from kvjax.ops.base.rope import Rope
 
 
@@ -27,6 +27,35 @@ def mixtral(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     yield from norms(config)
     yield from attention(config, layer)
     yield from experts(config, layer, "block_sparse_moe", ("w1", "w3", "w2"))
+
+
+def spell_minimax_m2(data: Json) -> dict[str, Any]:
+    """Published files say how many channels turn, where others say which share of them does."""
+    if "rotary_dim" not in data or data.get("partial_rotary_factor") is not None:
+        return {}
+    return {"partial_rotary_factor": data["rotary_dim"] / data["head_dim"]}
+
+
+def read_minimax_m2(data: Json, rope: Rope) -> dict[str, Any]:
+    word = MoE(
+        data["num_local_experts"], data["num_experts_per_tok"], data["intermediate_size"], scores="sigmoid"
+    )
+    return {"mlps": (word,) * data["num_hidden_layers"], "qk_norm": "full"}
+
+
+def write_minimax_m2(config: Config) -> dict[str, Any]:
+    # The authors' class has a switch for the norms, and counts channels.
+    own = {"use_qk_norm": True, "rotary_dim": config.rope.turning(config.head_dim)}
+    return write_mixtral(config) | own
+
+
+def minimax_m2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    yield from norms(config)
+    yield from attention(config, layer)
+    yield from experts(config, layer, "block_sparse_moe", ("w1", "w3", "w2"))
+    word = mlp_of(config, layer)
+    assert isinstance(word, MoE)
+    yield "block_sparse_moe.e_score_correction_bias", whole("router_bias", word.experts)
 
 
 def _sparse(data: Json) -> list[bool]:

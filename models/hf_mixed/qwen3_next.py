@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated deltas, gated attention and experts."""
+"""Qwen3-Next and Qwen3.5: gated deltas, gated attention, and experts or not."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ from kvjax.ops.base.rope import Rope
 
 
 def read_qwen3_next(data: Json, rope: Rope) -> dict[str, Any]:
+    shared = data["shared_expert_intermediate_size"]
+    return read_qwen3_5(data, rope) | {"mlps": qwen_experts(data, shared=shared, shared_gate=True)}
+
+
+def spell_qwen3_5_moe(data: Json) -> dict[str, Any]:
+    """The class has no dense feed-forward, and its files give no width for one."""
+    return {} if "intermediate_size" in data else {"intermediate_size": data["moe_intermediate_size"]}
+
+
+def read_qwen3_5(data: Json, rope: Rope) -> dict[str, Any]:
     linear = GatedDelta(
         data["linear_num_value_heads"], data["linear_key_head_dim"], data["linear_value_head_dim"],
         data["linear_num_key_heads"], conv=data["linear_conv_kernel_dim"],
@@ -36,7 +46,6 @@ def read_qwen3_next(data: Json, rope: Rope) -> dict[str, Any]:
     bias = bool(data.get("attention_bias", False))
     return {
         "mixers": tuple(linear if kind == "linear_attention" else Attention(gate=True) for kind in kinds),
-        "mlps": qwen_experts(data, shared=data["shared_expert_intermediate_size"], shared_gate=True),
         "qk_norm": "head",
         "norm_offset": 1.0,
         "qkv_bias": bias,
@@ -45,17 +54,22 @@ def read_qwen3_next(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def write_qwen3_next(config: Config) -> dict[str, Any]:
-    words = [m for m in config.mixers if isinstance(m, GatedDelta)]
     experts = [w for w in config.mlps if isinstance(w, MoE)]
-    linear = words[0]
+    shared = {"shared_expert_intermediate_size": experts[0].shared}
+    return write_qwen3_5(config) | write_qwen_experts(config) | shared
+
+
+def write_qwen3_5(config: Config) -> dict[str, Any]:
+    linear = next((m for m in config.mixers if isinstance(m, GatedDelta)), None)
+    if linear is None:
+        raise IndexError("no layer of gated deltas")
     kinds = ["linear_attention" if isinstance(m, GatedDelta) else "full_attention" for m in config.mixers]
-    return write_qwen_experts(config) | {
+    return {
         "linear_num_value_heads": linear.heads,
         "linear_num_key_heads": linear.key_heads,
         "linear_key_head_dim": linear.key_dim,
         "linear_value_head_dim": linear.value_dim,
         "linear_conv_kernel_dim": linear.conv,
-        "shared_expert_intermediate_size": experts[0].shared,
         "layer_types": kinds,
     }
 
@@ -74,11 +88,22 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
                 pieces = [Piece(pieces[0].leaf, rows.ravel()), Piece(gate, rows.ravel() + config.head_dim)]
             yield name, pieces
     elif isinstance(word, GatedDelta):
+        joined = config.family == "qwen3_next"
+        yield from _joined_projections(word) if joined else _projections(word)
         yield from _gated_delta(word, config)
     yield from mlp(config, layer, "shared_expert")
 
 
-def _gated_delta(word: GatedDelta, config: Config) -> Iterator[tuple[str, list[Piece]]]:
+def _projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
+    """Four matrices: q, k and v one behind the other, z, b and a."""
+    keys, values = word.key_heads * word.key_dim, word.heads * word.value_dim
+    yield "linear_attn.in_proj_qkv.weight", behind({"q": keys, "k": keys, "v": values})
+    yield "linear_attn.in_proj_z.weight", whole("out_gate", values)
+    yield "linear_attn.in_proj_b.weight", whole("beta", word.heads)
+    yield "linear_attn.in_proj_a.weight", whole("decay", word.heads)
+
+
+def _joined_projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
     """One key head behind the other: its q, its k, and the v and z of its value heads; then its b and a."""
     group, k, v = word.heads // word.key_heads, word.key_dim, word.value_dim
     parts = {"q": k, "k": k, "v": group * v, "out_gate": group * v}
@@ -94,6 +119,9 @@ def _gated_delta(word: GatedDelta, config: Config) -> Iterator[tuple[str, list[P
         "linear_attn.in_proj_ba.weight",
         [Piece(p.leaf, (heads * 2 * group + p.rows[None]).ravel()) for p in gates],
     )
+
+
+def _gated_delta(word: GatedDelta, config: Config) -> Iterator[tuple[str, list[Piece]]]:
     sizes = word.shapes(config)
     names = {"dt_bias": "dt_bias", "A_log": "a_log", "norm.weight": "out_norm", "conv1d.weight": "conv"}
     for name, leaf in names.items():

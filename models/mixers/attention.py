@@ -6,13 +6,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
 
 
@@ -29,6 +30,10 @@ class Attention(Mixer):
     arXiv:2410.03960) or this one, which then needs no queries but the last token's in a prefill, where all
     above need no more.
 
+    rotates: whether queries and keys turn with their positions (False: NoPE, arXiv:2305.19466, as in every
+    fourth layer of SmolLM3). query_growth: (beta, length): queries at position p multiply by
+    1 + beta ln(1 + floor(p / length)) (Llama 4; Ministral 3).
+
     gate: the heads' outputs multiply by sigmoid(x W) before the output map (Gated Attention,
     arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that takes attention and gives nothing
     (GPT-OSS). kv_bias: one learned key and value per KV head that every query sees (Massive Activations,
@@ -42,6 +47,8 @@ class Attention(Mixer):
     value_source: Whole | None = None
     value_mix: float | None = None
     kv_input: Whole | None = None
+    rotates: bool = True
+    query_growth: tuple[float, int] | None = None
     gate: bool = False
     sink: bool = False
     kv_bias: bool = False
@@ -71,6 +78,8 @@ class Attention(Mixer):
             raise ValueError("kv_input needs keys and values of its own, and a norm before attention")
         if self.clip is not None and not (self.clip[0] <= 0 and self.clip[1] >= 1):
             raise ValueError(f"clip=(gamma, zeta) needs gamma <= 0 and zeta >= 1, got {self.clip}")
+        if self.query_growth is not None and not self.query_growth[1] >= 1:
+            raise ValueError(f"query_growth=(beta, length) needs a length >= 1, got {self.query_growth}")
 
     @property
     def takes(self) -> dict[str, Take]:
@@ -127,7 +136,7 @@ class Attention(Mixer):
         return SlotShape(self.count(config)[1], config.head_dim, value, config.scale, shared=not own)
 
     def rope(self, config: Config, layer: int) -> Rope:
-        return config.layer_rope(layer)
+        return config.layer_rope(layer) if self.rotates else Rope(kind="none")
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
@@ -137,6 +146,8 @@ class Attention(Mixer):
         if below is not None:
             below = rms_norm(below, p["attn_norm"], layer.config.norm_eps, layer.config.norm_offset)
         projected = self.project(p, x, layer.config, below)
+        if self.query_growth is not None:
+            projected = projected._replace(q=_grown(projected.q, layer.pos, *self.query_growth))
         own = projected.v
         if self.value_mix is not None and own is not None:
             first = layer.taken.get("first values", own)
@@ -178,6 +189,14 @@ class Attention(Mixer):
         if norm is not None and config.qk_norm == "head":
             y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
         return jnp.swapaxes(y, 1, 2)
+
+
+def _grown(
+    q: Float[Array, "B N T H"], pos: Int[Array, "B T"], beta: float, length: int
+) -> Float[Array, "B N T H"]:
+    """Queries times 1 + beta ln(1 + floor(pos / length))."""
+    turns = (jnp.maximum(pos, 0) // length).astype(wide(q))
+    return (q * (1 + beta * jnp.log1p(turns))[:, None, :, None]).astype(q.dtype)
 
 
 def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:

@@ -8,7 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
+from kvjax.models.feed_forward import MLP, ClampedMoE, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.deltaformer import DeltaFormer
@@ -81,13 +81,17 @@ POD = SharedKeys(4, 6, 5, groups=2, sinks=1, recent=4)
 CHOOSY = MoE(experts=4, top=2, width=8)
 # All experts answer, so none is another one because codes round what the router sees.
 MIXED = MoE(experts=4, top=4, width=8)
+CLAMPED = ClampedMoE(experts=4, top=4, width=8, limit=0.8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
 TABLE = {
     "gqa": Row(SMALL, 2 * KV, 4),
     "mqa": Row(dataclasses.replace(SMALL, kv_heads=1, layers=1), 2 * 8, 1),
     "gated attention": Row(with_layers(Attention(gate=True)), KV, 2),
-    "sinks": Row(with_layers(*[Attention(sink=True)] * 2, windows=(None, 6)), KV, 2, 7 * KV + 14),
+    "sinks": Row(
+        with_layers(*[Attention(sink=True)] * 2, windows=(None, 6), mlps=(CLAMPED,) * 2), KV, 2, 7 * KV + 14
+    ),
+    "no rotation": Row(with_layers(Attention(rotates=False), Attention(query_growth=(0.7, 5))), 2 * KV, 4),
     "mla": Row(with_layers(MLA, MLA_Q), 2 * (12 + 4), 2),
     "mla nope": Row(with_layers(dataclasses.replace(MLA, turns=False)), 12 + 4, 1),
     "tpa": Row(with_layers(TPA), (2 + 1) * (4 + 8), 1),

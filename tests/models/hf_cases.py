@@ -67,16 +67,30 @@ def _mamba(**fields: Any) -> dict[str, Any]:
     return {"model_type": "mamba2", **sizes, **none, **mixer, "layer_norm_epsilon": 1e-4, **fields}
 
 
+_LINEAR = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+_PARTIAL = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True, "mrope_section": [1, 1, 0],
+    },
+}  # fmt: skip
+_EXAONE_LLAMA_3 = {
+    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
 def _next(**fields: Any) -> dict[str, Any]:
-    linear = dict(
-        linear_conv_kernel_dim=4, linear_key_head_dim=6, linear_value_head_dim=8, linear_num_value_heads=4
-    )
     return _case(
-        "qwen3_next", **_EXPERTS, **linear, shared_expert_intermediate_size=10, norm_topk_prob=True,
+        "qwen3_next", **_EXPERTS, **_LINEAR, shared_expert_intermediate_size=10, norm_topk_prob=True,
         partial_rotary_factor=0.5, rope_theta=1000.0, **fields,
     ) | {"num_hidden_layers": 4}  # fmt: skip
 
 
+_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 _LONG = {
     "num_attention_heads": 3, "num_key_value_heads": 1, "partial_rotary_factor": 0.5, "sliding_window": None,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25], "long_factor": [1.5, 6.0]},
@@ -225,5 +239,79 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3_longrope": _even("phi3", 24, **_LONG, original_max_position_embeddings=16),
     "phi3_longrope_short": _even(
         "phi3", 24, **_LONG, max_position_embeddings=128, original_max_position_embeddings=64
+    ),
+    "gpt_oss": _case(
+        "gpt_oss", **_OSS, sliding_window=7, attention_bias=True, rope_theta=1000.0, swiglu_limit=7.0,
+        rope_scaling=_new(
+            "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
+            truncate=False,
+        ),
+    ),
+    "gpt_oss_pattern": _case(
+        "gpt_oss", **_OSS | _MQA, sliding_window=5, tie_word_embeddings=True, rope_parameters=_new("default"),
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "smollm3": _case(
+        "smollm3", rope_theta=5000.0, no_rope_layers=[1, 0, 1], tie_word_embeddings=True, mlp_bias=True,
+    ),
+    "smollm3_windows": _even(
+        "smollm3", 24, attention_bias=True, use_sliding_window=True, sliding_window=6,
+        no_rope_layer_interval=2, tie_word_embeddings=False,
+        rope_scaling=_new("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    "exaone4": _case(
+        "exaone4", sliding_window=6, sliding_window_pattern="LLLG", rope_scaling=_EXAONE_LLAMA_3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "exaone4_full": _case(
+        "exaone4", **_MQA, sliding_window=None, tie_word_embeddings=True, rope_theta=1000.0,
+        layer_types=["full_attention"] * 3,
+    ),
+    "seed_oss": _case(
+        "seed_oss", attention_bias=True, attention_out_bias=False, mlp_bias=True, rope_theta=1000.0
+    ),
+    "seed_oss_out": _case(
+        "seed_oss", **_MQA, attention_bias=False, attention_out_bias=True, tie_word_embeddings=True,
+    ),
+    "ernie4_5": _case("ernie4_5", use_bias=True, rope_theta=1000.0, tie_word_embeddings=True),
+    "glm": _case("glm", attention_bias=True, partial_rotary_factor=0.5, rope_theta=1000.0),
+    "glm4": _case("glm4", attention_bias=True, partial_rotary_factor=0.5, rope_theta=1000.0),
+    "glm4_yarn": _case(
+        "glm4", **_MQA, attention_bias=False, tie_word_embeddings=True,
+        rope_parameters=_new(
+            "yarn", factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5
+        ),
+    ),
+    "ministral3": _case(
+        "ministral3", sliding_window=None,
+        rope_parameters=_new(
+            "yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=4.0, beta_slow=1.0, mscale=1.0,
+            mscale_all_dim=1.0, llama_4_scaling_beta=0.6,
+        ),
+    ),
+    "ministral3_window": _case(
+        "ministral3", **_MQA, sliding_window=9, tie_word_embeddings=True,
+        rope_parameters=_new(
+            "default", original_max_position_embeddings=16, llama_4_scaling_beta=0.4
+        ),
+    ),
+    "glm4_moe": _case(
+        "glm4_moe", **_ROUTED, n_group=3, topk_group=2, norm_topk_prob=True, first_k_dense_replace=1,
+        attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, rope_theta=1000.0,
+    ),
+    "glm4_moe_plain": _case(
+        "glm4_moe", **_MQA, **_ROUTED, n_group=1, topk_group=1, norm_topk_prob=False, use_qk_norm=False,
+        first_k_dense_replace=0, partial_rotary_factor=0.5, tie_word_embeddings=True,
+    ),
+    "minimax_m2": _case(
+        "minimax_m2", num_local_experts=5, num_experts_per_tok=2, rope_theta=5000.0,
+        rotary_dim=4, partial_rotary_factor=0.5,
+    ),
+    "qwen3_5_text": _case("qwen3_5_text", **_LINEAR, linear_num_key_heads=2, **_PARTIAL)
+    | {"num_hidden_layers": 4},
+    "qwen3_5_moe_text": _case(
+        "qwen3_5_moe_text", **_LINEAR, **_EXPERTS, linear_num_key_heads=4, shared_expert_intermediate_size=10,
+        layer_types=["full_attention", "linear_attention", "linear_attention"], **_PARTIAL,
+        tie_word_embeddings=True,
     ),
 }  # fmt: skip

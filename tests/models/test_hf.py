@@ -67,7 +67,8 @@ def loaded(tmp_path_factory):
 FAMILIES = (
     "qwen3_next_pattern", "llama_llama3", "mamba2_groups", "deepseek_v3", "deepseek_v2_yarn",
     "mixtral_window", "gemma3_nested", "qwen3_moe_dense_first", "olmo2", "phi3",
-    "olmo3",
+    "olmo3", "gpt_oss", "smollm3_windows", "exaone4", "seed_oss", "ernie4_5", "glm4", "ministral3",
+    "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
 )  # fmt: skip
 
 
@@ -310,7 +311,7 @@ def test_numbers_are_written_in_the_types_that_transformers_declares(name):
     softcaps = {"attn_logit_softcapping": 50, "final_logit_softcapping": 30}
     written = config_to_hf(config_from_hf(CASES[name] | (softcaps if name == "gemma2" else {})))
     floats = "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq partial_rotary_factor "
-    floats = {*floats.split(), *softcaps, "routed_scaling_factor"}
+    floats = {*floats.split(), *softcaps, "routed_scaling_factor", "swiglu_limit"}
     kinds = {key: type(x) for key, x in written.items() if type(x) in (int, float)}
     assert kinds == {key: float if key in floats else int for key in kinds}
 

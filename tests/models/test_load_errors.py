@@ -101,7 +101,8 @@ def test_no_network(monkeypatch):
 def test_unsupported_model_type_lists_the_supported(folder):
     edit_config(folder, model_type="qwen2_moe")
     with pytest.raises(
-        InputError, match="'qwen2_moe' is not supported .*qwen3_moe.*llama, mistral, .*qwen3_next, gemma3"
+        InputError,
+        match="'qwen2_moe' is not supported .*qwen3_moe.*llama, mistral, .*qwen3_next.*, mistral3, gemma3",
     ):
         load(folder)
 

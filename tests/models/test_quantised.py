@@ -13,9 +13,13 @@ from kvjax.base.errors import InputError
 from kvjax.io.load import load
 from kvjax.models import hf
 from kvjax.models.files import read_header
+from kvjax.models.hf import save_hf
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.model import Model
 from kvjax.models.quantised.matrices import Affine
 from kvjax.models.quantised.reader import plain_tensors
 from kvjax.models.quantised.settings import quantisation_of
+from tests.models.conversation import parameters
 from tests.models.gguf_files import checkpoint
 from tests.models.hf_cases import CASES
 from tests.models.quantised_files import ANY_SIZE, FLOAT_4, FORMATS, is_quantised, quantise, write
@@ -161,3 +165,33 @@ def test_experts_of_mxfp4_need_scales_that_fit(tmp_path):
         experts(tmp_path, blocks=blocks)
     with pytest.raises(InputError, match=r"down_proj_scales \[3, 5, 1\] of U8, expected \[experts, outputs"):
         experts(tmp_path, blocks=blocks, scales=np.zeros((3, 5, 1), np.uint8))
+
+
+def test_gpt_oss_loads_from_experts_of_mxfp4(tmp_path):
+    case = CASES["gpt_oss"] | {"hidden_size": 32, "intermediate_size": 64}
+    model = Model(config_from_hf(case), parameters(config_from_hf(case)))
+    save_hf(model, tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    weights, stored = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    rng, table = np.random.default_rng(0), np.array([*FLOAT_4, *(-x for x in FLOAT_4)])
+    for name, plain in weights.items():
+        if not name.endswith(("gate_up_proj", "experts.down_proj")):
+            stored[name] = plain
+            continue
+        experts, inputs, outputs = plain.shape
+        codes = rng.integers(0, 16, (experts, outputs, inputs // 32, 32))
+        exponents = rng.integers(120, 127, codes.shape[:3])
+        stored[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+        stored[f"{name}_scales"] = exponents.astype(np.uint8)
+        numbers = table[codes] * 2.0 ** (exponents[..., None] - 127)
+        numbers = numbers.reshape(experts, outputs, inputs).swapaxes(1, 2)
+        weights[name] = np.ascontiguousarray(numbers, np.float32)
+    expected = load(write(tmp_path / "a", config, weights))
+    quantised = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    found = load(write(tmp_path / "b", quantised, stored))
+    assert_same_params(expected, found)
+    # Gates are the even columns of a tensor, ups the odd ones.
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    both = weights[name][3]
+    for leaf, columns in (("gate", both[:, 0::2]), ("up", both[:, 1::2])):
+        np.testing.assert_array_equal(found.params["layers"][1][f"experts_{leaf}"][0, 3], columns)

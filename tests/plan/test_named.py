@@ -58,6 +58,7 @@ def test_layers_that_are_no_plain_attention_are_where_they_should_be():
     assert [i for i, window in enumerate(gemma.windows) if window is None] == list(range(5, 62, 6))
     oss = named("gpt-oss-20b").config
     assert oss.windows == (128, None) * 12 and all(m.sink for m in oss.mixers)
+    assert all((m.experts, m.top, m.limit) == (32, 4, 7.0) for m in oss.mlps)
     yoco = named("yoco-3b").config
     sources = [m.source_of("slots") for m in yoco.mixers]
     assert sources == [None] * 14 + [13] * 12 and yoco.windows == (1024,) * 13 + (None,) * 13

@@ -1,0 +1,62 @@
+"""Experts that a checkpoint holds in one tensor per layer, under the names of single ones.
+
+transformers 5 keeps gate_up_proj [experts, 2 F, D] and down_proj [experts, D, F] in memory, and published
+checkpoints of Qwen3.5 hold them so; others hold a gate_proj, an up_proj and a down_proj of every expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.models.files import Stored
+from kvjax.models.hf_tensors import short_name
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of one expert of a tensor [experts, rows, columns]."""
+
+    stored: Stored
+    expert: int
+    start: int
+    stop: int
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = (*index, slice(None), slice(None))[:2]
+        first, last, _ = rows.indices(self.stop - self.start)
+        span = slice(self.start + first, self.start + last)
+        return self.stored.read(slice(self.expert, self.expert + 1), span, columns)[0]
+
+
+class Pieces(NamedTuple):
+    """Stands where `Stored` has an open file."""
+
+    rows: dict[str, Rows]
+
+    def get_slice(self, name: str) -> Rows:
+        return self.rows[name]
+
+
+def experts_apart(found: Mapping[str, Stored], expected: Container[str]) -> dict[str, Stored]:
+    """The tensors of a checkpoint, those of all experts cut into single ones where these are expected.
+
+    expected: the names that the model has, without prefix. Nothing is read.
+    """
+    out, pieces = {}, Pieces({})
+    for name, tensor in found.items():
+        room, _, last = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+        joined = room.endswith(".experts") and len(tensor.shape) == 3 and short_name(name) not in expected
+        if not parts or not joined or tensor.shape[1] % len(parts):
+            out[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        each = rows // len(parts)
+        for expert in range(experts):
+            for i, part in enumerate(parts):
+                own = f"{room}.{expert}.{part}.weight"
+                pieces.rows[own] = Rows(tensor, expert, i * each, (i + 1) * each)
+                out[own] = Stored(tensor.path, pieces, own, tensor.dtype, (each, columns))
+    return out

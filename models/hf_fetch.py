@@ -1,0 +1,41 @@
+"""A model's parameters as the tensors of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvjax.models.hf_tensors import Part, short_name, tensors
+from kvjax.models.model import Model
+
+
+def fetcher(model: Model) -> Callable[[str], np.ndarray]:
+    """Full tensor name -> the tensor as the checkpoint keeps it."""
+    params, table, layer_at = model.params, tensors(model.config), []
+    for group in params["layers"]:
+        layer_at += [(group, i) for i in range(next(iter(group.values())).shape[0])]
+
+    def part(part: Part) -> np.ndarray:
+        if part.layer is None:
+            value = np.asarray(params[part.leaf])
+            return value.T if part.leaf == "unembed" else value
+        group, i = layer_at[part.layer]
+        value = group[part.leaf][i] if part.expert is None else group[part.leaf][i, part.expert]
+        return np.asarray(value[..., part.columns]).T
+
+    def whole(name: str) -> np.ndarray:
+        tensor = table[short_name(name)]
+        if all(p.rows is None for p in tensor.parts):
+            return np.concatenate([part(p) for p in tensor.parts])
+        values = [part(p) for p in tensor.parts]
+        if any(p.turned or p.stacked for p in tensor.parts):
+            out = np.empty(tensor.shape, values[0].dtype)
+        else:
+            out = np.empty((sum(len(v) for v in values), *values[0].shape[1:]), values[0].dtype)
+        for p, value in zip(tensor.parts, values, strict=True):
+            target = out[p.expert] if p.stacked else out
+            (target.T if p.turned else target)[p.rows] = value
+        return out.reshape(tensor.shape)
+
+    return whole
