@@ -1,6 +1,11 @@
 """Pure functions for a user's own `jit`, `scan` or `while_loop`: no checks of values, no host, no donation.
 
 `kvjax.prefill`, `kvjax.step` and `kvjax.generate` run these; docs/how-to/your-own-loop.md shows a loop.
+
+>>> import kvjax
+>>> static = kvjax.pure.static(kvjax.load("recall-tiny"), "snapkv(budget=0.5)")
+>>> static.method
+snapkv(budget=0.5)
 """
 
 from __future__ import annotations
@@ -40,9 +45,18 @@ class Static(NamedTuple):
 
 
 def static(model: Model, method: Method | str | None = None, *, implementation: str | None = None) -> Static:
-    """What `prefill` and `step` must know besides arrays; method: that of the cache, as in `kvjax.prefill`.
+    """Gathers what `prefill` and `step` must know besides arrays.
 
-    Raises InputError where the method does not fit the model, or the model is of two decoders.
+    Args:
+        model: a model of one decoder.
+        method: as in `kvjax.prefill`; for `step`, that of the cache.
+        implementation: as in `kvjax.prefill`.
+
+    Returns:
+        A hashable `Static`, for `static_argnums` of your own `jit`.
+
+    Raises:
+        InputError: where the method does not fit the model, or the model is of two decoders.
     """
     check_single(model, "call its verbs, which kvjax.prefill and kvjax.step call, outside jit")
     chosen = ready(model, as_method(method))
@@ -130,11 +144,20 @@ def prefill(
     room: int,
     fitted: PyTree = (),
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """A first prompt: logits [B, V] at each row's last token, and the compressed cache with `room`.
+    """Reads a first prompt and compresses its cache; nothing is refused that only values could show.
 
-    tokens: right-padded to `lengths`, which are T where they are left out. Nothing is refused that only
-    values could show: ids outside the vocabulary, empty rows, budgets smaller than a method's window. fitted:
-    as in `step`.
+    Ids outside the vocabulary, empty rows and budgets smaller than a method's window give wrong numbers.
+
+    Args:
+        static: what `static` gave.
+        params: the model's parameters.
+        tokens: token ids, padded on the right.
+        lengths: tokens of each row; None is T for all.
+        room: how many further tokens the cache must hold.
+        fitted: as in `step`.
+
+    Returns:
+        Logits [B, V] at each row's last token, and the cache.
     """
     params = _beside(params, fitted)
     whole = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else lengths
@@ -153,14 +176,24 @@ def step(
     append: Bool[Array, "B"] | None = None,
     fitted: PyTree = (),
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One token per row: logits [B, V], and a cache of the same structure that holds it.
+    """Reads one token per row over a cache, of whose structure the new one is.
 
-    append: rows where it is false store nothing, and ask their last token again; None stores all. A row
-    without a free slot stores nothing, `cache.next` stays and its logits are NaN: a traced step cannot raise.
-    Give `prefill` room for all tokens of the loop. fitted: the arrays that a method was fitted with; () as
-    long as no method has any.
+    A row without a free slot stores nothing, `cache.next` stays and its logits are NaN, because a traced step
+    cannot raise: give `prefill` room for all tokens of the loop.
 
-    Raises InputError, when it is traced, for another method's cache.
+    Args:
+        static: what `static` gave for the cache's method.
+        params: the model's parameters.
+        cache: a cache; it is not consumed.
+        token: one id per row.
+        append: rows where it is false store nothing, and ask their last token again; None stores all.
+        fitted: the arrays that a method was fitted with (`fitted`); () as long as no method has any.
+
+    Returns:
+        Logits [B, V], and the cache that holds the token.
+
+    Raises:
+        InputError: for another method's cache, when the step is traced.
 
     >>> import jax, kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -235,7 +235,10 @@ _BY_ALIAS = {alias: row.id for row in ARCHITECTURES.values() for alias in row.al
 
 
 def architectures() -> list[ArchitectureInfo]:
-    """What is known of every architecture, by family.
+    """Lists every architecture that a `Config` can describe, by family.
+
+    Returns:
+        An `ArchitectureInfo` for each: id, title, paper, family, and what a row of its cache keeps.
 
     >>> architectures()[0].id
     'transformer'
@@ -244,9 +247,16 @@ def architectures() -> list[ArchitectureInfo]:
 
 
 def architecture(id: str) -> ArchitectureInfo:
-    """What is known of one architecture, by its id or another name of it.
+    """Describes one architecture.
 
-    Raises InputError for an unknown one, with the nearest name.
+    Args:
+        id: its id or another name of it, in any case.
+
+    Returns:
+        Its `ArchitectureInfo`.
+
+    Raises:
+        InputError: for an unknown name; the message gives the nearest one.
 
     >>> architecture("FoX").words
     'Forgetting'

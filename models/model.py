@@ -29,9 +29,20 @@ _forward = jax.jit(forward, static_argnames="config")
 class Model:
     """A decoder with its weights. Calling it gives the logits [B, T, V] of every token, without a cache.
 
-    chat_template, stop_ids and special_tokens ("bos_token" -> its text ...) come from the checkpoint's files;
-    tokenizer is a `tokenizers.Tokenizer` or None. on_mesh: the mesh that the weights lie on, and the rules by
-    which they and all caches are split; None where nothing is.
+    Args:
+        config: sizes and layers of the decoder.
+        params: the weights, a pytree of dicts, tuples and arrays.
+        tokenizer: a `tokenizers.Tokenizer`, or None.
+        chat_template: the checkpoint's Jinja template of conversations, or None.
+        stop_ids: token ids that end a text.
+        special_tokens: texts of special tokens by their names, such as "bos_token".
+        name: what reports call the model.
+        on_mesh: the mesh that the weights lie on, with the rules by which they and all caches are split;
+            None on one device.
+
+    >>> import kvjax
+    >>> kvjax.load("recall-tiny")([[1, 2, 3]]).shape
+    (1, 3, 220)
     """
 
     config: Config

@@ -180,17 +180,30 @@ def chat(
     stop_strings: Sequence[str] = (),
     key: Array | None = None,
 ) -> Chat:
-    """A conversation with a model under a method: `say` gives an answer, `stream` its pieces as they come.
+    """Begins a conversation with a model under a method.
 
-    Each turn reads the tokens that the model's chat template adds to what the cache holds. Where the template
-    rewrites earlier turns, as those do that drop what was thought, the whole conversation is read again, and
-    the turn says so (`Turn.again`). An answer ends with one of the model's stop ids, with one of stop_strings
-    or after max_new_tokens. Methods choose among all slots at the end of every question, which earlier
-    answers are a part of, and those that act in steps while an answer is written. Capacities double, so turns
-    share programs; `kvjax.nbytes(chat.cache)` counts slots that are still empty, too.
+    Each turn reads the tokens that the model's chat template adds to those of the cache. Where the template
+    rewrites earlier turns, as those do that drop a model's thoughts, the whole conversation is read again,
+    and the turn says so (`Turn.again`). Methods select among all slots at the end of every question, those of
+    earlier answers included, and methods that act in steps while an answer is written. Capacities double, so
+    turns share programs; `kvjax.nbytes(chat.cache)` counts slots that are still empty, too.
 
-    All else is as in `kvjax.generate`. Raises InputError where the model has no chat template or no
-    tokenizer, its template refuses a system's message, or the method does not fit the model.
+    Args:
+        model: a model with a tokenizer and a chat template.
+        method: a method, its text, or None for the full cache.
+        system: the system's message.
+        max_new_tokens: tokens after which an answer ends at the latest.
+        sampler: as in `kvjax.generate`.
+        processors: as in `kvjax.generate`.
+        stop_strings: texts that end an answer, as the model's stop ids do.
+        key: as in `kvjax.generate`.
+
+    Returns:
+        A `Chat`, whose `say` gives an answer and `stream` its pieces as they come.
+
+    Raises:
+        InputError: where the model has no chat template or no tokenizer, its template refuses a system's
+            message, or the method does not fit the model.
 
     >>> import kvjax  # doctest: +SKIP
     >>> talk = kvjax.chat(kvjax.load("smollm2-135m"), "snapkv(budget=0.5)")  # doctest: +SKIP

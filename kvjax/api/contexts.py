@@ -43,15 +43,24 @@ def encode_context(
     method: Method | str | None = None,
     room: int = ROOM,
 ) -> Cache:
-    """A cache that holds a context for the decoder `model` and nothing else: its next token stands at 0.
+    """Encodes a context for a decoder that attends to it by cross-attention.
 
-    tokens, lengths: as in `kvjax.prefill`, in the encoder's vocabulary; a row may be empty. chunk: encode
-    every `chunk` tokens by themselves (`kvjax.models.encoder.encode`). method: what `prefill`, `step` and
-    `generate` will follow from here; codecs that encode token by token encode the context too, and no keep
-    drops any of it. room: how many tokens the cache must hold besides.
+    Args:
+        model: the decoder.
+        encoder: the model that reads the context, as wide as the decoder's cross-attention expects.
+        tokens: token ids [B, T] in the encoder's vocabulary, or a list of lists; a row may be empty.
+        lengths: tokens of each row [B], where rows are padded.
+        chunk: encodes every `chunk` tokens by themselves (`kvjax.models.encoder.encode`).
+        method: the one that `prefill`, `step` and `generate` follow on this cache; codecs that encode token
+            by token encode the context too, and no keep evicts any of it.
+        room: how many tokens the cache must hold besides.
 
-    Raises InputError where the decoder has no layer that holds a context, or one of another width, for
-    tokens outside the encoder's vocabulary, and for chunks beyond its last position.
+    Returns:
+        A cache that holds the context and nothing else: the decoder's next token has position 0.
+
+    Raises:
+        InputError: where the decoder has no layer that holds a context, or one of another width, for tokens
+            outside the encoder's vocabulary, and for chunks beyond its last position.
 
     >>> from kvjax.models.config import Config
     >>> from kvjax.models.mixers.attention import Attention

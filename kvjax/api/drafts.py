@@ -47,10 +47,16 @@ class Drafting(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """Drafts out of the text itself: what followed its last n tokens, or fewer, where they stood before.
+    """Drafts from the text itself: the tokens that followed its last n tokens where these occurred before.
 
-    "Prompt Lookup Decoding" (Saxena, 2023). The latest place counts; a text in which none is found has no
-    draft. Raises InputError for n below 1.
+    "Prompt Lookup Decoding" (Saxena, 2023). Where the last n tokens occur nowhere, fewer are looked up; the
+    latest place counts, and a text without one has no draft.
+
+    Args:
+        n: how many of the last tokens to look up.
+
+    Raises:
+        InputError: for `n` below 1.
 
     >>> Lookup(2).behind([7, 8, 9, 1, 7, 8], 3)
     [9, 1, 7]

@@ -23,18 +23,25 @@ from kvjax.state.codes import width_of
 
 
 def fork(cache: Cache, copies: int, *, room: int | None = None) -> Cache:
-    """Every row `copies` times, next to each other: row b becomes rows b * copies .. (b + 1) * copies - 1.
+    """Copies every row of a cache: row b becomes rows b * copies .. (b + 1) * copies - 1.
 
-    Each copy goes its own way from here. The given cache stays usable.
+    With `room`, copies share the past of their row: `kvjax.nbytes` counts it once, and a step reads it once.
+    `kvjax.step`, `generate` and `verify` keep it shared, and so do a `prefill` that compresses nothing and a
+    `rollback` of what was added since; other functions first give every row its own slots. What steps evict,
+    encode or carry (windows, groups of codes, states) and contexts are copied in any case, as is a cache that
+    lies on several devices or of whose method nothing is known yet: one that was loaded or that `kvjax.pure`
+    made.
 
-    room: the copies have in common what a row holds now, and each has slots of its own for so many tokens:
-    `kvjax.nbytes` counts the past once, and a step reads it once. `kvjax.step`, `generate` and `verify` go on
-    so, and so do a `prefill` that compresses nothing and a `rollback` of what was added since; other verbs
-    first give every row its own slots. What steps evict, encode or carry (windows, codes of granules, states)
-    and contexts are copied in any case, as is a cache that lies on several devices or of whose method nothing
-    is known yet: one that was loaded or that `kvjax.pure` made.
+    Args:
+        cache: a live cache; it stays usable.
+        copies: of every row; each continues on its own.
+        room: how many further tokens each copy has slots for; None copies the past, too.
 
-    Raises InputError where copies < 1 or room < 0, or a step consumed the cache.
+    Returns:
+        A cache of B * copies rows.
+
+    Raises:
+        InputError: where copies < 1 or room < 0, or a step consumed the cache.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

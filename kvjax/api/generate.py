@@ -78,18 +78,35 @@ def generate(
     """Reads a prompt and writes up to `max_new_tokens` tokens per row.
 
     Every written token, a stop token included, is in the returned cache, so a conversation goes on with
-    generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids; a row also ends
-    with the token that completes one of stop_strings. processors: functions (logits [B, V], tokens so far
-    [B, T] with -1 as padding) -> logits, applied in order; the tokens are this prompt's and the written ones.
+    generate(model, more_tokens, cache=out.cache).
 
-    samples: how many texts to draw for each prompt, beams: how many to search for (the summed log-probability
-    decides, whatever the length); either way a prompt is read once. on_token is called with (index,
-    tokens [R]) as they come, -1 for rows that have ended. key: one PRNG key; rows draw from their own fold
-    of it. implementation: as in `prefill`.
+    Args:
+        model: a model.
+        tokens: token ids [B, T], padded on the right, or a list of lists.
+        method: a method, its text, or None for the full cache.
+        cache: a cache that the tokens continue; its method applies.
+        lengths: tokens of each row [B], where rows are padded.
+        max_new_tokens: how many tokens a row writes at most.
+        sampler: how tokens are drawn; None takes the likeliest.
+        processors: functions (logits [B, V], tokens so far [B, T], -1 as padding) -> logits, applied in
+            order; the tokens are those of this prompt and the written ones.
+        stop: token ids that end a row; None takes the checkpoint's.
+        stop_strings: texts that end a row with the token that completes one.
+        samples: how many texts to draw for each prompt, which is read once.
+        beams: how many texts to search for, by their summed log-probability whatever their length.
+        key: one PRNG key; every row draws from its own fold of it.
+        chunk: as in `prefill`.
+        on_token: is called with (index, tokens [R]) as they come, -1 for rows that have ended.
+        implementation: as in `prefill`.
 
-    InputError for what `prefill` refuses, for another kind of max_new_tokens, stop or key, for more tokens
-    than positions, for options that exclude each other, and where logits are not numbers (NaN), naming the
-    step, or the layer for those of the prompt.
+    Returns:
+        A `Generated`: tokens [R, max_new_tokens], their log-probabilities, texts, and the cache; R = B, or
+        B * samples, or B * beams.
+
+    Raises:
+        InputError: for what `prefill` refuses, wrong kinds of `max_new_tokens`, `stop` or `key`, more tokens
+            than positions, options that exclude each other, and NaN in logits, naming the step, or the layer
+            where they are the prompt's.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -17,12 +17,22 @@ GAP = " … "
 def kept_texts(
     model: Model, cache: Cache, tokens: TokenIds, *, lengths: Lengths | None = None
 ) -> list[list[list[str]]]:
-    """The tokens that a cache keeps, as text: one for each layer, row and KV head; " … " where some are gone.
+    """Shows the tokens that a cache keeps as text.
 
-    tokens: what the rows have read, [B, T] with `lengths` or a list of lists, as `prefill` takes it. What was
-    written later has no text unless it is given with them. Layers that carry states have no KV heads here.
-    Raises InputError without a tokenizer, for another number of rows, for a cache of another model, and where
-    a method reads a text of its own making in place of the prompt.
+    Args:
+        model: the model that the cache is of, with a tokenizer.
+        cache: a live cache.
+        tokens: all that the rows have read, [B, T] or a list of lists; what was written later has no text
+            unless it is given here, too.
+        lengths: tokens of each row [B], where rows are padded.
+
+    Returns:
+        A text for each layer, row and KV head, with " … " where tokens are gone. Layers that carry states
+        have no KV heads here.
+
+    Raises:
+        InputError: without a tokenizer, for another number of rows, for a cache of another model, and where a
+            method reads a text of its own making in place of the prompt.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

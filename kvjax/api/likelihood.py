@@ -74,20 +74,28 @@ def likelihood(
     lengths: Lengths | None = None,
     implementation: str | None = None,
 ) -> Likelihood:
-    """How likely the model, with a past that a method compresses, finds the tokens of texts.
+    """Scores how likely the model, over a cache that a method compresses, finds the tokens of texts.
 
-    The first `context` tokens of every text (1 by default) are read as a prompt; a list has a number for
-    each text. The others are scored one after the other, each over the cache of all tokens before it, as in
-    decoding; the first one by the logits of the prompt, as in `generate`.
+    The first tokens of every text are read as a prompt. The others are scored one after the other, each over
+    the cache of all tokens before it, as in decoding; the first of them by the logits of the prompt.
 
-    texts: strings, or token ids as in `prefill` (with `lengths` where they are padded). chunk: read `chunk`
-    tokens of the context at a time, and compress again after every `chunk` scored tokens, for methods that
-    act only at the ends of prompts; then all texts must have one length. implementation: as
-    in `prefill`.
+    Args:
+        model: a model.
+        texts: strings, or token ids as in `prefill`.
+        method: a method, its text, or None for the full cache.
+        context: how many tokens are read as a prompt, one number or one for each text; None is 1.
+        chunk: reads so many tokens of the context at a time, and compresses again after as many scored
+            tokens, for methods that act only at the ends of prompts; then all texts must have one length.
+        lengths: tokens of each row [B], where rows are padded.
+        implementation: as in `prefill`.
 
-    Raises InputError for what `prefill` refuses, for texts without a token after the context, for strings
-    without a tokenizer, where a method acts at the ends of prompts and neither context nor chunk is given,
-    and where logits are not numbers (NaN).
+    Returns:
+        A `Likelihood`: log p of every token [B, T] in nats, `perplexity`, and bytes of the cache.
+
+    Raises:
+        InputError: for what `prefill` refuses, texts without a token after the context, strings without a
+            tokenizer, a method that acts at the ends of prompts where neither `context` nor `chunk` is given,
+            and NaN in logits.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

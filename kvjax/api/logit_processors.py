@@ -24,9 +24,13 @@ Processor = Callable[[Float[Array, "B V"], Int[Array, "B T"]], Float[Array, "B V
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """Tokens that came before: positive logits divided by `penalty`, negative ones multiplied (1909.05858).
+    """Makes tokens that came before less likely (arXiv:1909.05858).
 
-    Raises ValueError where penalty <= 0; 1 changes nothing.
+    Args:
+        penalty: divides their positive logits and multiplies negative ones; 1 changes nothing.
+
+    Raises:
+        ValueError: where penalty <= 0.
 
     >>> process((RepetitionPenalty(2.0),), jnp.array([[1.0, 2.0, -1.0]]), jnp.array([[1, 2, -1]])).tolist()
     [[1.0, 1.0, -2.0]]
@@ -45,9 +49,13 @@ class RepetitionPenalty:
 
 @dataclasses.dataclass(frozen=True)
 class FrequencyPenalty:
-    """Every token's logit lowered by `penalty` for each time that it came before.
+    """Lowers every token's logit for each time that it came before.
 
-    Raises ValueError where penalty is no finite number; negative ones favour repetition.
+    Args:
+        penalty: what each time costs; negative ones favour repetition.
+
+    Raises:
+        ValueError: where penalty is no finite number.
 
     >>> process((FrequencyPenalty(0.5),), jnp.zeros((1, 3)), jnp.array([[1, 1, 2]])).tolist()
     [[0.0, -1.0, -0.5]]

@@ -144,18 +144,29 @@ def prefill(
     compress: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads a prompt: logits [B, V] at each row's last token, and the (compressed) cache.
+    """Reads a prompt and compresses its cache.
 
-    tokens: [B, T] with right padding and `lengths` [B], or a list of lists. With cache=, the tokens
-    continue it and its method applies. room: how many further tokens the cache must hold. chunk: read that
-    many tokens at a time, compressing after each. compress=False stores the new tokens and evicts nothing.
-    implementation: of attention and recurrences, "reference", "tpu" or "gpu"; None takes kernels where they
-    can run.
+    Args:
+        model: a model.
+        tokens: token ids [B, T], padded on the right, or a list of lists.
+        method: a method, its text, or None for the full cache.
+        cache: a cache that the tokens continue; its method applies.
+        lengths: tokens of each row [B], where rows are padded.
+        room: how many further tokens the cache must hold.
+        chunk: reads so many tokens at a time, compressing after each chunk.
+        compress: False stores the new tokens and evicts nothing.
+        implementation: of attention and recurrences: "reference", "tpu" or "gpu"; None takes kernels where
+            they can run.
 
-    InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
-    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers (over
-    a cache, of all rows: one row that holds NaN gives NaN and harms no other), or chunk= for a text so long
-    that a dynamic rotation (NTK) depends on its length; NotImplementedError where a forced kernel cannot run.
+    Returns:
+        Logits [B, V] at each row's last token, and the cache.
+
+    Raises:
+        InputError: for token ids outside the vocabulary, empty or too long prompts, a cache of another model
+            or number of rows, a `room` beyond the model's positions, NaN in logits or scores (over a cache,
+            in all rows: one row that holds NaN gives NaN and harms no other), or `chunk` for a text so long
+            that a dynamic rotation (NTK) depends on its length.
+        NotImplementedError: where a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

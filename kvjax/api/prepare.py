@@ -13,15 +13,23 @@ from kvjax.place.pairs import groups_apart
 
 
 def prepare(model: Model, method: Method | str) -> Model:
-    """The model that a method runs on: the model itself, unless the method has a `make`, or merges layers.
+    """Makes the model that a method runs on: its weights rewritten, or the layers that it merges unstacked.
 
-    The verbs do this by themselves, once per model and method, and remember it as long as the model lives.
-    What is made is a model like any other: it has weights and a config of its own, can be called and trained,
-    and takes any method that fits its layers. Its caches are those of the method on the model that was given.
-    Where layers are stacked, as on TPUs, and the method merges some in pairs, these are taken out of their
-    stacks. Their weights are then in memory twice, unless the given model is let go.
+    `kvjax.prefill` and the other functions do this by themselves, once per model and method, and keep the
+    result as long as the model lives. A new model has its own weights and config, can be called and trained,
+    and takes any method that fits its layers. Its caches are those of the method on the given model. Where
+    layers are stacked, as on TPUs, and the method merges some in pairs, these leave their stacks; their
+    weights are then in memory twice, unless the given model is released.
 
-    Raises InputError where the method does not fit the model, or the model was made by another method.
+    Args:
+        model: a model of one decoder.
+        method: a method, or its text.
+
+    Returns:
+        A new model, or the given one where the method neither rewrites weights nor merges layers.
+
+    Raises:
+        InputError: where the method does not fit the model, or the model was made by another method.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -46,16 +46,24 @@ def of_rows(note: Added | None, index: Any) -> Added | None:
 
 
 def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
-    """The cache as it was before each row's newest `n` tokens, for all rows or per row [B].
+    """Takes each row's newest tokens back.
 
-    The given cache is consumed (donated). What steps, `verify` and prefills with compress=False added can be
-    taken back; where a method keeps everything, tokens of a prompt too. Whether granules and windows allow it
-    depends on how full they are, which is looked up on the device.
+    Tokens that steps, `verify` and prefills with compress=False added can be taken back; where a method keeps
+    everything, tokens of a prompt too. Whether groups of codes and windows allow it depends on how full they
+    are, which is looked up on the device.
 
-    Raises InputError where `n` is no number of tokens in [0, next], or a step consumed the cache; where the
-    tokens were in the cache when slots were last chosen among; and where they have left something behind: in
-    recurrent states, in what a method remembers of slots and rows, in granules that are encoded, or because
-    slots have left for them.
+    Args:
+        cache: a live cache; it is consumed (donated).
+        n: how many tokens, for all rows or per row [B].
+
+    Returns:
+        The cache as it was before these tokens.
+
+    Raises:
+        InputError: where `n` is no number of tokens in [0, next], or a step consumed the cache; where the
+            tokens were in the cache at its last selection of slots; and where they changed what cannot be
+            undone: recurrent states, what a method remembers of slots and rows, groups that are encoded, or
+            slots that were evicted for them.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -25,14 +25,21 @@ from kvjax.state.cache import Cache, GroupState, Paged, Pages, Segment, check_al
 
 
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
-    """The rows `index` [R] of a cache, in that order; a row may come several times, or not at all.
+    """Gathers rows of a cache, for beam search, best of n or shared prefixes.
 
-    What beam search, best of n and shared prefixes are made of. The given cache stays usable, and every copy
-    goes its own way from here. Works inside `jit` too, where `index` is a traced array; one outside [0, B)
-    cannot be refused there and means the nearest row.
+    Works inside `jit` too, where `index` is traced; one outside [0, B) cannot be refused there and means the
+    nearest row.
 
-    Raises InputError where index is no list of row numbers in [0, B), or a step consumed the cache, and for a
-    traced index where a text says how much of it stays (KVzap): the host counts the pages that rows need.
+    Args:
+        cache: a live cache; it stays usable.
+        index: numbers of rows [R], in any order; a row may come several times, or not at all.
+
+    Returns:
+        A cache of R rows, each with slots of its own.
+
+    Raises:
+        InputError: where `index` is no list of row numbers in [0, B), or a step consumed the cache, and for a
+            traced index where the data decides how many slots stay (KVzap): the host counts their pages.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -108,11 +115,17 @@ def _paged(cache: Cache) -> list[Paged]:
 
 
 def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache:
-    """The cache with the rows where `rows` [B] is true emptied, as if they had never read a token.
+    """Empties rows of a cache, as if they had never read a token.
 
-    A row's capacity stays; the next token it is given stands at position 0. The other rows are untouched.
+    Args:
+        cache: a live cache; it stays usable.
+        rows: booleans [B], true where a row is emptied.
 
-    Raises InputError where `rows` is not one boolean per row, or a step consumed the cache.
+    Returns:
+        The cache. Capacities stay, an emptied row's next token has position 0, other rows are untouched.
+
+    Raises:
+        InputError: where `rows` is not one boolean per row, or a step consumed the cache.
 
     >>> import kvjax, jax.numpy as jnp
     >>> model = kvjax.load("recall-tiny")

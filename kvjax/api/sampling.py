@@ -31,12 +31,18 @@ class Settings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How the next token is drawn: greedy at temperature 0, else softmax(logits / temperature).
+    """Draws the next token: greedy at temperature 0, else from softmax(logits / temperature).
 
-    top_k keeps the k likeliest tokens, top_p the smallest set with probability >= p (1904.09751), min_p those
-    at least min_p times as likely as the likeliest (2407.01082); all that are given must agree on a token.
+    A token must pass all of the filters that are given.
 
-    Raises InputError for values that mean nothing.
+    Args:
+        temperature: 0 takes the likeliest token.
+        top_k: keeps the k likeliest tokens.
+        top_p: keeps the smallest set of tokens with probability >= p (arXiv:1904.09751).
+        min_p: keeps tokens at least min_p times as likely as the likeliest (arXiv:2407.01082).
+
+    Raises:
+        InputError: for values out of range.
 
     >>> logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]]))
     >>> Sampler(1.0, min_p=0.25)._filtered(logits).argmin(), Sampler()(logits, jax.random.key(0)[None])[0]

@@ -62,13 +62,24 @@ def scores(
     lengths: Lengths | None = None,
     continuation: Array | np.ndarray | Sequence[Sequence[int]] | None = None,
 ) -> Scores:
-    """What a method scores and keeps of a prompt, per layer and head, and how that agrees with an oracle.
+    """Shows which tokens of a prompt a method scores and keeps, and how far that agrees with an oracle.
 
-    The oracle is the attention that the continuation pays to the prompt when nothing was dropped.
-    continuation: one row of tokens per prompt, such as the true answers; None takes what the model itself
-    writes over the full cache, up to 16 tokens.
+    The oracle is the attention that the continuation pays to the prompt when nothing is evicted.
 
-    Raises InputError for what `kvjax.prefill` refuses, and where continuations are not as many as prompts.
+    Args:
+        model: a model.
+        tokens: token ids [B, T], padded on the right, or a list of lists.
+        method: a method that keeps slots, or its text.
+        lengths: tokens of each row [B], where rows are padded.
+        continuation: one row of tokens per prompt, such as the true answers; None takes up to 16 tokens that
+            the model itself writes over the full cache.
+
+    Returns:
+        A `Scores`, with an entry per layer: the method's scores and kept tokens, the oracle, and both
+            compared.
+
+    Raises:
+        InputError: for what `kvjax.prefill` refuses, and where continuations are not as many as prompts.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -65,19 +65,35 @@ def speculate(
     key: Array | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Speculated:
-    """Writes what `kvjax.generate` writes, of drafts of up to k tokens that one pass of the model judges.
+    """Writes what `kvjax.generate` writes, from drafts of up to k tokens that the model checks in one pass.
 
-    draft: a method, under which the model itself drafts over a smaller cache of its own ("int4",
-    "snapkv(budget=0.25)", "h2o(budget=0.1)"), another model of the same tokenizer, or `kvjax.Lookup()`, which
-    drafts what followed the last tokens where they stood before. method: what the judging model's own cache
-    is compressed by. Greedy texts are those of greedy decoding; drawn ones have the sampler's distribution
-    exactly (Leviathan et al., 2022, arXiv:2211.17192, algorithm 1: a token is taken with probability
-    min(1, p / q), else another is drawn from max(0, p - q)). stop, key: as in `generate`. on_tokens is called
-    with (row, tokens) as they come, several at a time.
+    Greedy texts are those of greedy decoding; drawn ones have the sampler's distribution exactly (Leviathan
+    et al., 2022, arXiv:2211.17192, algorithm 1: a token is accepted with probability min(1, p / q), else
+    another is drawn from max(0, p - q)).
 
-    Raises InputError for what `prefill` refuses, for a method with which several tokens cannot be read in
-    one pass or be taken back (those that evict or read in steps, recurrent states), a draft of another
-    vocabulary, and where logits are not numbers (NaN).
+    Args:
+        model: a model of one decoder.
+        tokens: token ids [B, T], padded on the right, or a list of lists.
+        draft: a method, under which the model itself drafts over a smaller cache of its own ("int4",
+            "snapkv(budget=0.25)", "h2o(budget=0.1)"); another model of the same tokenizer; or
+            `kvjax.Lookup()`, which drafts from the text itself.
+        k: tokens of a draft at most.
+        method: compresses the cache of the model that checks.
+        lengths: tokens of each row [B], where rows are padded.
+        max_new_tokens: how many tokens a row writes at most.
+        sampler: how tokens are drawn; None takes the likeliest.
+        stop: as in `generate`.
+        key: as in `generate`.
+        on_tokens: is called with (row, tokens) as they come, several at a time.
+
+    Returns:
+        A `Speculated`: tokens [B, max_new_tokens], texts, the cache, and how many drafted tokens were
+            accepted.
+
+    Raises:
+        InputError: for what `prefill` refuses, a method under which several tokens cannot be read in one pass
+            or be taken back (those that evict or read in steps, recurrent states), a draft of another
+            vocabulary, and NaN in logits.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -37,14 +37,30 @@ def step(
     append: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
+    """Reads one token per row over a cache.
 
-    token: one id per row. Ids on the host (NumPy, lists) must be in the vocabulary; of an array on a device
-    only dtype and shape are checked, because to read it would make every step wait for the one before.
+    Args:
+        model: the model that the cache is of.
+        cache: a live cache. It is consumed (donated) if the token is appended.
+        token: one id per row [B]. Ids on the host (NumPy, lists) must be in the vocabulary; of an array on a
+            device only dtype and shape are checked, because to read it would make every step wait for the
+            one before.
+        append: False asks the last token again at its own position, over the cache as it is.
+        implementation: as in `prefill`.
 
-    append=False asks the last token again at its own position over the cache as it is, which stays usable.
-    implementation: as in `prefill`. InputError when the cache has no room left, was consumed before, or
-    belongs to another model, and beyond the model's last position.
+    Returns:
+        Logits [B, V], and the cache that holds the token.
+
+    Raises:
+        InputError: when the cache has no free slots, was consumed before or belongs to another model, and
+            beyond the model's last position.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]], room=8)
+    >>> logits, cache = kvjax.step(model, cache, [6, 7])
+    >>> logits.shape, cache.next.tolist()
+    ((2, 220), [4, 3])
     """
     if has_verbs(model):
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})

@@ -75,9 +75,17 @@ class Summary(NamedTuple):
 
 
 def summary(cache: Cache, model: Model | None = None) -> Summary:
-    """What a cache holds and weighs; `print` shows it as lines. With a model, also beside the full cache.
+    """Sums up a cache: slots and bytes of its layers.
 
-    Raises InputError for what is no cache, or was consumed by a step.
+    Args:
+        cache: a live cache.
+        model: with it, the summary also has the bytes of the full cache.
+
+    Returns:
+        A `Summary`; `print` shows it as lines.
+
+    Raises:
+        InputError: for what is no cache, or was consumed by a step.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -35,17 +35,27 @@ def verify(
     lengths: Lengths | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Several tokens per row in one pass: logits [B, T, V] at each of them, and the cache that holds them.
+    """Reads several tokens per row in one pass, with the logits of as many calls of `kvjax.step`.
 
-    It gives what as many calls of `kvjax.step` would give. The given cache is consumed (donated). tokens,
-    lengths: as in `prefill`, but a row may have none; logits behind a row's last token mean nothing. Where a
-    method encodes tokens together it takes several passes, each up to the token behind which a step would do
-    so. `kvjax.rollback` takes the newest tokens back. implementation: as in `prefill`.
+    Where a method encodes tokens together it takes several passes, each up to the token after which a step
+    would encode. `kvjax.rollback` takes the newest tokens back.
 
-    Raises InputError where a token changes what the next one sees of the others: slots leave, a read visits
-    some of them, a state is encoded, or the rotation grows with the text. Also when the cache has no room for
-    all tokens, was consumed before, or belongs to another model, for token ids outside the vocabulary, and
-    beyond the model's last position; NotImplementedError where a forced kernel cannot run.
+    Args:
+        model: the model that the cache is of.
+        cache: a live cache; it is consumed (donated).
+        tokens: token ids [B, T], padded on the right, or a list of lists; a row may have none.
+        lengths: tokens of each row [B], where rows are padded.
+        implementation: as in `prefill`.
+
+    Returns:
+        Logits [B, T, V] at each token (those after a row's last token mean nothing), and the cache.
+
+    Raises:
+        InputError: where a token changes what the next one sees of the others: slots are evicted, a read
+            visits some of them, a state is encoded, or the rotation grows with the text. Also when the cache
+            has too few free slots, was consumed before or belongs to another model, for token ids outside the
+            vocabulary, and beyond the model's last position.
+        NotImplementedError: where a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -2,7 +2,10 @@
 
 
 class InputError(ValueError):
-    """Something given to kvjax cannot be used; the message says what it was, what was expected, what to do.
+    """The error for whatever is given to kvjax and cannot be used, a ValueError.
+
+    Args:
+        message: what was given, what was expected, and what to do.
 
     >>> raise InputError("budget is 1.5, expected a fraction in (0, 1] or a whole number of slots")
     Traceback (most recent call last):

@@ -25,9 +25,18 @@ REFUSED = object()
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, both included. odd, even: only such whole numbers.
+    """Numbers from `least` to `most`, both included.
 
-    above: `least` itself is excluded. below: `most` itself is.
+    Args:
+        least: the smallest.
+        most: the largest.
+        odd: only odd whole numbers.
+        even: only even whole numbers.
+        above: excludes `least` itself.
+        below: excludes `most` itself.
+
+    >>> Range(0, 1, above=True).above
+    True
     """
 
     least: float | int

@@ -102,18 +102,40 @@ def compare(
 ) -> Comparison:
     """Runs methods on the same questions and prints quality against measured bytes.
 
-    Without arguments, models that read English are asked RULER's needles, others recall (`usual_of`), with a
-    few methods of each kind; "well-known" stands for more, and "all" for every one that needs no fit. Answers
-    are asked from the compressed cache; full cache, random and sink+recent run, too, unless `baselines` is
-    False; then no differences to the full cache are reported.
-    With several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
-    results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
-    on. mesh, rules: as in `kvjax.load`, where `model` is a name. scores: the report also shows what every
-    method scores and keeps of one prompt (`kvjax.scores`). gold: right answers are fed in one pass over the
-    compressed cache (teacher forcing) and not written by the model, which is faster; a score is the share of
-    references whose tokens are all the model's likeliest, and rows also hold `nll`, the mean of -log p over
-    these tokens. On several hosts each runs a share of the methods, unless they hold the model together; the
-    first writes and prints. InputError, before any long work, for anything that cannot run.
+    On several hosts each runs a share of the methods, unless they hold the model together; the first writes
+    and prints.
+
+    Args:
+        model: a model, or its name as in `kvjax.load`.
+        methods: methods, or their texts. "well-known" stands for several, "all" for every one that needs no
+            fit; None runs a few of each kind.
+        budgets: fractions of the tokens, or numbers of slots per head.
+        tasks: questions; None asks models that read English RULER's needles, others recall (`usual_of`).
+        protocols: names such as "agnostic", where a prompt is compressed without its question, and "aware",
+            where with it.
+        samples: contexts that are drawn by each seed; all of them count together.
+        length: tokens of a context.
+        text: a text file, whose perplexity is measured instead of asking questions.
+        out: a folder for results.jsonl, metrics.json, frontier.png and report.html.
+        resume: goes on with a run that was stopped.
+        seed: of the contexts.
+        seeds: several in its place.
+        preset: a file of hyper-parameters for all methods, "short" or "long".
+        scores: the report also shows what every method scores and keeps of one prompt (`kvjax.scores`).
+        baselines: also runs the full cache, random and sink+recent; without them, differences to the full
+            cache are not reported.
+        gold: feeds the right answers in one pass over the compressed cache (teacher forcing), which is faster
+            than having the model write them. A score is then the share of references whose tokens are all the
+            model's likeliest, and rows also hold `nll`, the mean of -log p over these tokens.
+        console: where to print.
+        mesh: as in `kvjax.load`, where `model` is a name.
+        rules: as in `kvjax.load`.
+
+    Returns:
+        A `Comparison`: cells as in the table, rows as in results.jsonl, and where the files are.
+
+    Raises:
+        InputError: before any long work, for anything that cannot run.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """

@@ -130,21 +130,28 @@ def fit(
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     **options: Any,
 ) -> Fitted:
-    """The arrays that a method's word needs for a model, from texts or questions; give them as `fitted=`.
+    """Fits the arrays that a method needs for a model; the method takes them as `fitted=`.
 
-    method: as `kvjax.method` builds it, or its text, such as "kvzap" or "ccm:tokens=8,chunk=32".
-    texts: rows of tokens, or samples (`kvjax.eval.tasks.sample`): questions about contexts, their answers and
-    the spans of the context that these need. Words that learn from texts read the contexts of samples; words
-    that learn from questions read the samples that have an answer and spans. batch: texts that are read at a
-    time. budget: of a method given as text, where what is learned depends on it. progress: wraps what is
-    iterated over, as `rich.progress.track` does. options: of the word's own fit
-    (`kvjax.fitting.gates.hidden_gate.fit_gate`, `kvjax.fitting.statistics.profiles.fit_profile`,
-    `kvjax.fitting.gates.head_gates.fit_head_gates`, `kvjax.fitting.merges.residue.fit_residue`,
-    `kvjax.fitting.statistics.queries.fit_statistics`, `kvjax.fitting.statistics.levels.fit_levels`,
-    `kvjax.fitting.statistics.search.fit_budgets`).
+    Args:
+        model: the model to fit to.
+        method: a method, or its text, such as "kvzap" or "ccm:tokens=8,chunk=32".
+        texts: rows of token ids, or samples (`kvjax.eval.tasks.sample`): questions about contexts, their
+            answers and the spans of the context that these need. A fit to texts reads the contexts of
+            samples; a fit to questions reads the samples that have an answer and spans.
+        batch: texts that are read at a time.
+        budget: of a method given as text, where the arrays depend on it.
+        progress: wraps the loop, as `rich.progress.track` does.
+        **options: those of the method's own fit (`kvjax.fitting.gates.hidden_gate.fit_gate`,
+            `kvjax.fitting.statistics.profiles.fit_profile`, `kvjax.fitting.gates.head_gates.fit_head_gates`,
+            `kvjax.fitting.merges.residue.fit_residue`, `kvjax.fitting.statistics.queries.fit_statistics`,
+            `kvjax.fitting.statistics.levels.fit_levels`, `kvjax.fitting.statistics.search.fit_budgets`).
 
-    Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
-    is given that it can learn from.
+    Returns:
+        The fitted arrays, by name and layer.
+
+    Raises:
+        InputError: where the method has nothing to fit, its fit has no such option, or `texts` hold nothing
+            that it can learn from.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -1,5 +1,6 @@
 """Grammar: a method as a value (`Method` of `Keep`, `Store`, `Budget`), and what its words provide."""
 
-from kvjax.grammar.sentence import Budget, Keep, Method, Store, chain, check
+from kvjax.grammar.chains import chain, check
+from kvjax.grammar.sentence import Budget, Keep, Method, Store
 
 __all__ = ["Budget", "Keep", "Method", "Store", "chain", "check"]

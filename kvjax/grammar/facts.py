@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class Fact(enum.Enum):
-    """What can hold of a sentence, as a clause."""
+    """What can hold of a method, as a clause.
+
+    >>> all(isinstance(fact.value, str) for fact in Fact)
+    True
+    """
 
     EQUAL_LISTS = "all heads of a layer have the same number of slots"
     ONE_TIER = "all slots of a list are stored alike"
@@ -86,8 +90,12 @@ class Stating:
 class ReadFacts(Stating):
     """The base of reads, which pick slots by their stored keys and attend to no others in a step.
 
-    The newest slots of what a keep leaves are always read. What is left out receives no attention: a keep
+    The newest slots that a keep leaves are always read. A slot that is not read receives no attention: a keep
     that evicts by what slots receive sees 0 there.
+
+    >>> from kvjax.words import PageBounds
+    >>> issubclass(PageBounds, ReadFacts)
+    True
     """
 
     @property

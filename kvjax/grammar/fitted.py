@@ -30,9 +30,14 @@ SHIPPED = Path(__file__).parents[1] / "fits"
 class Fitted:
     """Arrays [layers, ...] by name, of one word and one model; equal where every bit is equal.
 
-    One row stands for all layers.
-    word: the name of the word's class. model: the signature of the model; "" is any. file: the user's file
-    that they are from.
+    Args:
+        arrays: [layers, ...] by name; one row stands for all layers.
+        word: the name of the class that they are for.
+        model: the signature of the model; "" is any.
+        file: the user's file that they are from.
+
+    >>> Fitted({"bias": np.zeros((1, 2))}, "Gate", "") == Fitted({"bias": np.zeros((1, 2))}, "Gate", "")
+    True
     """
 
     arrays: Mapping[str, Shaped[np.ndarray, "L *_"]]
@@ -152,8 +157,18 @@ def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str,
 def save_fitted(path: str | Path, fitted: Fitted) -> None:
     """Writes fitted arrays to one safetensors file, which appears whole or not at all.
 
-    An older file of fitted arrays is replaced. Raises InputError where `path` holds something else or cannot
-    be written.
+    Args:
+        path: of the file; an older one of fitted arrays is replaced.
+        fitted: what `kvjax.fit` gave.
+
+    Raises:
+        InputError: where `path` holds something else or cannot be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_fitted(f"{folder}/gate.safetensors", as_fitted("recall-tiny/locret"))
+    ...     load_fitted(f"{folder}/gate.safetensors").word
+    'RetainingHead'
     """
     check_kind(path, KIND)
     metadata = {"kind": KIND, "word": fitted.word, "model": fitted.model}
@@ -166,7 +181,20 @@ def save_fitted(path: str | Path, fitted: Fitted) -> None:
 
 
 def load_fitted(path: str | Path) -> Fitted:
-    """The arrays that `save_fitted` wrote. Raises InputError where the file is missing or something else."""
+    """Reads fitted arrays that `save_fitted` or `kvjax fit` wrote.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The arrays, for a method's `fitted=`.
+
+    Raises:
+        InputError: where the file is missing, damaged or something else, or holds NaN.
+
+    >>> load_fitted(SHIPPED / "recall-tiny" / "locret.safetensors").word
+    'RetainingHead'
+    """
     if not Path(path).is_file():
         raise InputError(f"{path} does not exist, expected what `kvjax fit --out {path}` writes: run that")
     try:
@@ -184,9 +212,17 @@ def load_fitted(path: str | Path) -> Fitted:
 
 
 def as_fitted(given: str | Fitted | None) -> Fitted | None:
-    """What a method's hyper-parameter `fitted` stands for: arrays, or the file that holds them.
+    """Reads what a method's hyper-parameter `fitted` names.
 
-    A name such as "recall-tiny/locret" is what comes with kvjax, unless there is a file of that name.
+    Args:
+        given: arrays, the file that holds them, or a name such as "recall-tiny/locret" of arrays that come
+            with kvjax (a file of that name has precedence).
+
+    Returns:
+        The arrays; None for None.
+
+    Raises:
+        InputError: where there is no such file, or it holds something else.
 
     >>> as_fitted("recall-tiny/locret").word
     'RetainingHead'

@@ -53,12 +53,15 @@ class Turn(NamedTuple):
 
 @runtime_checkable
 class Phase(Protocol):
-    """A frozen word that says what keys and queries turn by; what others ask of it is what it can do.
+    """What keys and queries are rotated by; others ask for its properties, never for its type.
 
-    steady: a key always turns by its own position, so it is stored turned. alike: a key turns alike for all
-    queries that it meets at once. first_alike: a prompt over no cache is read as if all turned by position.
-    one_turn, where a phase has it: a single query meets all slots in one turn.
-    name: what layouts call it. counts: what `most_behind` counts.
+    `steady`: a key is always rotated by its own position, so it is stored rotated. `alike`: a key is rotated
+    alike for all queries that attend to it at once. `first_alike`: a prompt over no cache is read as if all
+    were rotated by position. `name`: what layouts call it. `counts`: what `most_behind` counts. Optional:
+    `one_turn`: a single query attends to all slots under one rotation.
+
+    >>> isinstance(ByRank(), Phase)
+    True
     """
 
     @property
@@ -98,7 +101,11 @@ class Phase(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ByPosition:
-    """The position of the token in its text: what a model was trained to do."""
+    """The position of the token in its text: what a model was trained to do.
+
+    >>> ByPosition().steady
+    True
+    """
 
     steady = True
     alike = True
@@ -119,11 +126,15 @@ class ByPosition:
 
 @dataclasses.dataclass(frozen=True)
 class ByRank:
-    """How many live slots of the same list are older (StreamingLLM, arXiv:2309.17453, section 3.2).
+    """How many live slots of the same KV head are older (StreamingLLM, arXiv:2309.17453, section 3.2).
 
-    Where slots leave at the end of prompts or chunks, this is what FINCH (arXiv:2408.00167) and InfiniPot
-    (arXiv:2410.01518) do: kept keys are rotated anew to positions 0 to n - 1, and the next tokens follow at
-    n. A rank is that number, and turning unrotated keys by it is rotating them anew, without the rounding.
+    Where slots are evicted at the end of prompts or chunks, this is what FINCH (arXiv:2408.00167) and
+    InfiniPot (arXiv:2410.01518) do: kept keys are rotated anew to positions 0 to n - 1, and the next tokens
+    follow at n. A rank is that number, and rotating an unrotated key by it has no rounding of a second
+    rotation.
+
+    >>> ByRank().steady
+    False
     """
 
     steady = False
@@ -153,9 +164,15 @@ class ByRank:
 class Clamped:
     """Distances of more than `distance` tokens count as that many (LM-Infinite, arXiv:2308.16137, section 4).
 
-    The logit of query i and key j is q_i R(min(i - j, distance)) k_j. Near pairs turn by their positions,
-    counted from shortly before the first query so that they stay small; of the others, all queries turn by
-    `distance`, and all keys by 0.
+    The logit of query i and key j is q_i R(min(i - j, distance)) k_j. Near pairs are rotated by their
+    positions, counted from shortly before the first query so that they stay small; for the others, all
+    queries are rotated by `distance`, and all keys by 0.
+
+    Args:
+        distance: in tokens.
+
+    >>> Clamped(4096).steady
+    False
     """
 
     distance: int

@@ -1,109 +1,31 @@
-"""What the words of a sentence see, and what each kind of word promises."""
+"""What each kind of word of a sentence provides: scores, patterns, merges, observations, rewrites."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.keys import key_of
-from kvjax.ops.base.rope import Rope
+from kvjax.grammar.views import AttentionSpec as AttentionSpec
+from kvjax.grammar.views import Inputs, Seen, View
 from kvjax.state.codes import Codec, Codes
 
 # What patterns take: they are computed on the host, too.
 Numbers = Array | np.ndarray
 
 
-class View(NamedTuple):
-    """One layer's slots as a method sees them, decoded and in position order, the empty ones last.
-
-    Where a token's own step evicts, slots are in any order, unless the score asks for it (`ordered`).
-    traces: what the method remembers of them, by its key (see `of`). received: the attention that each slot
-    got from the new queries, as the observed masses record it.
-    """
-
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S V"]
-    pos: Int[Array, "B K S"]
-    bias: Float[Array, "B K S"] | None
-    traces: dict[str, Float[Array, "B K S"]]
-    received: dict[str, Float[Array, "B K S"]] = {}  # noqa: RUF012 (never written to)
-
-    def of(self, trace: Trace) -> Float[Array, "B K S"]:
-        """What is remembered; ValueError where the score's `traces` does not name it."""
-        try:
-            return self.traces[key_of(trace)]
-        except KeyError:
-            raise ValueError(f"{trace!r} is not remembered: name it in the score's `traces`") from None
-
-
-class Inputs(NamedTuple):
-    """What a layer computed for its new tokens; observations are functions of it.
-
-    q and k are rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so
-    far, these included. fitted: the layer's arrays of words that were fitted (`kvjax.grammar.fitted`), by
-    digest and name. tokens: their ids; None where vectors were given in their place. v: None where a layer
-    makes no values of its own.
-    """
-
-    q: Float[Array, "B N T H"]
-    q_raw: Float[Array, "B N T H"]
-    k_raw: Float[Array, "B K T H"]
-    hidden: Float[Array, "B T D"]
-    pos: Int[Array, "B T"]
-    length: Int[Array, "B"]
-    fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
-    tokens: Int[Array, "B T"] | None = None
-    k: Float[Array, "B K T H"] | None = None
-    v: Float[Array, "B K T V"] | None = None
-
-
-class Seen(NamedTuple):
-    """What a score may look at besides the slots.
-
-    observed: results of the observations it asked for, by their key (see `of`), and for a merge what rows
-    carry for it. mass: where a token's own step evicts, the probability its query gave each slot
-    [B, K, S], summed over a group's heads. length: tokens seen, n: slots to keep per head, both [B]. layer:
-    index in the stack. query: the current query of such a step, rotated. weights: the layer's matrices by
-    name, where the score asks for them (`Word.weights`). fitted: as in `Inputs`, where a merge is asked.
-    protect: the keep's patterns, which say what stays whatever its score (`kvjax.grammar.calls.spared`).
-    """
-
-    observed: dict[str, Any]
-    mass: Float[Array, "B K S"] | None
-    length: Int[Array, "B"]
-    n: Int[Array, "B"]
-    layer: int | Array
-    attention: AttentionSpec
-    query: Float[Array, "B N 1 H"] | None = None
-    weights: dict[str, Array] | None = None
-    fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
-    protect: tuple[Any, ...] = ()
-
-    def of(self, observation: Observation | CarryingMerge) -> Any:
-        """What an observation recorded; ValueError where the score's `needs` does not name it."""
-        try:
-            return self.observed[key_of(observation)]
-        except KeyError:
-            raise ValueError(f"{observation!r} was not recorded: name it in the score's `needs`") from None
-
-
-class AttentionSpec(NamedTuple):
-    """The model's attention constants that scores need; rope is that of the layers that are scored."""
-
-    scale: float
-    softcap: float | None
-    rope: Rope
-
-
 @runtime_checkable
 class Observation(Protocol):
-    """A static word naming what must be recorded while a layer attends: Inputs -> arrays.
+    """Names what must be recorded while a layer attends; a function from Inputs to arrays.
 
-    `phases`, where a word has them, say whether it exists "prefill", "step" or both; else in prefills alone.
+    Optional: `phases`, whether it exists in "prefill", "step" or both; without it, in prefills alone.
+
+    >>> from kvjax.words import Queries
+    >>> isinstance(Queries(16), Observation)
+    True
     """
 
     def __call__(self, inputs: Inputs) -> Any: ...
@@ -170,9 +92,13 @@ class Hiding(Observation, Protocol):
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
-    needs: the observed masses or `Meeting`s by which it grows. `behind_layers`, where a word has it, says
-    that new tokens' numbers are their surprisals, which are known once all layers have run; `by_ids` says
-    that they follow from token ids.
+    `needs`: the observed masses or `Meeting`s by which it grows. Optional: `behind_layers`: new tokens'
+    numbers are their surprisals, which are known once all layers have run. `by_ids`: they follow from token
+    ids.
+
+    >>> from kvjax.words import Received
+    >>> isinstance(Received(), Trace)
+    True
     """
 
     @property
@@ -198,7 +124,12 @@ class Judging(Trace, Protocol):
 
 @runtime_checkable
 class Score(Protocol):
-    """How much each slot matters; higher stays. `needs` and `traces` are known before attention runs."""
+    """How much each slot matters; higher stays. `needs` and `traces` are known before attention runs.
+
+    >>> from kvjax.words import KeyNorm
+    >>> isinstance(KeyNorm(), Score)
+    True
+    """
 
     @property
     def needs(self) -> frozenset[Observation]: ...
@@ -211,15 +142,18 @@ class Score(Protocol):
 
 @runtime_checkable
 class Merge(Protocol):
-    """What becomes of evicted slots: the kept ones may take them up.
+    """Moves something of evicted slots into kept ones.
 
-    `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v", "bias" and
-    "traces"; else the first three. Where it writes biases, every slot has one. `traces`, where a word has
-    them, names what it asks of slots (`View.of`), which the score must remember. `one_by_one` says that it
-    can act after a token whose threshold evicts one slot of each list. `ordered` says that it asks which
-    slots are neighbours, so that it must see them in position order: no token's own step evicts with it.
-    `at_prompts` is False for a word that merges only while decoding: slots evicted from a prompt are then
+    Optional: `writes` names what it changes of the kept slots: some of "k", "v", "bias" and "traces"; without
+    it, the first three. Where it writes biases, every slot has one. `traces`: what it needs to know of slots
+    (`View.of`); the score must remember them. `one_by_one`: it can act after a token whose threshold evicts
+    one slot of each KV head. `ordered`: it must see slots in position order, so no token's own step evicts
+    with it. `at_prompts`: False for one that merges only while decoding; slots evicted from a prompt are then
     dropped.
+
+    >>> from kvjax.keep.merges.merge_values import ValueBlend
+    >>> isinstance(ValueBlend(), Merge)
+    True
     """
 
     @property
@@ -265,7 +199,12 @@ class Answering(CarryingMerge, Protocol):
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Slots that must stay whatever their score: a function of integers, which may be numpy's, too."""
+    """Slots that stay whatever their score: a function of integers, which may be NumPy's, too.
+
+    >>> from kvjax.words import Sink
+    >>> isinstance(Sink(4), Pattern)
+    True
+    """
 
     def __call__(
         self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
@@ -276,11 +215,15 @@ class Pattern(Protocol):
 class Allocation(Protocol):
     """Turns a mean budget into one count per layer, row and head.
 
-    uniform ones keep dense storage, the others pages; across_layers: slots move between layers, so all
-    layers share one pool. A word may also have `threshold`: then slots stay or leave by their own score, in
-    steps as at the end of a prefill, and how many stay follows from the data. `layer_rest(budget, tokens,
-    layers, heads)`, where a word has it, says what `layer_slots` says of the slots that do not stay; else a
+    `uniform`: all heads have equal counts, so storage is dense; else it has pages. `across_layers`: slots
+    move between layers, so all layers share one pool. Optional: `threshold`: slots stay or are evicted by
+    their own score, in steps as at the end of a prefill, and how many stay follows from the data.
+    `layer_rest(budget, tokens, layers, heads)`: as `layer_slots`, of the slots that do not stay; without it a
     second tier has places for all tokens. One that looks at more than scores is `Preferring`.
+
+    >>> from kvjax.words import Uniform
+    >>> isinstance(Uniform(), Allocation)
+    True
     """
 
     @property

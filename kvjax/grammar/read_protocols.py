@@ -13,15 +13,18 @@ from kvjax.state.cache import Slots
 
 @runtime_checkable
 class Read(Protocol):
-    """Which slots of an encoded body a query visits; the newest tokens, in the tail, are always read.
+    """Selects the slots of an encoded body that a query visits; the newest tokens (tail) are always read.
 
-    `newest`, where a word has it, is the number of tokens that always stay in the tail; else it holds those
-    that fill no page. `looks_at`, where a word has it, says of how many channels of every key, of so many,
-    `select` looks: those are bytes that a step reads. `by_list`, where a word has it and it is true: `select`
-    chooses in a list by that list and its queries alone (all lists of a row hold as many slots), so every
-    device of a mesh chooses in its own. One that answers for what it does not visit is
-    `Resting`, one that weighs what it visits is `Sampling`, one whose summaries depend on the prompt's keys
-    is `Learning`, and one that chooses in some layers for others is `Reusing`.
+    Optional: `newest`: the number of tokens that always stay in the tail, else those that fill no page.
+    `looks_at`: how many channels of every key `select` looks at, which are bytes that a step reads.
+    `by_list`: `select` needs of a KV head only its own slots and queries (all heads of a row hold as many
+    slots), so every device of a mesh selects in its own. One that adds an estimate of what it does not visit
+    is `Resting`, one that weighs what it visits is `Sampling`, one whose summaries depend on the prompt's
+    keys is `Learning`, and one that selects in some layers for others is `Reusing`.
+
+    >>> from kvjax.words import Budget, PageBounds
+    >>> isinstance(PageBounds(Budget(0.25)), Read)
+    True
     """
 
     @property

@@ -16,14 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.grammar.facts import clashes
-from kvjax.grammar.fitted import fitted_words, lacks_fit
 from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
-from kvjax.grammar.read_protocols import Read
-from kvjax.grammar.refuse_keep import refused
-from kvjax.grammar.refuse_method import refused_parts
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
     check_codecs,
@@ -40,7 +35,17 @@ from kvjax.state.codes import Codec
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Slots per head: a fraction of the tokens seen (float in (0, 1]) or a number of slots (int >= 1)."""
+    """How many slots each head keeps.
+
+    Args:
+        amount: a fraction of the tokens seen (float in (0, 1]) or a number of slots (int >= 1).
+
+    Raises:
+        ValueError: for another amount.
+
+    >>> Budget(0.25).amount
+    0.25
+    """
 
     amount: float | int
     # A budget of 1 slot is not one of 1.0, everything, though the numbers are equal.
@@ -92,17 +97,30 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Keep(KeepFacts):
-    """Which slots stay.
+    """Which slots stay, and when the others are evicted.
 
-    when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; then the cache never grows
-    beyond the budget by more than that word says). per_query_head: select for every query head alone, so the
-    cache holds K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn
-    by (`kvjax.grammar.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are
-    not dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
-    (`kvjax.keep.prompts.narrow`). reuse: so many layers in a row keep what the first of them chooses.
-    restore: learned tokens that read a prompt before slots of it are evicted, and stay
-    (`kvjax.keep.prompts.restore`). page: slots per page where heads have unequal budgets; None chooses it by
-    the length of lists (`kvjax.compress.pages.page_of`).
+    Args:
+        score: how much each slot matters; None evicts nothing.
+        budget: slots per head.
+        allocate: divides the budget between layers and heads.
+        protect: patterns of slots that stay whatever their score.
+        when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; the cache then exceeds
+            the budget by what that part allows, and no more).
+        per_query_head: selects for every query head alone, so the cache holds K = N heads.
+        skip_layers: how many of the first layers keep everything.
+        phase: what keys and queries are rotated by (`kvjax.grammar.phase`).
+        probe: extra tokens whose queries feed the scores.
+        merge: what kept slots take from evicted ones.
+        lower: a second tier: slots are not evicted but stored so.
+        page: slots per page where heads have unequal budgets; None chooses (`kvjax.compress.pages.page_of`).
+        narrow: which tokens of a prompt the upper layers see (`kvjax.keep.prompts.narrow`).
+        reuse: how many layers in a row keep what the first of them selects.
+        restore: learned tokens that read a prompt before slots of it are evicted, and stay
+            (`kvjax.keep.prompts.restore`).
+
+    >>> from kvjax.words import KeyNorm, Recent, Uniform
+    >>> Keep(KeyNorm(), Budget(64), Uniform(), protect=(Recent(8),)).when.in_steps
+    False
     """
 
     score: Score | None
@@ -135,9 +153,16 @@ class Keep(KeepFacts):
 class Store(StoreFacts):
     """How slots are encoded: keys and values each by a codec (None = as computed).
 
-    The newest `residual` tokens stay as computed; older ones are encoded `granule` tokens at a time. The
-    first `sinks` tokens of every row always stay as computed. unrotated: keys are stored as they are before
-    RoPE, and turned by their positions whenever they are read.
+    Args:
+        keys: the codec of keys.
+        values: the codec of values.
+        residual: how many of the newest tokens stay as computed; older ones are encoded `granule` at a time.
+        sinks: how many of the first tokens of every row always stay as computed.
+        unrotated: stores keys as they are before RoPE, and rotates them whenever they are read.
+
+    >>> from kvjax.words import Affine
+    >>> Store(Affine(4), Affine(4), residual=32).keys.granule
+    1
     """
 
     keys: Codec | None = None
@@ -164,16 +189,26 @@ def read_behind(keep: Keep | None, read: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Method:
-    """A sentence. spec: how to build it again (`kvjax.grammar.to_text`), mostly (id, hyper-parameters).
+    """A method as a value: which slots stay, how they are encoded, where they lie, which a query reads.
 
     Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` where
     methods have names, and a constructor where it was written by hand or changed. `words` is the constructor.
 
-    reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.prompts.reread`, `distilled`
-    and `memory_tokens` there). layers: instead of all those, a sentence for every layer of the model. make:
-    the model that all this acts on, as `kvjax.prepare` makes it of the one that is given. stack: which layers
-    are stored as one (`kvjax.store.merged`). host: what the device holds of slots that lie in host memory
-    (`kvjax.place.host`).
+    Args:
+        keep: which slots stay; None keeps all.
+        store: how slots are encoded; None stores them as computed.
+        read: which slots a query attends to; None is all of them.
+        spec: how to build the method again (`kvjax.grammar.to_text`), mostly (id, hyper-parameters).
+        reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.prompts.reread`,
+            `distilled` and `memory_tokens` there).
+        layers: a method for every layer of the model, in place of all other parts.
+        make: rewrites the model's weights, as `kvjax.prepare` shows.
+        stack: which layers are stored as one (`kvjax.store.merged`).
+        host: which slots of those in host memory the device holds, too (`kvjax.place.host`).
+
+    >>> from kvjax.words import KeyNorm, Uniform
+    >>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).id
+    'custom'
     """
 
     keep: Keep | None = None
@@ -267,113 +302,3 @@ class Method:
         return dataclasses.replace(
             self, keep=dataclasses.replace(self.keep, protect=(*self.keep.protect, *patterns))
         )
-
-
-def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """One method from its parts: at most one make, keep, store, read and place.
-
-    A keep that keeps everything and says a phase gives that to the other keep. Of two stores, one that leaves
-    numbers of a row out (think, mustafar) has the other encode what stays.
-
-    >>> from kvjax.methods import method
-    >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
-    'snapkv + kivi'
-    """
-    found: dict[str, Any] = {}
-    owner: dict[str, str] = {}
-    specs = []
-    for part in parts:
-        pieces = (
-            {"keep": part} if isinstance(part, Keep) else {"store": part} if isinstance(part, Store) else None
-        )
-        if isinstance(part, Method):
-            if part.layers:
-                raise ValueError(
-                    f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
-                    "the methods of its layers"
-                )
-            verbs = ("keep", "store", "read", "reread", "make", "stack", "host")
-            pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
-            specs.append(part.spec)
-        elif pieces is None:
-            if not isinstance(part, Read | Residence):
-                raise ValueError(
-                    f"{part!r:.80} is no method, keep, store, read or place: build it with kvjax.method"
-                )
-            pieces = {"read": part} if isinstance(part, Read) else {"host": part}
-        for name, piece in pieces.items():
-            turned = None
-            if name in found and isinstance(piece, Keep):
-                turned = _turned(found[name], piece)
-            if name in found and isinstance(piece, Store):
-                turned = _inside(found[name], piece)
-            if turned is not None:
-                piece = turned
-            elif name in found:
-                raise ValueError(
-                    f"a method has at most one {name}; this chain has two, of {owner[name]} and "
-                    f"{_called(part)}: leave one out"
-                )
-            found[name], owner[name] = piece, _called(part)
-    method = Method(**found)
-    if spec := spec or _joined(specs, len(parts)):
-        method = method.called(spec)
-    check(method)
-    return method
-
-
-def _turned(a: Keep, b: Keep) -> Keep | None:
-    """One of two keeps with the phase of the other, which says nothing else; None where both say more."""
-    for phase, keep in ((a.phase, b), (b.phase, a)):
-        bare = Keep(None, Budget(1.0), keep.allocate, phase=phase)
-        other = a if keep is b else b
-        if keep.phase == BY_POSITION and dataclasses.replace(other, allocate=keep.allocate) == bare:
-            return dataclasses.replace(keep, phase=phase)
-    return None
-
-
-def _inside(a: Store, b: Store) -> Store | None:
-    """The store whose codecs encode what those of the other leave of a row; None where neither does.
-
-    What leaves numbers out (`AskedChannels`, `Pruned`) goes first, whichever is named first.
-    """
-    for outer, inner in ((a, b), (b, a)):
-        codecs = [codec for codec in (outer.keys, outer.values) if codec is not None]
-        # What was fitted to all channels is not for some of them.
-        words = fitted_words((inner.keys, inner.values))
-        whole = all(word.fitted is None and not lacks_fit(word) for word in words)
-        if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
-            keys, values = (
-                x if y is None else y if x is None else x.around(y)  # type: ignore[attr-defined]
-                for x, y in ((outer.keys, inner.keys), (outer.values, inner.values))
-            )
-            more = max(a.residual, b.residual), max(a.sinks, b.sinks), a.unrotated or b.unrotated
-            return Store(keys, values, *more)
-    return None
-
-
-def _called(part: Any) -> str:
-    return part.id if isinstance(part, Method) else type(part).__name__
-
-
-def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
-    """The spec of a chain; None where a part of it has no name."""
-    if len(specs) < parts or any(spec[0] in NAMELESS for spec in specs):
-        return None
-    if len(specs) == 1:
-        return specs[0]
-    return (" + ".join(s[0] for s in specs), ("chain", *specs))
-
-
-def check(method: Method) -> None:
-    """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
-    for one in method.layers:
-        check(one)
-    problems = [
-        *([] if method.keep is None else refused(method.keep)),
-        *((True, clash.says(method)) for clash in clashes(method)),
-        *refused_parts(method),
-    ]
-    for wrong, why in problems:
-        if wrong:
-            raise ValueError(f"{method.id} cannot work: {why}")

@@ -12,10 +12,13 @@ Count = TypeVar("Count", int, Array)
 
 @runtime_checkable
 class When(Protocol):
-    """A frozen word that says when a method evicts; all of them evict at the end of a prefill.
+    """When a method evicts; all of them evict at the end of a prefill.
 
-    in_steps: whether slots leave while decoding, too. at_once: whether they leave after every token, inside
+    `in_steps`: whether slots are evicted while decoding, too. `at_once`: whether after every token, inside
     the layer, so that the attention of the one query decides.
+
+    >>> isinstance(Every(4), When)
+    True
     """
 
     @property
@@ -42,7 +45,14 @@ class PrefillEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """While decoding too, after every `tokens` tokens: lists grow by so many, then give them up."""
+    """While decoding too, after every `tokens` tokens: KV heads grow by so many slots, then evict as many.
+
+    Args:
+        tokens: between two evictions; 1 evicts inside the step.
+
+    >>> Every(1).at_once, Every(16).at_once
+    (True, False)
+    """
 
     tokens: int = 1
     in_steps = True
@@ -65,7 +75,14 @@ class Every:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """While decoding too, when a list holds `slots`; its budget is a smaller number of slots."""
+    """While decoding too, when a KV head holds `slots`; its budget is a smaller number of slots.
+
+    Args:
+        slots: from which on it evicts.
+
+    >>> Full(128).in_steps
+    True
+    """
 
     slots: int
     in_steps = True

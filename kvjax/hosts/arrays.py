@@ -12,7 +12,14 @@ from jaxtyping import PyTree
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """The arrays of a tree, whole, in NumPy; where others hold parts of them, all processes must call it.
+    """Brings the arrays of a tree to this host, whole.
+
+    Args:
+        tree: any pytree, such as a cache or logits. Where other processes hold parts of its arrays, all
+            processes must call this.
+
+    Returns:
+        The same tree of NumPy arrays.
 
     >>> import jax.numpy as jnp
     >>> fetch({"logits": jnp.zeros((1, 2))})["logits"].tolist()

@@ -41,13 +41,19 @@ def start_hosts(
 ) -> None:
     """Joins this process with those of other hosts, after which `jax.devices()` are the devices of all.
 
-    hosts: "auto", where Slurm, Cloud TPU, GKE, Kubernetes or Open MPI says the rest, or ADDRESS:PORT of the
-    first process, which `processes` and `process`, this one's number from 0, go with. What is not given is
-    read from $KVJAX_HOSTS, $KVJAX_PROCESSES and $KVJAX_PROCESS. Call it before anything asks JAX for its
-    devices, with the same values but for `process` on every host; then run the same code everywhere.
+    Call it before anything asks JAX for its devices, on every host with the same values but for `process`;
+    then run the same code everywhere. When a process ends before the others, these end with a line that says
+    so and exit code 3.
 
-    When a process ends before the others, these end with a line that says so and exit code 3. Raises
-    InputError for values that mean nothing, and where not all have come after `wait_seconds`.
+    Args:
+        hosts: "auto" where Slurm, Cloud TPU, GKE, Kubernetes or Open MPI says the rest, or ADDRESS:PORT of
+            the first process. None reads $KVJAX_HOSTS, else "auto".
+        processes: how many processes there are; None reads $KVJAX_PROCESSES.
+        process: the number of this one, from 0; None reads $KVJAX_PROCESS.
+        wait_seconds: how long to wait for the others.
+
+    Raises:
+        InputError: for a wrong value, and where not all processes have come after `wait_seconds`.
 
     >>> start_hosts("10.0.0.1:1234", processes=2, process=2)
     Traceback (most recent call last):

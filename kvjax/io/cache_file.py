@@ -68,14 +68,20 @@ class CacheFile(NamedTuple):
 
 
 def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None = None) -> None:
-    """Writes a cache to one file, which appears whole or not at all; an older cache at `path` is replaced.
+    """Writes a cache to one file, which appears whole or not at all.
 
-    Every array keeps its dtype and bits. coder: "range" writes them in fewer bytes, by how often each value
-    of a byte or half byte occurs in a channel or a layer (`pip install 'kvjax[coder]'`); `load_cache` gives
-    the same bits. A cache of several hosts is saved by all of them, to a folder that
-    they share: each writes what it holds to a part beside the file. Raises InputError where `path` holds
-    something else or cannot be written, where the method cannot be built again from a text, where the
-    cache was consumed by a step, and for a coder that does not exist or is not installed.
+    Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
+    they share: each writes its arrays to a part beside the file.
+
+    Args:
+        path: of the file; an older cache there is replaced.
+        cache: a live cache.
+        coder: "range" writes fewer bytes, by how often each value of a byte or half byte occurs in a channel
+            or a layer (`pip install 'kvjax[coder]'`); `load_cache` gives the same bits.
+
+    Raises:
+        InputError: where `path` holds something else or cannot be written, the method cannot be built again
+            from a text, a step consumed the cache, and for a coder that does not exist or is not installed.
 
     >>> import kvjax, tempfile
     >>> model = kvjax.load("recall-tiny")
@@ -113,17 +119,30 @@ def write_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None
 def load_cache(
     path: str | os.PathLike[str], model: Model | None = None, *, methods: Own | Sequence[Own] = ()
 ) -> Cache:
-    """The cache that `save_cache` wrote, ready for kvjax.prefill, step and generate.
+    """Reads a cache that `save_cache` wrote.
 
-    It lies on the default device, or on the mesh of `model`, whatever mesh it was saved from: every host then
-    reads what its devices hold. Its tree structure equals the saved one, so programs compiled for that one
-    serve it.
+    Its tree structure equals the saved one, so programs compiled for that one run on it.
 
-    methods: the Python file or the function of the user's own method that filled the cache, or several of
-    them. The file that the cache names is not imported by itself.
+    Args:
+        path: of the file.
+        model: with it, the cache lies on the model's mesh, whatever mesh it was saved from: every host reads
+            what its devices hold. Else it lies on the default device.
+        methods: the Python file or the function of the user's own method that filled the cache, or several of
+            them. The file that the cache names is not imported by itself.
 
-    Raises InputError where the file is missing, truncated, damaged, no cache or of another kvjax, or where
-    its method cannot be built or now stores its codes in another way.
+    Returns:
+        The cache, ready for `kvjax.prefill`, `step` and `generate`.
+
+    Raises:
+        InputError: where the file is missing, truncated, damaged, no cache or of another kvjax, or where its
+            method cannot be built or now stores its codes in another way.
+
+    >>> import kvjax, tempfile
+    >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_cache(f"{folder}/three.cache", cache)
+    ...     load_cache(f"{folder}/three.cache").next.tolist()
+    [3]
     """
     head = read_cache_header(path)
     with damage(path):

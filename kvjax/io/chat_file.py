@@ -16,11 +16,20 @@ from kvjax.models.model import Model
 
 
 def save_chat(path: str | os.PathLike[str], talk: Chat) -> None:
-    """Writes a conversation to one file, which appears whole or not at all; an older one is replaced.
+    """Writes a conversation to one file, which appears whole or not at all.
 
-    The file is a cache, too: `kvjax.load_cache` and `kvjax inspect` read it. What the conversation was begun
-    with beside the method and the system's message is not in it. Raises InputError as `kvjax.save_cache`, and
-    for a conversation without a question.
+    The file is a cache, too: `kvjax.load_cache` and `kvjax inspect` read it. Of what `kvjax.chat` was given
+    it holds the method and the system's message alone.
+
+    Args:
+        path: of the file; an older one is replaced.
+        talk: what `kvjax.chat` gave, after a question at least.
+
+    Raises:
+        InputError: for what `kvjax.save_cache` refuses, and for a conversation without a question.
+
+    >>> import kvjax
+    >>> save_chat("talk.cache", kvjax.load_chat("monday.cache", kvjax.load("smollm2-135m")))  # doctest: +SKIP
     """
     if talk.cache is None:
         raise InputError("the conversation holds no question yet, expected one to save: ask something first")
@@ -30,11 +39,23 @@ def save_chat(path: str | os.PathLike[str], talk: Chat) -> None:
 def load_chat(
     path: str | os.PathLike[str], model: Model, *, methods: Own | Sequence[Own] = (), **options: Any
 ) -> Chat:
-    """The conversation that `save_chat` wrote, which goes on where it stood.
+    """Reads a conversation that `save_chat` wrote, to continue it.
 
-    methods: as of `kvjax.load_cache`. options: those of `kvjax.chat`, but for the method and the system's
-    message, which the file says. Raises InputError for what is no file of a conversation, a damaged one, and
-    where another model filled the cache.
+    Args:
+        path: of the file.
+        model: the model that filled the cache.
+        methods: as in `kvjax.load_cache`.
+        **options: those of `kvjax.chat`, but for the method and the system's message, which the file has.
+
+    Returns:
+        The `Chat`, with its messages and its cache.
+
+    Raises:
+        InputError: for what is no file of a conversation, a damaged one, and where another model filled the
+            cache.
+
+    >>> import kvjax
+    >>> load_chat("talk.cache", kvjax.load("smollm2-135m")).say("Another?")  # doctest: +SKIP
     """
     head = read_cache_header(path)
     if not head.chat:

@@ -40,17 +40,23 @@ def load(
 ) -> Model:
     """Loads a Hugging Face directory, a GGUF file, a kvjax checkpoint, a shipped model or "org/name".
 
-    A name is looked up in this order: a path on disk, a shipped model ("recall-tiny"), what `kvjax get`
-    fetched ("smollm2-135m"), the Hugging Face hub. Weights of a GGUF file (llama.cpp) are decoded into
-    `dtype`. A checkpoint may hold a `kvjax.api.block_transformer.BlockTransformer`. dtype, sharding, groups,
-    progress: as of `load_hf`.
+    Args:
+        path_or_name: looked up in this order: a path on disk, a shipped model ("recall-tiny"), what `kvjax
+            get` fetched ("smollm2-135m"), the Hugging Face hub ("org/name").
+        dtype: of the weights; those of a GGUF file (llama.cpp) are decoded into it.
+        sharding: where the parameters go, as `kvjax.models.hf.load_hf` takes it; excludes `mesh`.
+        groups: how layers are stacked, `kvjax.models.params.plan(config)` unless given.
+        progress: shows a bar for models beyond 1 GB.
+        mesh: the devices over which weights and all caches of the model are split, a `jax.sharding.Mesh` or
+            a text such as "data=2,model=4". Whatever is given the model then runs there. Heads, channels or
+            a vocabulary that do not divide over the mesh stay whole on every device, with a UserWarning.
+        rules: how they are split: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a `kvjax.Rules`.
 
-    mesh, rules: the devices that weights and all caches of the model are split over, a `jax.sharding.Mesh` or
-    words such as "data=2,model=4", and how: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a
-    `kvjax.Rules`. Whatever is given the model then runs there. Heads, channels or a vocabulary that do not
-    divide over the mesh stay whole on every device, with a UserWarning that names them.
+    Returns:
+        The model; a checkpoint may hold a `kvjax.api.block_transformer.BlockTransformer` instead.
 
-    Raises InputError for anything that cannot be loaded, and says what to do.
+    Raises:
+        InputError: for anything that cannot be loaded; the message says what to do.
 
     >>> load("recall-tiny").config.layers
     4
@@ -118,10 +124,19 @@ def load_text(path_or_name: str | os.PathLike[str]) -> Text:
 
 
 def spread(model: Model, mesh: Any, rules: Any) -> Model:
-    """A model that is in memory, split over the devices of a mesh, as `load(..., mesh=, rules=)` splits one.
+    """Splits a model that is in memory over the devices of a mesh, as `load(..., mesh=, rules=)` does.
 
-    Sizes that do not divide over the mesh stay whole on every device, with a UserWarning that names them.
-    Raises InputError for an invalid mesh or invalid rules.
+    Args:
+        model: a model of one decoder. It stays as it is.
+        mesh: a `jax.sharding.Mesh` or a text such as "data=2,model=4".
+        rules: a name of `kvjax.mesh.rules.PRESETS`, or a `kvjax.Rules`.
+
+    Returns:
+        The model with its weights on the mesh. Sizes that do not divide over the mesh stay whole on every
+        device, with a UserWarning that names them.
+
+    Raises:
+        InputError: for an invalid mesh or invalid rules, and for a model of two decoders.
 
     >>> spread(load("recall-tiny"), "model=1", "tensor").on_mesh.rules.heads
     'model'

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 class Word:
     """The base of all scores: one that needs no observations and remembers nothing; others override these.
 
-    looks: whether the score reads stored keys or values, and not only positions and received attention.
-    ordered: whether it asks which slots are neighbours, so that it must see them in position order.
-    weights: whether it asks for the layer's matrices.
+    `looks`: whether the score reads stored keys or values, and not only positions and received attention.
+    `ordered`: whether it needs to know which slots are neighbours, so that it must see them in position
+    order. `weights`: whether it needs the layer's matrices.
+
+    >>> from kvjax.words import KeyNorm, Position
+    >>> KeyNorm().looks, Position().looks
+    (True, False)
     """
 
     looks: bool = True
@@ -229,20 +233,55 @@ class Aged(Made):
 
 
 def rank(score: Score) -> Ranked:
-    """A score by place instead of by value, so that scores of different units can be added."""
+    """Scores by place instead of by value, so that scores of different units can be added.
+
+    Args:
+        score: a score.
+
+    Returns:
+        A score.
+
+    >>> from kvjax.words import KeyNorm, Position
+    >>> type(rank(KeyNorm()) + rank(Position())).__name__
+    'Sum'
+    """
     return Ranked(score)
 
 
 def standardised(score: Score) -> Standardised:
-    """A score with mean 0 and variance 1 in every layer, so that scores of different units can be added."""
+    """Gives a score mean 0 and variance 1 in every layer, so that scores of different units can be added.
+
+    Args:
+        score: a score.
+
+    Returns:
+        A score.
+
+    >>> from kvjax.words import KeyNorm
+    >>> standardised(KeyNorm()).score
+    KeyNorm()
+    """
     return Standardised(score)
 
 
 def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Staged:
-    """Two stages: `first` chooses a share of the budget, `rest` chooses the remaining slots.
+    """Scores in two stages: `first` selects a share of the budget, `rest` the remaining slots.
 
-    share: of the slots that the budget leaves beside protected ones. whole: `share` is of the whole budget
-    instead, and protected slots count in it. Raises ValueError for a share outside of [0, 1].
+    Args:
+        first: the score of the first stage.
+        share: of the slots that the budget has beside protected ones, in [0, 1].
+        rest: the score of the second stage.
+        whole: `share` is of the whole budget instead, and protected slots count in it.
+
+    Returns:
+        A score.
+
+    Raises:
+        ValueError: for a share outside of [0, 1].
+
+    >>> from kvjax.words import KeyNorm, Position
+    >>> stage(Position(), 0.5, KeyNorm()).share
+    0.5
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be a part of the budget from 0 to 1, got {share!r}")
@@ -251,7 +290,16 @@ def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Stage
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Smoothing along the slots: "mean" or "max" over `kernel` neighbours, zeros beyond the ends."""
+    """Smoothing along the slots: "mean" or "max" over `kernel` neighbours, zeros beyond the ends.
+
+    Args:
+        kernel: an odd number of neighbours.
+        kind: "mean" or "max".
+
+    >>> from kvjax.words import KeyNorm
+    >>> (KeyNorm() >> Pool(5)).pool.kernel
+    5
+    """
 
     kernel: int
     kind: str = "max"

@@ -12,7 +12,15 @@ from kvjax.grammar.protocols import Numbers
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """The first `tokens` tokens of a row (attention sinks, arXiv:2309.17453)."""
+    """The first `tokens` tokens of a row (attention sinks, arXiv:2309.17453).
+
+    Args:
+        tokens: how many.
+
+    >>> import numpy as np
+    >>> Sink(2)(np.arange(4)[None, None], np.array([4]), np.array([2])).tolist()
+    [[[True, True, False, False]]]
+    """
 
     tokens: int = 4
 
@@ -24,7 +32,15 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Recent:
-    """The newest tokens: a number of them (int), or a share of the budget (float in (0, 1))."""
+    """The newest tokens: a number of them (int), or a share of the budget (float in (0, 1)).
+
+    Args:
+        tokens: the number or the share.
+
+    >>> import numpy as np
+    >>> Recent(1)(np.arange(4)[None, None], np.array([4]), np.array([2])).tolist()
+    [[[False, False, False, True]]]
+    """
 
     tokens: int | float
     newest: ClassVar[bool] = True

@@ -26,19 +26,29 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """For every logical axis the axis of the mesh that splits it, several in a tuple, or None: it is whole.
+    """Which axis of the mesh splits each logical axis of weights and caches.
 
-    batch: rows of tokens and caches. heads: query heads, and heads of recurrent layers. kv_heads: lists of
-    slots, and what makes keys and values. slots: of a list. tokens: of a prompt, while it is read. pages: of
-    a pool. layers: of a group, where they are stacked. embed: the model's channels, in weights alone. mlp:
-    channels inside feed-forwards. vocab: rows of the embeddings, logits. experts: of mixtures.
+    A value is the name of a mesh axis, a tuple of names, or None: the axis is whole on every device. Where
+    `slots` names a mesh axis that `kv_heads` names too, a cache is split by KV heads, or by slots where there
+    are too few heads, as for latents; methods whose slots cannot be split leave such layers whole.
 
-    Where slots name a mesh axis that kv_heads name too, lists are split by their heads, and by their slots
-    where they have too few of them, as latents do; methods that cannot have slots split leave such lists
-    whole. slots_from: a row's slots of a layer are split where they take at least so many bytes; merging
-    parts of fewer costs more than it saves.
+    Args:
+        batch: rows of tokens and caches.
+        heads: query heads, and heads of recurrent layers.
+        kv_heads: KV heads of a cache, and the weights that make keys and values.
+        slots: slots of a KV head.
+        tokens: tokens of a prompt while it is read.
+        pages: pages of a pool.
+        layers: layers of a group, where they are stacked.
+        embed: channels of the model, in weights alone.
+        mlp: channels inside feed-forwards.
+        vocab: rows of the embeddings, and logits.
+        experts: experts of mixtures.
+        slots_from: bytes of a row's slots in a layer from which on they are split; merging the parts of
+            fewer costs more than it saves.
 
-    Raises InputError where one mesh axis would split two axes of the same array.
+    Raises:
+        InputError: where one mesh axis would split two axes of the same array.
 
     >>> Rules(batch="data", heads="model", kv_heads="model").kv_heads
     'model'

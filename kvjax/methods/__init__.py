@@ -39,7 +39,10 @@ class MethodInfo(NamedTuple):
 
 
 def methods() -> list[MethodInfo]:
-    """What is known of every method, in the order of the families' files.
+    """Lists every method of the library, in the order of the families' files.
+
+    Returns:
+        A `MethodInfo` for each: id, title, paper, family, and how it compares with its paper.
 
     >>> methods()[0].id
     'full'

@@ -18,8 +18,13 @@ Exact = Literal["equal", "deviates", ""]
 class Press(NamedTuple):
     """The class of kvpress for a method.
 
-    hyper: hyper-parameters, as the command line writes them, with which ours does what it does. same: whether
-    both then give every token the same score and keep the same tokens.
+    Attributes:
+        name: of the class.
+        hyper: hyper-parameters, as the command line writes them, with which ours does what it does.
+        same: whether both then give every token the same score and keep the same tokens.
+
+    >>> Press("SnapKVPress").same
+    'yes'
     """
 
     name: str
@@ -82,12 +87,23 @@ def paper(
     aliases: tuple[str, ...] = (),
     id: str = "",
 ) -> Callable[[Function], Function]:
-    """Attaches a `Paper` to a method's function as `function.paper`; its calls check hyper-parameters.
+    """Registers a function as a method, with what is known of its paper; its calls check hyper-parameters.
 
-    id: by default the function's name with "-" for "_". See `Paper` and `Press` for the others. A value
-    outside the range that the function's annotation gives (`kvjax.methods.parameters`) is an InputError.
+    Args:
+        title: of the paper.
+        family: as `kvjax methods` groups methods.
+        arxiv: its id, "2404.14469".
+        exact: how the function compares with the paper (see `Paper`).
+        kvpress: the class of kvpress that does the same, or a `Press`.
+        aliases: other ids of the method.
+        id: by default the function's name with "-" for "_".
 
-    Raises ValueError for an arXiv id of another form, or an `exact` that `Paper` does not know.
+    Returns:
+        A decorator, which sets `function.paper`. A value outside the range that a parameter's annotation
+        gives (`kvjax.methods.parameters`) is an InputError.
+
+    Raises:
+        ValueError: for an arXiv id of another form, or an `exact` that `Paper` does not know.
 
     >>> from kvjax.grammar import Method
     >>> @paper("Full cache", family="baseline")

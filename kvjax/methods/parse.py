@@ -31,15 +31,22 @@ from kvjax.methods.user import from_file
 
 
 def method(id: object, **hyper: Any) -> Method:
-    """The method that a text names; equal arguments give the same object.
+    """Builds the method that a text names; equal arguments give the same object.
 
-    id: the id of a method, `snapkv`, with hyper-parameters as keywords or in brackets; a chain,
-    `snapkv(budget=0.25) + kivi(bits=2)`; path/to/file.py:function for one of your own; or any other text that
-    `repr` of a method prints. budget: a fraction of the tokens kept (float in (0, 1]) or slots per head
-    (int >= 1; the mean where heads or layers differ); in a chain it goes to each part that takes one.
+    Args:
+        id: the id of a method, "snapkv", with hyper-parameters as keywords or in brackets; a chain,
+            "snapkv(budget=0.25) + kivi(bits=2)"; "path/to/file.py:function" for one of your own; or any other
+            text that `repr` of a method prints.
+        **hyper: hyper-parameters. `budget` is a fraction of the tokens kept (float in (0, 1]) or slots per
+            head (int >= 1; the mean where heads or layers differ); in a chain it goes to each part that
+            takes one.
 
-    Raises ValueError for unknown methods and hyper-parameters (with the nearest name), for wrong values, and
-    for parts that cannot be chained.
+    Returns:
+        The method, for every `method=`.
+
+    Raises:
+        ValueError: for unknown methods and hyper-parameters (with the nearest name), wrong values, and parts
+            that cannot be chained.
 
     >>> method("snapkv", budget=0.25, window=16)
     snapkv(budget=0.25, window=16)

@@ -16,13 +16,20 @@ from kvjax.methods.parse import as_method
 def per_layer(
     method: Method | str, shares: Sequence[float | int | None], *, page: int | None = None
 ) -> Method:
-    """The method with a share of its budget per layer: 0.5 keeps half as many slots, None the whole layer.
+    """Gives every layer its share of a method's budget.
 
-    shares: one for each layer in which the method selects (not those that it skips or that have a window of
-    their own). page: slots per page of the cache; None chooses it by the length of lists.
+    Args:
+        method: a method, or its text.
+        shares: one for each layer in which the method selects (not those that it skips or that have a
+            window of their own): 0.5 keeps half as many slots, None the whole layer.
+        page: slots per page of the cache; None chooses by the number of slots.
 
-    Raises InputError for a method that selects nothing, shares its budget between heads or layers already, or
-    evicts at every step; and, in a prefill, for another number of layers.
+    Returns:
+        The method with a budget per layer.
+
+    Raises:
+        InputError: for a method that selects nothing, divides its budget between heads or layers already, or
+            evicts at every step; and, in a prefill, for another number of layers.
 
     >>> import kvjax
     >>> half_of_it = kvjax.method("snapkv", budget=0.5, window=8)
@@ -50,14 +57,20 @@ def per_layer(
 
 @around(several="methods")
 def by_layer(methods: Sequence[Method | str | None]) -> Method:
-    """A method of its own for every layer of a model: the first one for the first layer, and so on.
+    """Gives every layer of a model a method of its own.
 
-    methods: methods, their texts, or None for layers that keep everything.
-    Layers do not share a budget, unless they have the same method and that shares it.
+    Args:
+        methods: one for each layer, from the first: a method, its text, or None to keep everything. Layers
+            divide no budget between them, unless they have the same method and that divides it.
 
-    Raises InputError for what concerns all layers together: methods that rotate by rank, select per query
-    head, read a prompt twice or leave tokens of it out (such as StreamingLLM, KVzip and FastKV), and two
-    different ones that give heads unequal budgets; and, in a prefill, for another number of layers.
+    Returns:
+        One method for the whole model.
+
+    Raises:
+        InputError: for methods that concern all layers together, because they rotate by rank, select per
+            query head, read a prompt twice or leave tokens of it out (such as StreamingLLM, KVzip and
+            FastKV); for two different ones that give heads unequal budgets; and, in a prefill, for another
+            number of layers.
 
     >>> import kvjax
     >>> evicting = kvjax.method("snapkv", budget=0.25)

@@ -13,14 +13,24 @@ from kvjax.store.affine import Affine
 
 @around("method")
 def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Method:
-    """The method with a second tier: slots that it would drop are stored with `bits` bits instead.
+    """Gives a method a second tier: slots that it would evict are stored in few bits instead.
 
-    This is MiKV's idea (Yang et al., 2024, arXiv:2402.18096, section 4) for any choice of slots: with
-    CAKE's, layers differ in how many tokens they hold with all their bits. group: channels that share a scale
-    and a zero; None takes all of a head. A later prompt chooses among all tokens again, as they are stored.
+    This is MiKV's idea (Yang et al., 2024, arXiv:2402.18096, section 4) for any choice of slots: with CAKE's,
+    layers differ in how many tokens they hold with all their bits. A later prompt chooses among all tokens
+    again, as they are stored.
 
-    Raises InputError for a method that drops nothing or has a second tier already, that merges what leaves,
-    rotates by rank, or drops slots in steps otherwise than one after every token from heads of equal budgets.
+    Args:
+        method: a method that evicts, or its text.
+        bits: per number of the second tier.
+        group: channels that have a scale and a zero in common; None takes all of a head.
+
+    Returns:
+        The method with both tiers.
+
+    Raises:
+        InputError: for a method that evicts nothing or has a second tier already, that merges evicted slots
+            or rotates by rank, or that evicts in steps otherwise than one slot after every token from heads
+            of equal budgets.
 
     >>> import kvjax
     >>> kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4).keep.lower.keys

@@ -17,12 +17,19 @@ from kvjax.methods.parse import as_method
 
 @around("method")
 def in_chunks(method: Method | str, tokens: int) -> Method:
-    """The method, but every chunk of `tokens` tokens of a text keeps the same share of its slots.
+    """Has every chunk of a text keep the same share of its slots, scored over the whole text.
 
-    The score is that of the whole text; the budget, a share, applies to every chunk, as in FINCH
-    (arXiv:2408.00167).
+    The budget, a fraction, applies to every chunk, as in FINCH (arXiv:2408.00167).
 
-    Raises InputError for a method that chooses no slots, and for a number of tokens below 1.
+    Args:
+        method: a method that selects slots, or its text.
+        tokens: length of a chunk.
+
+    Returns:
+        The method, selecting chunk by chunk.
+
+    Raises:
+        InputError: for a method that selects no slots, and for `tokens` below 1.
 
     >>> import kvjax
     >>> kvjax.in_chunks(kvjax.method("keydiff", budget=0.25), 128).keep.score.tokens
@@ -34,12 +41,20 @@ def in_chunks(method: Method | str, tokens: int) -> Method:
 
 @around("method")
 def in_blocks(method: Method | str, tokens: int) -> Method:
-    """The method choosing anew whenever `tokens` more tokens of a text are there, among what it still holds.
+    """Has a method select again after every block of a text, among the slots that it still holds.
 
-    Layers read the whole text meanwhile, so this says what a choice by blocks keeps, and saves no memory
+    Layers read the whole text meanwhile, so this shows what selection by blocks keeps, and saves no memory
     while it reads; `prefill(..., chunk=tokens)` does (KeyDiff, arXiv:2504.15364, section 4).
 
-    Raises InputError as `in_chunks` does.
+    Args:
+        method: a method that selects slots, or its text.
+        tokens: length of a block.
+
+    Returns:
+        The method, selecting block by block.
+
+    Raises:
+        InputError: for a method that selects no slots, and for `tokens` below 1.
 
     >>> import kvjax
     >>> kvjax.in_blocks(kvjax.method("keydiff", budget=64), 128).keep.score.tokens
@@ -51,10 +66,17 @@ def in_blocks(method: Method | str, tokens: int) -> Method:
 
 @around("method")
 def merging(method: Method | str, threshold: float = 0.0) -> Method:
-    """The method with the values of what leaves blended into the most similar slots that stay (`ValueBlend`).
+    """Blends the values of evicted slots into the most similar kept ones (`ValueBlend`).
 
-    threshold: what has a lower cosine to all of them is dropped. Raises InputError for a method that chooses
-    no slots or merges already, and for a threshold outside [0, 1].
+    Args:
+        method: a method that selects slots, or its text.
+        threshold: an evicted slot is dropped where its cosine to every kept one is below this.
+
+    Returns:
+        The method with the merge.
+
+    Raises:
+        InputError: for a method that selects no slots or merges already, and a threshold outside [0, 1].
 
     >>> import kvjax
     >>> kvjax.merging(kvjax.method("snapkv", budget=0.25)).keep.merge
@@ -74,10 +96,19 @@ def merging(method: Method | str, threshold: float = 0.0) -> Method:
 
 @around("method")
 def while_decoding(method: Method | str, every: int = 1) -> Method:
-    """The method choosing anew after every `every` tokens that are written, and at the end of prompts.
+    """Has a method select while decoding too, and not only at the end of prompts.
 
-    A budget that is a share is one of all tokens so far; a number of slots holds the cache's size. Raises
-    InputError for a method that chooses no slots, whose words cannot act in steps, and for `every` below 1.
+    Args:
+        method: a method that selects slots, or its text. A budget that is a fraction counts all tokens so
+            far; a number of slots bounds the cache.
+        every: tokens that are written between two selections.
+
+    Returns:
+        The method, acting in steps.
+
+    Raises:
+        InputError: for a method that selects no slots or whose score cannot act in steps, and for `every`
+            below 1.
 
     >>> import kvjax
     >>> kvjax.while_decoding(kvjax.method("keydiff", budget=256), every=64).keep.when
@@ -90,12 +121,19 @@ def while_decoding(method: Method | str, every: int = 1) -> Method:
 
 @around("prompt", "later")
 def phased(prompt: Method | str, later: Method | str) -> Method:
-    """`prompt` says which slots stay at the ends of prompts, and `later` which one leaves at every step.
+    """Selects by one method at the end of prompts, and by another at every step.
 
-    Both have one budget. What either protects stays in both; the rest of the sentence is that of `later`.
+    Args:
+        prompt: the method that selects at the end of prompts, or its text.
+        later: the method that evicts one slot after every token, or its text; of the same budget. What
+            either protects stays under both; all else of the method is that of `later`.
 
-    Raises InputError where one of them chooses no slots, where `prompt` evicts in steps or `later` does not
-    after every token, where budgets differ, and where what `prompt` is made of cannot be used in steps.
+    Returns:
+        One method of both.
+
+    Raises:
+        InputError: where one of them selects no slots, where `prompt` evicts in steps or `later` does not
+            after every token, where budgets differ, and where the score of `prompt` cannot act in steps.
 
     >>> import kvjax
     >>> snapkv, tova = kvjax.method("snapkv", budget=256), kvjax.method("tova", budget=256)

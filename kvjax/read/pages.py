@@ -19,9 +19,16 @@ class PageBounds(ReadFacts):
     """Quest (arXiv:2406.10774, section 3.3): attend to the pages whose keys could score highest.
 
     A page's bound is sum_c max(q_c low_c, q_c high_c) with the channel-wise minimum and maximum of its keys.
-    The heads of a group visit the same pages: a page counts with its largest bound among these heads. The
-    budget is a share of the body, the slots that lie in pages; the newest tokens, in the tail behind it, are
-    always read.
+    The heads of a group visit the same pages: a page counts with its largest bound among these heads.
+
+    Args:
+        budget: of the slots that lie in pages; the newest tokens, in the tail after them, are always read.
+        page: slots per page.
+        skip_layers: how many of the first layers read everything.
+
+    >>> from kvjax.words import Budget
+    >>> PageBounds(Budget(0.25)).page
+    16
     """
 
     budget: Budget

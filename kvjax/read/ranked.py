@@ -19,7 +19,14 @@ from kvjax.state.codes import dense
 class RankedSlots(ReadFacts):
     """The base of reads that attend to the slots of the largest scores (`score`), of one KV head each.
 
-    The budget is a share of the slots before the `newest` tokens, which are always read.
+    Args:
+        budget: of the slots before the `newest` tokens.
+        newest: tokens that are always read.
+        skip_layers: how many of the first layers read everything.
+
+    >>> from kvjax.words import Budget
+    >>> RankedSlots(Budget(0.1)).newest
+    32
     """
 
     budget: Budget

@@ -32,12 +32,22 @@ from kvjax.state.codes import Codes, dense, encode
 class Slots:
     """Unordered slots of Lg layers.
 
-    k, v: [Lg, B, K, S, H] or Codes; v is None where the values are the first `shared` channels of the keys
-    (latents). pos: token position per slot, -1 = empty. bias: added to the logits. traces: what a
-    method remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
-    sums: what it keeps of all slots of a list together, such as sums and means, [Lg, B, K, ...]. near: where
-    k and v lie in host memory, the pages that the device holds, too. far: k and v lie in host memory, from
-    which they come layer by layer (`kvjax.place.by_layer`).
+    Args:
+        k: keys [Lg, B, K, S, H], or Codes.
+        v: values alike; None where they are the first `shared` channels of the keys (latents).
+        pos: token position per slot, -1 = empty.
+        bias: added to the logits.
+        traces: what a method remembers per slot; moves with the slots.
+        summary: what a read keeps per page of slots.
+        sums: what a read keeps of all slots of a KV head, such as sums and means, [Lg, B, K, ...].
+        near: where k and v lie in host memory, the pages that the device holds, too.
+        shared: channels of the keys that are the values.
+        far: k and v lie in host memory, from which they come layer by layer (`kvjax.place.by_layer`).
+
+    >>> import kvjax
+    >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]], room=5)
+    >>> type(cache.groups[0].tail).__name__, cache.groups[0].tail.pos.max().item()
+    ('Slots', 2)
     """
 
     k: Array | Codes
@@ -246,10 +256,18 @@ class Cache:
 
 
 def nbytes(tree: PyTree) -> int:
-    """Bytes of every array in a cache (or any pytree, `jax.eval_shape` results included).
+    """Counts the bytes of every array in a cache.
 
-    Everything counts: codes, scales, page tables, summaries, statistics, padding and free slots. Raises
-    InputError if a leaf is not an array.
+    Everything counts: codes, scales, page tables, summaries, statistics, padding and free slots.
+
+    Args:
+        tree: a cache or any pytree of arrays, results of `jax.eval_shape` included.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        InputError: if a leaf is not an array.
 
     >>> nbytes({"k": np.zeros((2, 3), np.float32)})
     24
@@ -317,11 +335,24 @@ def check_alive(cache: Cache) -> None:
 
 
 def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
-    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host.
+    """Lists the token position that each slot of a cache holds, on the host.
 
-    K and S are 0 where a layer carries a state instead of slots. Where a method reads some tokens of a prompt
-    alone (`kvjax.keep.prompts.reread`), positions are those in what was read. Raises InputError for a
-    consumed cache.
+    Args:
+        cache: a live cache.
+
+    Returns:
+        An array [B, K, S] per layer, in stack order; -1 is an empty slot. K and S are 0 where a layer carries
+        a state instead of slots. Where a method reads some tokens of a prompt alone
+        (`kvjax.keep.prompts.reread`), positions are those among the tokens that it read.
+
+    Raises:
+        InputError: for what is no cache, or was consumed by a step.
+
+    >>> import kvjax
+    >>> streaming = kvjax.method("streamingllm", budget=6)
+    >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[*range(9)]], method=streaming, room=0)
+    >>> sorted(kept_positions(cache)[0][0, 0].tolist())
+    [-1, 0, 1, 2, 3, 7, 8]
     """
     check_alive(cache)
     out = []

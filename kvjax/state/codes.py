@@ -15,7 +15,12 @@ from kvjax.ops.base.memory import to_device
 
 @runtime_checkable
 class Codec(Protocol):
-    """How rows of `granule` tokens become arrays and come back; static and hashable."""
+    """Encodes rows of `granule` tokens as arrays and decodes them; static and hashable.
+
+    >>> from kvjax.words import Affine
+    >>> isinstance(Affine(4), Codec)
+    True
+    """
 
     @property
     def granule(self) -> int: ...
@@ -72,7 +77,18 @@ class Codes:
 
 
 def dense(x: Array | Codes) -> Array:
-    """The plain [..., S, H] array behind x, in the device's memory."""
+    """Decodes an array that may be codes.
+
+    Args:
+        x: an array, or `Codes`.
+
+    Returns:
+        The plain array [..., S, H], in the device's memory.
+
+    >>> import jax.numpy as jnp
+    >>> dense(jnp.ones((2, 3))).shape
+    (2, 3)
+    """
     x = to_device(x)
     return x.decode() if isinstance(x, Codes) else x
 

@@ -76,9 +76,16 @@ class _Lies:
 
 
 def shardings(cache: Cache) -> Shardings:
-    """Who holds what of a cache: its parts with their bytes, in all and on each device. `print` it.
+    """Lists the parts of a cache with their bytes, in all and on each device; `print` it.
 
-    Raises InputError for what is no cache, or was consumed by a step.
+    Args:
+        cache: any live cache, on one device or many.
+
+    Returns:
+        A `Shardings`, whose `parts` say what each part is, how it is split and what it weighs.
+
+    Raises:
+        InputError: for what is no cache, or was consumed by a step.
 
     >>> import kvjax
     >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]])

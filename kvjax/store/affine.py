@@ -26,12 +26,6 @@ from kvjax.state.code_forms import ROWS, Form
 class Affine:
     """x ~ code * scale + zero, with zero = min and scale = (max - min) / (2^bits - 1) of a group.
 
-    axis "token": groups of `group` channels of one token (None: all of them). axis "channel": groups of
-    `group` tokens of one channel, which are encoded together (KIVI's keys, arXiv:2402.02750, section 3).
-    `together` (axis "token"): how many tokens are packed into the same words. Accelerators read those faster,
-    but such tokens can only be appended `together` at a time. clip: the range of a group is clip * min to
-    clip * max, and a number beyond it becomes the end that it passes (QuaRot, arXiv:2404.00456, section 5).
-
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
     where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The scale and zero of a group,
     float16 up to 65504 and coarser up to 2^32 (`short`), are the halves of one uint32 (`pair`), stored as
@@ -44,6 +38,19 @@ class Affine:
     Codes are computed with the rounded scale and zero, so |error| <= scale / 2, except at the ends of a
     group's range, which float16 rounds, and beyond them. A zero or scale beyond 65504 is rounded outwards, by
     at most 1/64, so that the ends of such a group are within scale / 2, too.
+
+    Args:
+        bits: 1, 2, 4 or 8 of a code.
+        axis: "token" for groups of channels of one token, or "channel" for groups of tokens of one channel,
+            which are encoded together (KIVI's keys, arXiv:2402.02750, section 3).
+        group: channels or tokens of a group; None takes all channels.
+        together: of axis "token", how many tokens are packed into the same words. Accelerators read those
+            faster, but such tokens can only be appended `together` at a time.
+        clip: the range of a group is clip * min to clip * max, and a number beyond it becomes the end that it
+            passes (QuaRot, arXiv:2404.00456, section 5).
+
+    >>> Affine(4, group=32).granule, Affine(2, "channel", group=32).granule
+    (1, 32)
     """
 
     bits: int
@@ -181,6 +188,12 @@ class Float8:
     """x ~ fp8(x / scale) * scale, with one float16 scale per token that maps its largest value to fp8's.
 
     A number beyond what that scale can map, 2.9e7 for e4m3 and 3.7e9 for e5m2, becomes that one.
+
+    Args:
+        kind: "e4m3" or "e5m2".
+
+    >>> Float8("e5m2").granule
+    1
     """
 
     kind: str = "e4m3"

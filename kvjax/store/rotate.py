@@ -65,7 +65,16 @@ def hadamard(width: int, seed: int) -> Float[np.ndarray, "H H"]:
 
 @dataclasses.dataclass(frozen=True)
 class Rotate(Wrapper):
-    """A rotation of a head's channels: `Rotate() >> codec` encodes R x. "hadamard" or "orthogonal"."""
+    """A rotation of a head's channels: `Rotate() >> codec` encodes R x. "hadamard" or "orthogonal".
+
+    Args:
+        kind: "hadamard", for head dimensions that are powers of 2, or "orthogonal", a random matrix.
+        seed: of the random matrix or the signs.
+
+    >>> from kvjax.words import Affine
+    >>> (Rotate() >> Affine(2)).codec
+    Affine(bits=2, axis='token', group=None, together=1, clip=1.0)
+    """
 
     kind: Literal["hadamard", "orthogonal"] = "hadamard"
     seed: int = 0

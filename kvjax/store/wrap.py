@@ -12,7 +12,12 @@ from kvjax.state.codes import Codec
 
 
 class Wrapper:
-    """The base of words that make a codec of a codec; they are written before it, and before each other."""
+    """The base of words that make a codec of a codec; they are written before it, and before each other.
+
+    >>> from kvjax.words import Affine, Rotate
+    >>> isinstance(Rotate(), Wrapper), (Rotate() >> Affine(4)).granule
+    (True, 1)
+    """
 
     def around(self, codec: Codec) -> Codec:
         """The codec that this wrapper makes of `codec`."""
@@ -38,7 +43,12 @@ class Both(Wrapper):
 
 
 class Around:
-    """The base of what wrappers make: a codec that says of itself what the `codec` inside it says."""
+    """The base of the codecs that wrappers make, with the properties of the `codec` inside.
+
+    >>> from kvjax.words import Affine, Rotate
+    >>> isinstance(Rotate() >> Affine(4), Around)
+    True
+    """
 
     codec: Codec
 

@@ -1,7 +1,9 @@
 """The examples in docstrings run as they stand there."""
 
+import dataclasses
 import doctest
 import importlib
+import inspect
 import pkgutil
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import kvjax
 import kvjax.models
 import kvjax.pallas_kernels
+import kvjax.words
 
 # In a checkout, rooms of the package lie beside `kvjax/`, whose second path is the folder of them all.
 ROOMS = (kvjax, kvjax.models, kvjax.pallas_kernels)
@@ -55,3 +58,38 @@ def test_examples_compute_what_they_show(name, tmp_path, monkeypatch):
 def test_the_examples_are_found():
     assert len(examples("kvjax.ops.recurrent.linear_attention")) > 5
     assert examples("kvjax.models.exchange") and "kvjax.models.exchange" in MODULES and len(MODULES) > 200
+
+
+PUBLIC = {f"kvjax.{name}": getattr(kvjax, name) for name in kvjax.__all__} | {
+    f"kvjax.words.{name}": getattr(kvjax.words, name) for name in kvjax.words.__all__
+}
+# Types of hyper-parameters and instances of documented classes have no docstring of their own.
+DOCUMENTED = {
+    name: found for name, found in PUBLIC.items()
+    if inspect.ismodule(found) or inspect.isfunction(found) or inspect.isclass(found)
+}  # fmt: skip
+# They take nothing that they could refuse.
+NEVER_RAISE = ("kvjax.fetch", "kvjax.words.dense", "kvjax.words.rank", "kvjax.words.standardised")
+
+
+def arguments(found):
+    """What its caller gives: parameters of a function, or fields that a class adds to those of its base."""
+    if inspect.isfunction(found):
+        return [*inspect.signature(found).parameters]
+    if dataclasses.is_dataclass(found):
+        own = {field.name for field in dataclasses.fields(found) if field.init}
+        return [name for name in found.__annotations__ if name in own]
+    return [*getattr(found, "_fields", ())]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_public_name_has_its_arguments_errors_and_an_example(name):
+    found = DOCUMENTED[name]
+    text = inspect.cleandoc((kvjax.methods.methods if name == "kvjax.methods" else found).__doc__)
+    assert ">>>" in text
+    listed = text.replace("\n    *", "\n    ").replace("\n    *", "\n    ")  # *args, **kwargs
+    assert [arg for arg in arguments(found) if f"\n    {arg}: " not in listed] == []
+    if inspect.isfunction(found):
+        nothing = inspect.signature(found).return_annotation in (None, "None", type(None))
+        assert ("\nReturns:\n" in text) is not nothing
+        assert not arguments(found) or "\nRaises:\n" in text or name in NEVER_RAISE

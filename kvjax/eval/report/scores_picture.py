@@ -22,12 +22,19 @@ _MOST_NUMBERS, _MOST_NAMES = 96, 48
 
 
 def draw_scores(path: str | os.PathLike[str], found: Scores, row: int = 0) -> None:
-    """Writes a PNG of one row of `kvjax.scores`: agreement by layer and head, and below it token by token.
+    """Draws one row of `kvjax.scores` as a PNG.
 
-    Above: the overlap with the oracle's choice, and the share of its mass that is kept. Below, one line per
-    layer and head and one column per token of the prompt: the oracle's mass (log scale), and the kept tokens.
+    Above: the overlap with the oracle's choice, and the share of its mass that is kept, by layer and head.
+    Below, one line per layer and head and one column per token of the prompt: the oracle's mass (log scale),
+    and the kept tokens.
 
-    Raises InputError where no layer has slots, there is no such row, or the file cannot be written.
+    Args:
+        path: of the PNG.
+        found: what `kvjax.scores` gave.
+        row: number of the prompt.
+
+    Raises:
+        InputError: where no layer has slots, there is no such row, or the file cannot be written.
 
     >>> import pathlib, tempfile, kvjax
     >>> model = kvjax.load("recall-tiny")

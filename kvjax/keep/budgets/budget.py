@@ -33,7 +33,11 @@ def _lengths(budget: Budget, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Every head of every layer keeps n slots."""
+    """Every head of every layer keeps n slots.
+
+    >>> Uniform().uniform
+    True
+    """
 
     uniform = True
     across_layers = False
@@ -49,9 +53,14 @@ class Uniform:
 class AcrossHeads:
     """Ada-KV (arXiv:2407.11550): a layer's K * n best slots, wherever they lie, decide the head counts.
 
-    floor is the share of n that every head keeps. blend=True is Algorithm 1's safeguard,
-    count = (1 - floor) * flat count + floor * n, rounded so that the layer's total stays; blend=False gives
-    every head its best max(1, floor * n) slots first and fills up from the flat ranking (kvpress).
+    Args:
+        floor: the share of n that every head keeps.
+        blend: True is Algorithm 1's safeguard, count = (1 - floor) * flat count + floor * n, rounded so that
+            the layer's total stays; False gives every head its best max(1, floor * n) slots first and fills
+            up from the flat ranking (kvpress).
+
+    >>> AcrossHeads().uniform, AcrossHeads().across_layers
+    (False, False)
     """
 
     floor: float = 0.2
@@ -90,7 +99,11 @@ def _blend(count: Int[Array, "L B K"], n: Int[Array, "B"], floor: float) -> Int[
 
 @dataclasses.dataclass(frozen=True)
 class AcrossLayers:
-    """KVzip (arXiv:2505.23416), non-uniform: the L * K * n best slots of the whole stack stay."""
+    """KVzip (arXiv:2505.23416), non-uniform: the L * K * n best slots of the whole stack stay.
+
+    >>> AcrossLayers().across_layers
+    True
+    """
 
     uniform = False
     across_layers = True
@@ -109,7 +122,14 @@ class AcrossLayers:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """Every slot whose score is at least `threshold` stays, at least one in every head: counts are data."""
+    """Every slot whose score is at least `threshold` stays, at least one in every head: counts are data.
+
+    Args:
+        threshold: in units of the score.
+
+    >>> Threshold(0.1).uniform
+    False
+    """
 
     threshold: float
     uniform = False
@@ -129,9 +149,15 @@ class Threshold:
 class UpTo:
     """Slots whose score is at least `threshold` stay, at least one and at most n in every head.
 
-    In steps, too, slots leave by their own score: all but the n best have one below the threshold. A score
-    that sees to that says `bounded = True`; a budget of everything needs none, and then a prefill cuts lists
-    to what is in use (`kvjax.compress.capacity.as_used`).
+    In steps, too, slots are evicted by their own score: all but the n best have one below the threshold. A
+    score that sees to that says `bounded = True`; a budget of everything needs none, and then a prefill cuts
+    arrays to what is in use (`kvjax.compress.capacity.as_used`).
+
+    Args:
+        threshold: in units of the score.
+
+    >>> UpTo(0.1).uniform
+    True
     """
 
     threshold: float
@@ -150,8 +176,12 @@ class UpTo:
 class PerLayer:
     """Counts per layer as given: a layer of share s keeps max(1, floor(s * n)) slots in every head.
 
-    shares has one entry for each layer that the method selects in; None keeps the whole layer.
-    Shares are taken in thousandths.
+    Args:
+        shares: one for each layer that the method selects in, taken in thousandths; None keeps the whole
+            layer.
+
+    >>> PerLayer((0.5, None)).uniform
+    False
     """
 
     shares: tuple[float | int | None, ...]
@@ -224,8 +254,16 @@ class Pyramid:
     what the prompt has. Counts are rounded so that the stack keeps L * n. Prompts shorter than 2 (n - window)
     tokens keep n slots in every layer, as in the authors' code.
     "kvpress": a layer's share includes the window, each layer is rounded alone, and all layers keep the mean
-    where the smallest share would be less than the window. The mean is ratio * length before it is rounded
-    down to n, which needs `budget`. If `beta` is a whole number, counts are exact at any length.
+    where the smallest share would be less than the window.
+
+    Args:
+        beta: how steep; counts are exact at any length if it is a whole number.
+        window: slots that every layer keeps.
+        variant: "paper" or "kvpress".
+        budget: needed by "kvpress", whose mean is ratio * length before it is rounded down to n.
+
+    >>> Pyramid(window=8).variant
+    'paper'
     """
 
     beta: float = 20.0

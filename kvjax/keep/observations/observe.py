@@ -18,7 +18,14 @@ BOTH = (IN_PREFILL, IN_STEP)
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """The last `last` queries of every row, rotated, with their positions (-1 where a row is shorter)."""
+    """The last `last` queries of every row, rotated, with their positions (-1 where a row is shorter).
+
+    Args:
+        last: how many.
+
+    >>> Queries(32).last
+    32
+    """
 
     last: int
     phases = BOTH
@@ -57,8 +64,15 @@ class Queries:
 class Mass:
     """The attention that every slot received from all new queries and the heads of its group, as one number.
 
-    reduce: "sum" or "max" of the probabilities, "squares" (the sum of p^2), or "count" (how often p >
-    threshold). Attention records it while it runs, so this only asks for it; a call raises TypeError.
+    Attention records it while it runs; calling it raises TypeError.
+
+    Args:
+        reduce: "sum" or "max" of the probabilities, "squares" (the sum of p^2), or "count" (how often p >
+            threshold).
+        threshold: of "count".
+
+    >>> Mass("max").reduce
+    'max'
     """
 
     phases = BOTH
@@ -80,7 +94,14 @@ class Mass:
 
 @dataclasses.dataclass(frozen=True)
 class FadingMass(Mass):
-    """The sum of the probabilities in which a query weighs rate^(how many new queries are newer)."""
+    """The sum of the probabilities in which a query weighs rate^(how many new queries are newer).
+
+    Args:
+        rate: in (0, 1).
+
+    >>> FadingMass(rate=0.9).reduce
+    'sum'
+    """
 
     rate: float = 0.5
 
@@ -97,7 +118,11 @@ class FadingMass(Mass):
 
 @dataclasses.dataclass(frozen=True)
 class Viewers:
-    """How many new queries see a slot, its own among them; a query is a token, whatever its heads."""
+    """How many new queries see a slot, its own among them; a query is a token, whatever its heads.
+
+    >>> Viewers() == Viewers()
+    True
+    """
 
     phases = BOTH
 
@@ -119,7 +144,11 @@ class Viewers:
 
 @dataclasses.dataclass(frozen=True)
 class RawKeys:
-    """The keys before rotation, for methods that store them so."""
+    """The keys before rotation, for methods that store them so.
+
+    >>> RawKeys() == RawKeys()
+    True
+    """
 
     phases = (IN_PREFILL,)
 
@@ -133,6 +162,13 @@ class QueryMoments:
 
     In steps, rows carry the number of their queries, their mean and the sum of their squared deviations
     (Chan et al., 1983), in float32.
+
+    Args:
+        skip: how many of the first queries are left out.
+        covariance: False computes the mean alone.
+
+    >>> QueryMoments(skip=4).covariance
+    True
     """
 
     phases = BOTH
@@ -176,7 +212,11 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The layer's normalised input [B, T, D], of which queries, keys and values are made."""
+    """The layer's normalised input [B, T, D], of which queries, keys and values are made.
+
+    >>> Hidden() == Hidden()
+    True
+    """
 
     phases = BOTH
 

@@ -22,7 +22,14 @@ class Joining(Observation, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What a slot has received since its token came: `mass`, over all queries since then."""
+    """The attention that a slot has received since its token came: `mass`, over all queries since then.
+
+    Args:
+        mass: the `Mass` or `FadingMass` that is accumulated.
+
+    >>> Received().needs
+    frozenset({Mass(reduce='sum', threshold=0.0)})
+    """
 
     mass: Joining = Mass()
 
@@ -42,8 +49,11 @@ class Received:
 class Surprise:
     """-log p(x_j | x_<j), the surprisal of a slot's token in nats, as it was when a prompt was read.
 
-    It is 0 of the first token of a prompt, a turn or a chunk, and of tokens that steps have written: what the
-    model expected there has been forgotten. It is known behind all layers, so `start` leaves it open.
+    It is 0 of the first token of a prompt, a turn or a chunk, and of tokens that steps have written, where
+    the model's distribution is no longer there. It is known after all layers, so `start` leaves it open.
+
+    >>> Surprise().behind_layers
+    True
     """
 
     behind_layers = True
@@ -62,7 +72,14 @@ class Surprise:
 
 @dataclasses.dataclass(frozen=True)
 class Decayed:
-    """The attention that a slot has received, in which a query counts rate^(how many tokens are newer)."""
+    """The attention that a slot has received, in which a query counts rate^(how many tokens are newer).
+
+    Args:
+        rate: in (0, 1).
+
+    >>> Decayed(0.5).rate
+    0.5
+    """
 
     rate: float
 
@@ -84,7 +101,15 @@ class Decayed:
 
 @dataclasses.dataclass(frozen=True)
 class AtArrival:
-    """What an observation said of a token when it was read: one number per head [B, K, T], never changed."""
+    """The result of an observation for a token as it is read: one number per head [B, K, T], never changed.
+
+    Args:
+        observation: gives one number per token and KV head.
+
+    >>> from kvjax.words import Viewers
+    >>> AtArrival(Viewers()).observation
+    Viewers()
+    """
 
     observation: Observation
 

@@ -23,11 +23,19 @@ class WindowAttention(Word):
     """Attention that slots receive from the last `last` queries.
 
     score[j] = reduce_i softmax_j(q_i k_j / sqrt(H)) over i in the window, where the softmax runs over all
-    visible slots; the window's own slots score 0 (protect them). reduce: "sum" or "mean" over the window, or
-    "squares", the sum of p^2. heads: "mean" over the group of a KV head, "layer" for one score shared by the
-    layer's heads, or "logits" for the largest logit in a group before the softmax. among_older: the softmax
-    leaves the window out. A decode step has computed the attention of its one query anyway, so last=1 costs
-    nothing there.
+    visible slots; the window's own slots score 0 (protect them). A decode step has computed the attention of
+    its one query anyway, so last=1 costs nothing there.
+
+    Args:
+        last: queries of the window.
+        reduce: "sum" or "mean" over the window, or "squares", the sum of p^2.
+        heads: "mean" over the group of a KV head, "layer" for one score shared by the layer's heads, or
+            "logits" for the largest logit in a group before the softmax.
+        hide_window: the window's own slots score 0.
+        among_older: the softmax leaves the window out.
+
+    >>> len(WindowAttention(32).needs)
+    1
     """
 
     last: int
@@ -118,7 +126,11 @@ class MeanAndVariance(Word):
 
 @dataclasses.dataclass(frozen=True)
 class LastLogits(Word):
-    """score[j] = sum over a group's heads of q k_j / sqrt(H), of the newest query (arXiv:2409.17422)."""
+    """score[j] = sum over a group's heads of q k_j / sqrt(H), of the newest query (arXiv:2409.17422).
+
+    >>> len(LastLogits().needs)
+    1
+    """
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -136,7 +148,11 @@ class LastLogits(Word):
 class AccumulatedAttention(Word):
     """All the attention a slot has received so far: F[j] = sum_i p_ij, over the prompt and every step.
 
-    per_query=True divides by the number of queries that could see the slot.
+    Args:
+        per_query: divides by the number of queries that could see the slot.
+
+    >>> len(AccumulatedAttention().traces)
+    1
     """
 
     looks = False
@@ -171,7 +187,14 @@ class Novelty(Word):
 
 @dataclasses.dataclass(frozen=True)
 class DecayedAttention(Word):
-    """All the attention a slot has received, older queries counting less: F[j] = sum_i rate^(t - i) p_ij."""
+    """All the attention a slot has received, older queries counting less: F[j] = sum_i rate^(t - i) p_ij.
+
+    Args:
+        rate: what a query's attention is multiplied by for each newer query.
+
+    >>> len(DecayedAttention(0.9).traces)
+    1
+    """
 
     looks = False
 
@@ -190,7 +213,11 @@ class DecayedAttention(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Position(Word):
-    """Newer is better: what a sliding window keeps."""
+    """Newer is better: what a sliding window keeps.
+
+    >>> Position().needs
+    frozenset()
+    """
 
     looks = False
 
@@ -200,7 +227,11 @@ class Position(Word):
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(Word):
-    """score[j] = -||k_j||_2: small keys draw attention (arXiv:2406.11430)."""
+    """score[j] = -||k_j||_2: small keys draw attention (arXiv:2406.11430).
+
+    >>> KeyNorm().needs
+    frozenset()
+    """
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return -jnp.linalg.norm(view.k.astype(jnp.float32), axis=-1)
@@ -208,7 +239,14 @@ class KeyNorm(Word):
 
 @dataclasses.dataclass(frozen=True)
 class ValueNorm(Word):
-    """score[j] = ||v_j||_order."""
+    """score[j] = ||v_j||_order.
+
+    Args:
+        order: of the norm.
+
+    >>> ValueNorm(2).needs
+    frozenset()
+    """
 
     order: int = 1
 
@@ -218,7 +256,11 @@ class ValueNorm(Word):
 
 @dataclasses.dataclass(frozen=True)
 class OutputNorm(Word):
-    """score[j] = mean over a group's heads n of ||W_O[n]' v_j||_1 (arXiv:2502.03805): what it can write."""
+    """score[j] = mean over a group's heads n of ||W_O[n]' v_j||_1 (arXiv:2502.03805): what it can write.
+
+    >>> OutputNorm().weights
+    True
+    """
 
     weights = True
 
@@ -253,6 +295,12 @@ class KeyRedundancy(Word):
 
     c_ij is the cosine of keys i and j, but 0 for i = j, and 0 where j is the newest key with which key i has
     a cosine above `threshold`: of keys that repeat each other, the newest does not count as a repetition.
+
+    Args:
+        threshold: the cosine from which on keys repeat each other.
+
+    >>> KeyRedundancy().threshold
+    0.5
     """
 
     threshold: float = 0.5

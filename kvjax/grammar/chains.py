@@ -1,0 +1,135 @@
+"""Chains: one method from several parts, and what cannot go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.grammar.facts import clashes
+from kvjax.grammar.fitted import fitted_words, lacks_fit
+from kvjax.grammar.phase import BY_POSITION
+from kvjax.grammar.protocols import Residence
+from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.refuse_keep import refused
+from kvjax.grammar.refuse_method import refused_parts
+from kvjax.grammar.sentence import Budget, Keep, Method, Store
+from kvjax.grammar.to_text import NAMELESS
+
+
+def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
+    """Joins parts to one method: at most one make, keep, store, read and place.
+
+    Args:
+        *parts: a `Keep`, a `Store`, a read, a `Residence` or a whole `Method` each. A keep that evicts
+            nothing and has a phase gives that to the other keep. Of two stores, one that drops numbers of a
+            row (think, mustafar) has the other encode the rest.
+        spec: how to build the method again, (id, hyper-parameters); made of those of the parts unless given.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: for parts that do not go together, two of a kind, and methods that differ by layer.
+
+    >>> from kvjax.methods import method
+    >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
+    'snapkv + kivi'
+    """
+    found: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    specs = []
+    for part in parts:
+        pieces = (
+            {"keep": part} if isinstance(part, Keep) else {"store": part} if isinstance(part, Store) else None
+        )
+        if isinstance(part, Method):
+            if part.layers:
+                raise ValueError(
+                    f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
+                    "the methods of its layers"
+                )
+            verbs = ("keep", "store", "read", "reread", "make", "stack", "host")
+            pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
+            specs.append(part.spec)
+        elif pieces is None:
+            if not isinstance(part, Read | Residence):
+                raise ValueError(
+                    f"{part!r:.80} is no method, keep, store, read or place: build it with kvjax.method"
+                )
+            pieces = {"read": part} if isinstance(part, Read) else {"host": part}
+        for name, piece in pieces.items():
+            turned = None
+            if name in found and isinstance(piece, Keep):
+                turned = _turned(found[name], piece)
+            if name in found and isinstance(piece, Store):
+                turned = _inside(found[name], piece)
+            if turned is not None:
+                piece = turned
+            elif name in found:
+                raise ValueError(
+                    f"a method has at most one {name}; this chain has two, of {owner[name]} and "
+                    f"{_called(part)}: leave one out"
+                )
+            found[name], owner[name] = piece, _called(part)
+    method = Method(**found)
+    if spec := spec or _joined(specs, len(parts)):
+        method = method.called(spec)
+    check(method)
+    return method
+
+
+def _turned(a: Keep, b: Keep) -> Keep | None:
+    """One of two keeps with the phase of the other, which says nothing else; None where both say more."""
+    for phase, keep in ((a.phase, b), (b.phase, a)):
+        bare = Keep(None, Budget(1.0), keep.allocate, phase=phase)
+        other = a if keep is b else b
+        if keep.phase == BY_POSITION and dataclasses.replace(other, allocate=keep.allocate) == bare:
+            return dataclasses.replace(keep, phase=phase)
+    return None
+
+
+def _inside(a: Store, b: Store) -> Store | None:
+    """The store whose codecs encode what those of the other leave of a row; None where neither does.
+
+    What leaves numbers out (`AskedChannels`, `Pruned`) goes first, whichever is named first.
+    """
+    for outer, inner in ((a, b), (b, a)):
+        codecs = [codec for codec in (outer.keys, outer.values) if codec is not None]
+        # What was fitted to all channels is not for some of them.
+        words = fitted_words((inner.keys, inner.values))
+        whole = all(word.fitted is None and not lacks_fit(word) for word in words)
+        if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
+            keys, values = (
+                x if y is None else y if x is None else x.around(y)  # type: ignore[attr-defined]
+                for x, y in ((outer.keys, inner.keys), (outer.values, inner.values))
+            )
+            more = max(a.residual, b.residual), max(a.sinks, b.sinks), a.unrotated or b.unrotated
+            return Store(keys, values, *more)
+    return None
+
+
+def _called(part: Any) -> str:
+    return part.id if isinstance(part, Method) else type(part).__name__
+
+
+def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
+    """The spec of a chain; None where a part of it has no name."""
+    if len(specs) < parts or any(spec[0] in NAMELESS for spec in specs):
+        return None
+    if len(specs) == 1:
+        return specs[0]
+    return (" + ".join(s[0] for s in specs), ("chain", *specs))
+
+
+def check(method: Method) -> None:
+    """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
+    for one in method.layers:
+        check(one)
+    problems = [
+        *([] if method.keep is None else refused(method.keep)),
+        *((True, clash.says(method)) for clash in clashes(method)),
+        *refused_parts(method),
+    ]
+    for wrong, why in problems:
+        if wrong:
+            raise ValueError(f"{method.id} cannot work: {why}")
