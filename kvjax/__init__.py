@@ -71,6 +71,7 @@ _HOMES = {
     "Lookup": "kvjax.api.drafts",
     "chat": "kvjax.api.chat",
     "likelihood": "kvjax.api.likelihood",
+    "shorten": "kvjax.prompts.shorten",
     "encode_context": "kvjax.api.contexts",
     "Sampler": "kvjax.api.sampling",
     "RepetitionPenalty": "kvjax.api.logit_processors",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.base.errors import InputError
 from kvjax.commands.options import add_dtype, add_hosts, add_mesh, add_model, mesh_options, whole
 from kvjax.commands.programs import keep_programs
+from kvjax.commands.texts import text_of_file
 
 if TYPE_CHECKING:
     from kvjax.grammar import Method
@@ -189,16 +188,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
             ) from None
     text = args.prompt
     if args.file is not None:
-        try:
-            text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise InputError(
-                f"{args.file} cannot be read ({error.strerror}), expected a text file: check the path"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{args.file} is no UTF-8 text, expected a text file: convert it first"
-            ) from error
+        text = text_of_file(args.file)
     if text is None:
         raise InputError(
             "no prompt was given, expected --prompt TEXT, --file F or --tokens 1,2,3: "

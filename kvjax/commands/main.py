@@ -20,8 +20,8 @@ from kvjax.base.interrupts import Interrupts, folder_to_resume
 from kvjax.base.streams import escaped, printable, silence
 
 COMMANDS = (
-    "compare", "report", "methods", "architectures", "explain", "generate", "get", "fit", "train", "convert",
-    "uptrain", "inspect", "info", "aot", "plan", "lm-eval",
+    "compare", "report", "methods", "architectures", "explain", "generate", "shorten", "get", "fit", "train",
+    "convert", "uptrain", "inspect", "info", "aot", "plan", "lm-eval",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 # Errors of a write to a full or failing disk.

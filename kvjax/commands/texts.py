@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.base.errors import InputError
@@ -32,3 +34,15 @@ def read_texts(
         texts += asked if questions else dict.fromkeys(tuple(sample.context) for sample in asked)
         index += 1
     return texts[:rows]
+
+
+def text_of_file(name: str) -> str:
+    """The text of a file, or of the standard input where it is called "-". InputError where there is none."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(
+            f"{name} cannot be read ({error.strerror}), expected a text file: check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is no UTF-8 text, expected a text file: convert it first") from error

@@ -12,7 +12,7 @@ GROUPS = {
     ),
     "running": (
         "Prompts, steps and texts",
-        "prefill step generate speculate Lookup verify likelihood chat Sampler "
+        "prefill step generate speculate Lookup verify likelihood shorten chat Sampler "
         "RepetitionPenalty FrequencyPenalty InputError",
     ),
     "methods": (

@@ -1,0 +1,110 @@
+"""How papers choose what stays of a prompt: one function each, from a model and a prompt to what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.models.model import Model
+from kvjax.prompts.choose import by_question, by_surprise, cosine, scaled, surprising, until
+from kvjax.prompts.scorer import embeddings
+from kvjax.prompts.text import Kept, Prompt
+
+
+class Compressor(NamedTuple):
+    """A function (model, prompt, keep, **options), and what it is."""
+
+    choose: Callable[..., list[Kept]]
+    title: str
+    arxiv: str
+    needs_question: bool
+
+
+def llmlingua(
+    model: Model, prompt: Prompt, keep: float, *, segment: int = 100, coarse: float = 2.0
+) -> list[Kept]:
+    """LLMLingua (Jiang et al., 2023, arXiv:2310.05736): tokens that a small model could not expect stay.
+
+    Of several documents (the paper's demonstrations) those of the largest perplexity stay, until they hold
+    more than `coarse` times the tokens that may stay (algorithm 1). Of what is left every `segment` of tokens
+    keeps its most surprising ones, -log p given what is already kept (algorithm 2). Deviations: `keep` is the
+    share of the documents alone, instruction and question are the caller's; each segment keeps its own share,
+    where the authors' code has one threshold for all that was read so far.
+    """
+    chosen = list(range(len(prompt.documents)))
+    if len(chosen) > 1:
+        chosen = sorted(until(by_surprise(model, prompt), prompt, coarse * keep * prompt.tokens))
+    left = sum(len(prompt.documents[i].ids) for i in chosen)
+    share = min(1.0, keep * prompt.tokens / max(left, 1))
+    return surprising(model, prompt, chosen, [share] * len(chosen), segment)
+
+
+def longllmlingua(
+    model: Model, prompt: Prompt, keep: float, *, segment: int = 200, spare: int = 100, tilt: float = 0.3
+) -> list[Kept]:
+    """LongLLMLingua (Jiang et al., 2023, arXiv:2310.06839): tokens that the question makes likelier stay.
+
+    Documents are ordered by how likely the question is after them (equation 2), the likeliest first, and
+    dropped once the kept ones hold `spare` tokens more than may stay. A document's share is larger by up to
+    `tilt` the earlier it comes (equation 5). Every `segment` keeps the tokens of the largest -log p(token)
+    + log p(token | question), both given what is already kept (equation 3). Deviations: shares are scaled so
+    that `keep` of all tokens stay; segments end with their document; answers are not mapped back to the text.
+    """
+    order = until(by_question(model, prompt), prompt, keep * prompt.tokens + spare)
+    lengths = np.array([len(prompt.documents[i].ids) for i in order])
+    last = max(len(order) - 1, 1)
+    shares = np.array([(1 - 2 * rank / last) * tilt if len(order) > 1 else 0.0 for rank in range(len(order))])
+    shares = scaled(shares + keep * prompt.tokens / lengths.sum(), lengths, keep * prompt.tokens)
+    return surprising(model, prompt, order, shares.tolist(), segment, contrast=True)
+
+
+def cpc(model: Model, prompt: Prompt, keep: float) -> list[Kept]:
+    """CPC (Liskavets et al., 2024, arXiv:2409.01227): sentences about what the question is about stay.
+
+    A sentence is the mean of its tokens' outputs in the last layer, read within the whole document; those of
+    the largest cosine to the question's mean stay while they fit. Deviation: any decoder serves, where the
+    paper fine-tunes one on pairs of questions and sentences.
+    """
+    about = embeddings(model, prompt.question).mean(0)
+    found: list[tuple[float, int, int]] = []
+    for number, document in enumerate(prompt.documents):
+        outputs = embeddings(model, document.ids)
+        for sentence in np.unique(document.sentences):
+            found.append(
+                (cosine(outputs[document.sentences == sentence].mean(0), about), number, int(sentence))
+            )
+    room, kept = round(keep * prompt.tokens), set()
+    for _, number, sentence in sorted(found, key=lambda one: -one[0]):
+        size = int((prompt.documents[number].sentences == sentence).sum())
+        if size <= room:
+            room -= size
+            kept.add((number, sentence))
+    stays = [
+        np.array([(number, int(s)) in kept for s in document.sentences], bool)
+        for number, document in enumerate(prompt.documents)
+    ]
+    return [Kept(number, np.flatnonzero(stay)) for number, stay in enumerate(stays) if stay.any()]
+
+
+COMPRESSORS = {
+    "llmlingua": Compressor(
+        llmlingua,
+        "LLMLingua: Compressing Prompts for Accelerated Inference of Large Language Models",
+        "2310.05736",
+        needs_question=False,
+    ),
+    "longllmlingua": Compressor(
+        longllmlingua,
+        "LongLLMLingua: Accelerating and Enhancing LLMs in Long Context Scenarios via Prompt Compression",
+        "2310.06839",
+        needs_question=True,
+    ),
+    "cpc": Compressor(
+        cpc,
+        "Prompt Compression with Context-Aware Sentence Encoding for Fast and Improved LLM Inference",
+        "2409.01227",
+        needs_question=True,
+    ),
+}

@@ -1,0 +1,123 @@
+"""`shorten`: prompt compression by any language model, as LLMLingua does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+from kvjax.base.checks import whole_number
+from kvjax.base.errors import InputError
+from kvjax.models.model import Model, check_single
+from kvjax.prompts.choose import BREAK, encoded
+from kvjax.prompts.compressors import COMPRESSORS
+from kvjax.prompts.text import Kept, Prompt, document
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortened:
+    """What is left of a prompt.
+
+    text: the kept tokens as text, documents in the order that was chosen, with an empty line between them.
+    kept: of which document which positions stay. tokens, given: how many tokens stay, and were there.
+    """
+
+    text: str
+    kept: tuple[Kept, ...]
+    tokens: int
+    given: int
+
+
+def shorten(
+    model: Model,
+    documents: str | Sequence[str],
+    *,
+    keep: float | int = 0.5,
+    question: str = "",
+    by: str = "llmlingua",
+    **options: float | int,
+) -> Shortened:
+    """Takes tokens, sentences or documents out of a prompt before any model reads it (prompt compression).
+
+    What is left is text, so any tokenizer reads it, and a method may compress the cache of it besides.
+
+    Args:
+        model: a decoder with a tokenizer, which scores the text. It may be much smaller than the one that
+            answers.
+        documents: one text or several.
+        keep: the share of their tokens that stay, in (0, 1].
+        question: what is asked about them; longllmlingua and cpc need it.
+        by: "llmlingua" (documents and tokens that surprise the model), "longllmlingua" (documents and tokens
+            that go with the question) or "cpc" (sentences that go with the question).
+        options: those of `by`, such as segment=200; see `kvjax.prompts.compressors`.
+
+    Returns:
+        A `Shortened`: the text, and of which document which tokens stay.
+
+    Raises:
+        InputError: for a compressor or an option that there is not, a share outside (0, 1], an empty text,
+            a missing question, a model without a tokenizer, and a document longer than its positions.
+
+    >>> import kvjax
+    >>> model = kvjax.load("bytes-tiny")
+    >>> text = "def add(a, b):\\n    return a + b\\n" * 3
+    >>> short = kvjax.shorten(model, text, keep=0.5)
+    >>> short.tokens, short.given
+    (48, 96)
+    """
+    check_single(model, "score the text with it alone")
+    compressor = _compressor(by)
+    known = _checked_options(by, options)
+    if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < float(keep) <= 1:
+        raise InputError(
+            f"keep={keep!r} was given, expected the share of tokens that stay: a number in (0, 1]"
+        )
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer, expected a model that reads text: load another one")
+    texts = [documents] if isinstance(documents, str) else list(documents)
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise InputError(f"documents are {texts!r:.80}, expected a text or several, none of them empty")
+    if compressor.needs_question and not question.strip():
+        raise InputError(f"{by} chooses by a question, and none was given: add question=, or use llmlingua")
+    prompt = Prompt(tuple(document(model.tokenizer, text) for text in texts), encoded(model, question))
+    _check_positions(model, prompt)
+    kept = compressor.choose(model, prompt, float(keep), **known)
+    parts = [model.tokenizer.decode(prompt.documents[i].ids[at].tolist()) for i, at in kept]
+    tokens = sum(len(one.positions) for one in kept)
+    return Shortened(BREAK.join(parts), tuple(kept), tokens, prompt.tokens)
+
+
+def _compressor(by: str):
+    if by in COMPRESSORS:
+        return COMPRESSORS[by]
+    near = difflib.get_close_matches(str(by), COMPRESSORS, 1)
+    hint = f"did you mean {near[0]}?" if near else "choose one of them"
+    raise InputError(f"by={by!r} was given, expected one of {', '.join(COMPRESSORS)}: {hint}")
+
+
+def _checked_options(by: str, options: dict[str, float | int]) -> dict[str, float | int]:
+    """The options, if the compressor has them and they are in range."""
+    takes = [*inspect.signature(COMPRESSORS[by].choose).parameters][3:]
+    for name, value in options.items():
+        if name not in takes:
+            has = f"expected {', '.join(takes)}" if takes else "expected none"
+            raise InputError(f"{by} was given the option {name}, {has}: leave it out")
+        if name in ("segment", "spare"):
+            whole_number(name, value, int(name == "segment"), "tokens")
+        elif isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+            raise InputError(f"{name}={value!r} was given, expected a number of at least 0")
+    return options
+
+
+def _check_positions(model: Model, prompt: Prompt) -> None:
+    """InputError where a document with the question is longer than what the model reads."""
+    longest = max(len(one.ids) for one in prompt.documents) + len(prompt.question)
+    most = model.config.max_positions
+    if longest > most:
+        raise InputError(
+            f"the longest document and the question have {longest} tokens, expected at most the {most} "
+            f"positions of {model.name}: give the text as several documents"
+        )
