@@ -30,12 +30,12 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 
 
 def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
-    """x turned by the layer's RoPE; pos [B, S] or [B, X, S]."""
+    """Rotates x by the layer's RoPE; pos [B, S] or [B, X, S]."""
     return turned(layer.rope, x, pos, length)
 
 
 def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
-    """x turned by a RoPE; pos [B, S] or [B, X, S]."""
+    """Rotates x by a RoPE; pos [B, S] or [B, X, S]."""
     pos = pos[:, None] if pos.ndim == 2 else pos
     cos, sin = angles(rope, pos, x.shape[-1], length[:, None, None], dtype=wide(x))
     return rotate(x, cos, sin, rope.start)
@@ -176,8 +176,7 @@ def _apart(
     layer: Layer, x: Projected, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"], *,
     on: OnMesh, **options: Any,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:  # fmt: skip
-    """Attention of tokens that lie on several devices: stored slots travel, and are expanded where they are
-    met, if each can be by itself."""
+    """Attends where tokens are split over devices: stored slots are sent, and expanded there if possible."""
     expand, mine = x.expand, layer.slots
     if expand is not None and expand.rows is not None:
         sets, expand = expand.sets(sets), None

@@ -48,7 +48,7 @@ def size(data: Mapping[str, Any], key: str) -> int:
 
 
 def int_if_whole(x: float) -> int | float:
-    """x as an int where it is one: transformers 5.24 refuses a float in a field of whole numbers."""
+    """Makes x an int where it is whole: transformers 5.24 refuses a float in a field of whole numbers."""
     return int(x) if float(x).is_integer() else x
 
 

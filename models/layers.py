@@ -50,7 +50,7 @@ def group_norm(p: Params, name: str, x: Array, groups: int, eps: float) -> Array
 
 
 def l2_norm(x: Array, eps: float = 1e-6) -> Array:
-    """x / sqrt(sum x^2 + eps) over the last axis, in float32 or wider."""
+    """Computes x / sqrt(sum x^2 + eps) over the last axis, in float32 or wider."""
     y = x.astype(wide(x))
     return (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -66,7 +66,7 @@ def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Arr
 
 
 def linear(p: Params, name: str, x: Array) -> Array:
-    """x W + b with W = p[name], and b = p[name_bias] where there is one.
+    """Computes x W + b with W = p[name], and b = p[name_bias] where there is one.
 
     XLA for GPUs computes one row times a small matrix as products that it writes to memory and then sums. A
     second row, of zeros, makes it a matrix product, which it does not write out. XLA for CPUs computes the

@@ -106,7 +106,7 @@ def weight_layout(generation: str, x: Any) -> Layout | None:
 
 
 def laid_out(x: jax.Array) -> jax.Array:
-    """x on its devices, as they multiply it."""
+    """Puts x on its devices, in the layout in which they multiply it."""
     kind = next(iter(x.devices())).device_kind
     layout = weight_layout(GENERATIONS.get(kind, ""), x)
     return x if layout is None else jax.device_put(x, Format(layout, x.sharding))

@@ -22,8 +22,11 @@ Copies = Callable[[Any, Any, Any, Callable[[Any], None]], None]
 
 
 class Running(NamedTuple):
-    """Scratch memory of a softmax so far, per query: the largest logit and the sum of exponentials, both
-    [R, 128] with equal lanes, and the weighted sum of values [R, V]."""
+    """Scratch memory of a softmax so far, per query.
+
+    The largest logit and the sum of exponentials, both [R, 128] with equal lanes, and the weighted sum of
+    values [R, V].
+    """
 
     top: Any
     total: Any
@@ -122,7 +125,7 @@ def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any, axis: in
 
 
 def product(a: Any, b: Any, axis: int) -> Any:
-    """a's last axis times axis `axis` of b, summed in float32."""
+    """Multiplies a's last axis with axis `axis` of b, summed in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32, precision=precision

@@ -22,7 +22,7 @@ class Turning(NamedTuple):
 def turned_logits(
     q: Any, codes: Any, numbers: dict[str, Any], phase: Any, turns: Any, turning: Turning
 ) -> Any:
-    """q k' [R, tokens] of turned keys: codes [pages, page, W] in the scales among `numbers`, turned by phase.
+    """Computes q k' [R, tokens] of rotated keys: codes [pages, page, W] in the scales among `numbers`.
 
     A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens lie along
     lanes, and the channels of a pair in registers of their own, so that nothing but the keys is moved.
@@ -41,7 +41,7 @@ def turned_logits(
 
 
 def logits_of_channels(q: Any, keys: Any, phase: Any, turns: Any, turning: Turning, kind: Any) -> Any:
-    """q k' [R, S] of keys [W, S] with their channels along sublanes, turned by phases [1, S]."""
+    """Computes q k' [R, S] of keys [W, S] with channels along sublanes, rotated by phases [1, S]."""
     first, middle, last = (turning.start + i * turning.half for i in range(3))
     units = phase.astype(jnp.int32) * jnp.concatenate([turns] * (phase.shape[1] // LANES), axis=1)
     parts = turned(keys[first:middle], keys[middle:last], waves(units, kind, turning.amplitude))
@@ -80,7 +80,7 @@ def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:
 
 
 def waves(units: Any, kind: Any, amplitude: float) -> tuple[Any, Any]:
-    """amplitude (cos, sin) of angles, exact in float32 or, for bfloat16 keys, to 3e-4.
+    """Computes amplitude (cos, sin) of angles, exact in float32 or, for bfloat16 keys, to 3e-4.
 
     units: int32, in 2^-32 of a turn: a whole phase times what one step of it turns a pair by, which wraps as
     angles do and so loses nothing at late positions.

@@ -1,4 +1,4 @@
-"""A task of your own: which token follows the marked one in a text of random tokens?
+"""A task of your own asks which token follows the marked one in a text of random tokens.
 
     kvjax compare --tasks docs/examples/own_task.py:behind --methods snapkv kvzip
 

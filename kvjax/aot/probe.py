@@ -134,9 +134,9 @@ def _child(module: str, topology: str, name: str, *how: str, **options: Any) -> 
 
 
 def reason(stderr: str) -> str:
-    """Why a child ended: what the compiler aborted with, or the last exception.
+    r"""Why a child ended: what the compiler aborted with, or the last exception.
 
-    >>> reason("F1122 07:13:48.1 5018 dumper.cc:1585] failed: INVALID\\n    @ 0x7f  absl::log_internal()")
+    >>> reason("F1122 07:13:48.1 5018 dumper.cc:1585] failed: INVALID\n    @ 0x7f  absl::log_internal()")
     'failed: INVALID'
     """
     found = FATAL.findall(stderr)[:1] or RAISED.findall(stderr)[-1:] or stderr.splitlines()[-1:]

@@ -78,11 +78,11 @@ def host_memory(compiled: Any, least: int) -> dict[str, int]:
 
 
 def fetched(module: str, least: int) -> tuple[int, int]:
-    """How many arrays come from host memory by a start and a wait, and over how many of them layers compute.
+    r"""How many arrays come from host memory by a start and a wait, and over how many of them layers compute.
 
-    >>> fetched("ENTRY %m (a: f32[8]) -> f32[8] {\\n  %s = (f32[8], f32[8]{0:S(5)}, u32[]) copy-start(%a)\\n"
-    ...     '  %f = f32[8] fusion(%b), metadata={op_name="jit(f)/mlp/dot"}\\n'
-    ...     "  %d = f32[8] copy-done(%s)\\n}\\n", 32)
+    >>> fetched("ENTRY %m (a: f32[8]) -> f32[8] {\n  %s = (f32[8], f32[8]{0:S(5)}, u32[]) copy-start(%a)\n"
+    ...     '  %f = f32[8] fusion(%b), metadata={op_name="jit(f)/mlp/dot"}\n'
+    ...     "  %d = f32[8] copy-done(%s)\n}\n", 32)
     (1, 1)
     """
     found, beside = 0, 0
@@ -101,11 +101,11 @@ def fetched(module: str, least: int) -> tuple[int, int]:
 
 
 def large_copies(module: str, least: int) -> int:
-    """Copies of at least `least` bytes in a module's text: a cache that was laid out anew.
+    r"""Copies of at least `least` bytes in a module's text: a cache that was laid out anew.
 
     A fusion that aliases its operand is none: it reads other tiles out of the same memory.
 
-    >>> large_copies("%copy.1 = bf16[4,128]{1,0} copy(%a)\\n%copy.2 = f32[2]{0} copy(%b)", 1024)
+    >>> large_copies("%copy.1 = bf16[4,128]{1,0} copy(%a)\n%copy.2 = f32[2]{0} copy(%b)", 1024)
     1
     """
     for name in re.findall(r"output_to_operand_aliasing=.*calls=%([\w.\-]+)", module):
@@ -114,13 +114,13 @@ def large_copies(module: str, least: int) -> int:
 
 
 def largest_move(module: str) -> int:
-    """Bytes of the largest array that a module makes only to have numbers elsewhere, or in another order.
+    r"""Bytes of the largest array that a module makes only to have numbers elsewhere, or in another order.
 
     A fusion does where all of its instructions do; one that aliases its operand writes into it.
 
-    >>> largest_move("%f (p: f32[8]) -> f32[8] {\\n  %p = f32[8]{0} parameter(0)\\n"
-    ...     "  ROOT %c = f32[8]{0} copy(%p)\\n}\\n\\nENTRY %m (a: f32[8]) -> f32[8] {\\n"
-    ...     "  ROOT %x = f32[8]{0} fusion(%a), kind=kLoop, calls=%f\\n}\\n")
+    >>> largest_move("%f (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+    ...     "  ROOT %c = f32[8]{0} copy(%p)\n}\n\nENTRY %m (a: f32[8]) -> f32[8] {\n"
+    ...     "  ROOT %x = f32[8]{0} fusion(%a), kind=kLoop, calls=%f\n}\n")
     32
     """
     bodies = dict(COMPUTATION.findall(module))
@@ -177,9 +177,9 @@ def schedule(folder: str, kernel: str) -> dict[str, Any]:
 
 
 def branches(text: str) -> list[int]:
-    """Bundles of every conditional part within a loop that has no other such part in it, in their order.
+    r"""Bundles of every conditional part within a loop that has no other such part in it, in their order.
 
-    >>> branches("0x0 : > { sbr.rel (%p) target = $region2 }\\n0x9 : > { } /* Start region 2 */")
+    >>> branches("0x0 : > { sbr.rel (%p) target = $region2 }\n0x9 : > { } /* Start region 2 */")
     [9]
     """
     starts: dict[str, int] = {}

@@ -115,7 +115,7 @@ def _stepped(
 
 @jax.jit
 def scored(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Scored:
-    """log p of the targets by logits, and the likeliest tokens."""
+    """Computes log p of the targets by logits, and the likeliest tokens."""
     wide = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(wide, targets[..., None].astype(jnp.int32), -1)[..., 0]
     best = jnp.argmax(wide, -1).astype(jnp.int32)

@@ -248,8 +248,10 @@ def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> 
 
 
 def _checked(asked: _Asked) -> Int[Array, "S"]:
-    """The stop tokens, -1 for none; InputError for numbers of texts that mean nothing, and for options that
-    exclude each other."""
+    """Checks options and returns the stop tokens, -1 for none.
+
+    InputError for numbers of texts that mean nothing, and for options that exclude each other.
+    """
     stops, sampler = stop_ids(asked.stop) or [-1], asked.sampler
     if not callable(sampler):
         raise InputError(f"sampler is {sampler!r}, expected a kvjax.Sampler, such as kvjax.Sampler(1.0)")

@@ -53,7 +53,7 @@ class Likelihood(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean of -log p over all tokens that were scored."""
+        """Perplexity: exp of the mean of -log p over all tokens that were scored."""
         return math.exp(self.nll)
 
     @property

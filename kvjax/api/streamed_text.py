@@ -9,14 +9,14 @@ from kvjax.models.clean_spaces import cleans_spaces, settled
 
 
 class Decoding:
-    """Ids to text as they come: what is no complete character yet, or a space that may go, is held back.
+    r"""Ids to text as they come: what is no complete character yet, or a space that may go, is held back.
 
     Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
 
     >>> from kvjax.train.data.byte_tokenizer import byte_tokenizer
     >>> text = Decoding(byte_tokenizer())
-    >>> [text.add(byte) for byte in "né".encode() + b"\\xe2"], text.rest()
-    (['n', '', 'é', ''], '\ufffd')
+    >>> [text.add(byte) for byte in "né".encode() + b"\xe2"], text.rest()
+    (['n', '', 'é', ''], '�')
     """
 
     def __init__(self, tokenizer: Any):

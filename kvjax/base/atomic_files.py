@@ -59,9 +59,9 @@ def disk_says(error: Exception) -> str | None:
 
 
 def in_short(error: Exception) -> str:
-    """The first line of an error's message, cut to fit into a sentence.
+    r"""The first line of an error's message, cut to fit into a sentence.
 
-    >>> in_short(ValueError("no array\\nof that name"))
+    >>> in_short(ValueError("no array\nof that name"))
     'no array'
     """
     said = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -46,11 +46,11 @@ def finite_number(name: str, value: Any, low: float, high: float = math.inf, ope
 
 
 def check_text(text: Any, what: str = "the text") -> None:
-    """InputError unless `text` is a string of whole characters, which UTF-8 can write.
+    r"""InputError unless `text` is a string of whole characters, which UTF-8 can write.
 
-    >>> check_text("a\\ud800")  # doctest: +ELLIPSIS
+    >>> check_text("a\ud800")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvjax.InputError: the text has half a character (\\ud800) at 1, expected Unicode: ...
+    kvjax.InputError: the text has half a character (\ud800) at 1, expected Unicode: ...
     """
     if not isinstance(text, str):
         raise InputError(f"{what} is {_short(text)}, expected a string")

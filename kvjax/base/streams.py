@@ -13,17 +13,17 @@ _ACTS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if ch
 
 
 def escaped(text: str) -> str:
-    """A text whose control characters are written out, lines and tabs aside.
+    r"""A text whose control characters are written out, lines and tabs aside.
 
-    >>> print(escaped("\\x1b[31mred"))
-    \\x1b[31mred
+    >>> print(escaped("\x1b[31mred"))
+    \x1b[31mred
     """
     return text.translate(_ACTS)
 
 
 @contextlib.contextmanager
 def printable() -> Iterator[None]:
-    """Standard output and error take every character: one that their encoding lacks is written as \\\\u2500.
+    r"""Standard output and error take every character: one that their encoding lacks is written as \\u2500.
 
     A stream that is missing (None) is replaced by one that discards everything.
     """

@@ -177,5 +177,5 @@ def orders(pos: Int[Array, "*b S"]) -> tuple[Int[Array, "*b S"], Int[Array, "*b 
 
 
 def taken(x: Array, index: Int[Array, "B K S"]) -> Array:
-    """x of the slots at `index`, list by list."""
+    """Takes x of the slots at `index`, KV head by KV head."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 3)), axis=2)

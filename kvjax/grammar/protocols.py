@@ -324,7 +324,7 @@ class Residence(Protocol):
 
 
 def over_layers(f: Callable[..., Any], *args: Any) -> Any:
-    """f applied to every layer of stacked arguments [Lg, ...]; results stacked again."""
+    """Applies f to every layer of stacked arguments [Lg, ...] and stacks the results."""
     layers = jax.tree.leaves(args)[0].shape[0]
     if layers == 1:
         one = f(*jax.tree.map(lambda x: x[0], args))

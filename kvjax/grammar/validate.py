@@ -19,8 +19,7 @@ STACK = ("most", "first", "codecs", "apart", "merge")
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
-    """ValueError for a word that is no frozen dataclass, lacks a part of its protocol, or is not where it
-    belongs.
+    """Raises ValueError for a word that is no frozen dataclass, lacks a part of its protocol or is misplaced.
 
     >>> check_words(None, None, 3, None)
     Traceback (most recent call last):

@@ -30,7 +30,7 @@ def is_first() -> bool:
 
 
 def number_of() -> int:
-    """This process' number, from 0."""
+    """The number of the calling process, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 

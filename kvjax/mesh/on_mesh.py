@@ -71,7 +71,7 @@ class OnMesh:
 
     @property
     def with_whole_layers(self) -> OnMesh | None:
-        """This, where a device has parts of every layer; None where layers themselves are split."""
+        """The mesh and its rules, if a device has parts of every layer; None where layers are split."""
         return self if self.devices("layers") == 1 else None
 
     def with_whole_slots(self) -> OnMesh:

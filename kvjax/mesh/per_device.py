@@ -44,7 +44,7 @@ def each_device(
     out: Any,
     names: tuple[str, ...] | None = None,
 ) -> Callable[..., T]:
-    """f as every device computes it of its own parts of the arguments; out: how what it returns is split.
+    """Runs f on every device, over its own parts of the arguments; out: how the result is split.
 
     on None: one device has all. names: the mesh axes along which devices are alone, all by default; the
     compiler sees to the others.

@@ -29,11 +29,11 @@ class Collective(NamedTuple):
 
 
 def collectives(module: str) -> list[Collective]:
-    """The collectives of a compiled module's text, those in loops as often as the loops turn.
+    r"""The collectives of a compiled module's text, those in loops as often as the loops turn.
 
     A loop whose turns are data counts as one turn.
 
-    >>> text = "ENTRY %main (p: f32[8]) -> f32[8] {\\n  ROOT %r = f32[8]{0} all-reduce(%p)\\n}"
+    >>> text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  ROOT %r = f32[8]{0} all-reduce(%p)\n}"
     >>> collectives(text)
     [Collective(kind='all-reduce', count=1, bytes=32)]
     """

@@ -29,8 +29,11 @@ SPARE = 0.75
 
 
 class Layout(NamedTuple):
-    """preset: its name. changed: what differs from it, as it was asked for. on: the mesh, and the rules
-    as a method's caches follow them."""
+    """A preset of rules on a mesh, with what the user changed of it.
+
+    preset: its name. changed: the axes that were given otherwise. on: the mesh, and the rules as a method's
+    caches follow them.
+    """
 
     preset: str
     changed: Mapping[str, MeshAxes]

@@ -32,8 +32,10 @@ _PER_CHIP = {"tpu7x": 2}
 
 
 class Topology(NamedTuple):
-    """count: devices. memory: bytes of one that programs may use, None where that is not known. device: what
-    it can do at most, None for the CPU that this runs on. links: bytes per second that one sends, 0 for CPUs.
+    """The devices that a plan is for.
+
+    count: how many. memory: bytes of one that programs may use, None where that is not known. device: its
+    peak speeds, None for the CPU that this runs on. links: bytes per second that one sends, 0 for CPUs.
     """
 
     name: str

@@ -55,7 +55,7 @@ def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
 
 
 def _padded(f: OfArray, axes: Axes) -> Callable[[Array], Any]:
-    """f for arrays whose first axes are these."""
+    """Wraps f for arrays whose first axes are these."""
     return lambda x: f((*axes, *(None,) * (x.ndim - len(axes)))[: x.ndim], x)
 
 

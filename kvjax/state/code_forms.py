@@ -120,7 +120,7 @@ class Multiplied(Protocol):
     """A codec whose rows are x = s z, one number s per row: attention multiplies logits by s, and no rows."""
 
     def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]]:
-        """z and s of codes of this codec."""
+        """The z and s of codes of this codec."""
         ...
 
 
@@ -141,7 +141,7 @@ def span_of(codec: Codec, width: int) -> Span:
 
 
 def times(x: Float[Array, "*b Z"], matrix: Float[np.ndarray, "Z H"]) -> Float[Array, "*b H"]:
-    """x M in the dtype of x, summed in promote(float32, x)."""
+    """Multiplies x M in the dtype of x, summed in promote(float32, x)."""
     kind = wide(x)
     product = jnp.dot(x.astype(kind), jnp.asarray(matrix, kind), precision=jax.lax.Precision.HIGHEST)
     return product.astype(x.dtype)

@@ -68,7 +68,7 @@ class Codes:
         return taught(self.codec, self.taught).decode(self.data, self.width, jnp.dtype(self.dtype))
 
     def encoded(self, x: Array, layer: int | Array = 0, layers: int | None = None) -> dict[str, Array]:
-        """x as these codes hold it: of `layers` layers from `layer` on, or of that layer without its axis."""
+        """Encodes x as these codes are: `layers` layers from `layer` on, or that layer without its axis."""
 
         def part(a: Array) -> Array:
             return a[layer] if layers is None else jax.lax.dynamic_slice_in_dim(a, layer, layers)
@@ -99,7 +99,7 @@ def width_of(x: Array | jax.ShapeDtypeStruct | Codes) -> int:
 
 
 def encode(x: Array, codec: Codec | None, arrays: Taught | tuple[()] = ()) -> Array | Codes:
-    """x as `codec` stores it; x itself where there is none. arrays: what its words were fitted to."""
+    """Encodes x by `codec`; without one, x itself. arrays: the fitted arrays of the codec's words."""
     if codec is None:
         return x
     return Codes(taught(codec, arrays or {}).encode(x), codec, x.shape[-1], x.dtype.name)

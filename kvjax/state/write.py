@@ -22,7 +22,7 @@ from kvjax.state.codes import Codes
 def write_rows(
     x: Shaped[Array, "Lg B K S *r"], slot: Int[Array, "l B K C"], new: Array, layer: int | Array = 0
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
+    """Writes x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
     would copy the cache. Where slots lie on the lanes (`_by_lanes`), one slot per list is written by a
@@ -73,7 +73,7 @@ def _write_apart(
     new: Shaped[Array, "l B K C n *r"],
     layer: int | Array,
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """x with x[layer + i, b, k, start[i, b, k, c] + j] = new[i, b, k, c, j], each list by itself.
+    """Writes x[layer + i, b, k, start[i, b, k, c] + j] = new[i, b, k, c, j], each KV head by itself.
 
     For arrays that are spread over devices: rows and heads stay axes of the scatter, so every device writes
     its own. For a flat index, each would gather those of all others. Starts outside [0, S - n] write nothing.
@@ -98,7 +98,7 @@ def write_blocks(
     new: Shaped[Array, "l B K D *r"],
     layer: int | Array = 0,
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """x with blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
+    """Writes blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
     Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and one number per
     slot is written by a `where`. The slots keep their axis: an accelerator would copy x to split it in two.
@@ -141,7 +141,7 @@ def write_blocks(
 def put_in_rows(
     x: Shaped[Array, "*b W"], at: Int[Array, "*b k"], values: Shaped[Array, "*b k"] | Array
 ) -> Shaped[Array, "*b W"]:
-    """x with x[..., at[..., i]] = values[..., i], at different places of a row; values may be one number.
+    """Writes x[..., at[..., i]] = values[..., i], at different places of a row; values may be one number.
 
     Of arrays that are spread over devices every device has its own rows: a scatter would gather them.
     """

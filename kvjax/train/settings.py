@@ -44,9 +44,11 @@ def _known(what: str, given: Any, known: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Which texts are read. kind: "text" (files), "json" (a field of every line), "parquet" (a column),
-    "python" (the standard library's source of the running interpreter), "recall" (the language of
-    `recall-tiny`) or "pairs" (associative recall: half of a row tells pairs, the rest asks for them all).
+    """Which texts a run reads.
+
+    kind: "text" (files), "json" (a field of every line), "parquet" (a column), "python" (the source of the
+    running interpreter's standard library), "recall" (the language of `recall-tiny`) or "pairs" (associative
+    recall: half of a row tells pairs, the rest asks for them all).
 
     files: paths, or patterns such as "corpus/**/*.txt", from the current folder. field: the field or column
     that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as `kvjax.load` takes one.
@@ -82,8 +84,9 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
-    """How gradients become steps. name: "adamw" or "muon" (matrices of layers by Muon,
-    all else by Adam with Nesterov's momentum).
+    """How gradients become updates.
+
+    name: "adamw" or "muon" (matrices of layers by Muon, all else by Adam with Nesterov's momentum).
 
     peak: the largest learning rate. schedule: "cosine" down to floor * peak, "wsd" (constant, then linear
     down to floor * peak over the last `decay` of all steps) or "constant"; each behind `warmup` steps. clip:
@@ -235,10 +238,12 @@ class Tune:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """On which devices a run computes, as in `kvjax.load`. mesh: axes in words, such as "data=8"; rules: by
-    which of them weights and rows are split. workers: processes that make the rows of the tasks "recall" and
-    "pairs" while the devices compute, which a GPU or TPU needs; 0: the run's own. A run may go on by another
-    mesh, other rules and other workers."""
+    """On which devices a run computes, as in `kvjax.load`.
+
+    mesh: axes in words, such as "data=8"; rules: by which of them weights and rows are split. workers:
+    processes that make the rows of the tasks "recall" and "pairs" while the devices compute, which a GPU or
+    TPU needs; 0: the run's own. A run may continue on another mesh, with other rules and other workers.
+    """
 
     mesh: str | None = None
     rules: str | None = None
@@ -252,8 +257,10 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A whole run. start: a model's directory to go on from; else `config` is started at random, or by init
-    "circuit" with the heads of `kvjax.train.recall_init`.
+    """Settings of a whole run.
+
+    start: a model's directory to continue from; else `config` is started at random, or by init "circuit" with
+    the heads of `kvjax.train.recall_init`.
 
     teacher: a model's directory, from whose predictions the run learns, too. encoder: the directory of one
     that reads the first `loop.context` tokens of every row for the model's layers of cross-attention, or the

@@ -31,8 +31,11 @@ from kvjax.train.trained import Fixed, joined
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes; params: those that learn, as `kvjax.train.trained.split` has them, or a
-    `Pair` of them and of what learns beside the model."""
+    """Everything that a step changes.
+
+    params: those that learn, as `kvjax.train.trained.split` has them, or a `Pair` of them and of what learns
+    beside the model.
+    """
 
     params: Any
     optimiser: Any
@@ -70,8 +73,10 @@ class Frozen:
 
 
 class Beside(NamedTuple):
-    """What stands beside the model: a teacher, and what reads the start of every row: an encoder, or a method
-    that leaves a part of the model's own cache."""
+    """What a step computes beside the model: a teacher, and a reader of the start of every row.
+
+    The reader is an encoder, or a method that leaves a part of the model's own cache.
+    """
 
     teacher: Frozen | None = None
     encoder: Frozen | None = None

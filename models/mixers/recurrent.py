@@ -32,7 +32,7 @@ def convolved(
     x: Float[Array, "B T C"], weight: Float[Array, "W C"], bias: Float[Array, "C"] | None, memory: Memory,
     past: RecurrentState | None, mask: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:  # fmt: skip
-    """silu of the short convolution of x behind the state `tail`, and the new tail."""
+    """Computes silu of the short convolution of x after the state `tail`, and the new tail."""
 
     def whole(x: Array) -> Array:
         # Tails are on every device, so that new tokens are sent there, and not the tails.
@@ -245,7 +245,7 @@ class _Delta(Recurrent, abstract=True):
     def run(
         self, p: Params, x: Array, g: Array, layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T H V"], GroupState, Left]:
-        """o of the gated delta rule with log decays g, per head or per key channel."""
+        """Computes o of the gated delta rule with log decays g, per head or per key channel."""
         flat = jnp.concatenate([linear(p, name, x) for name in "qkv"], -1)
         beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
         keys = self.key_heads * self.key_dim

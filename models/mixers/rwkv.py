@@ -64,12 +64,12 @@ class Shifted(Mixer, abstract=True):
 
 
 def lerp(p: Params, name: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> Array:
-    """x + (before - x) * mix, with one learned share per channel."""
+    """Computes x + (before - x) * mix, with one learned share per channel."""
     return x + (before - x) * p[f"mix_{name}"][None, None]
 
 
 def shares(p: Params, names: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> list[Array]:
-    """mix + tanh(lerp_x A) B for every letter of `names`: shares that move with the token."""
+    """Computes mix + tanh(lerp_x A) B for every letter of `names`: shares that depend on the token."""
     low = jnp.tanh(lerp(p, "x", x, before) @ p["mix_down"]).reshape(*x.shape[:2], len(names), -1)
     moved = jnp.einsum("btnr,nrd->nbtd", low, p["mix_up"])
     return [p[f"mix_{n}"][None, None] + m for n, m in zip(names, moved, strict=True)]

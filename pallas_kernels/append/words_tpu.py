@@ -100,7 +100,7 @@ def _kernel(layer: Any, lengths: Any, table: Any, *refs: Any, page: Page, pages:
 
 
 def _cut(refs: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """refs cut into pieces of these sizes, and the rest."""
+    """Cuts refs into pieces of these sizes, and the rest."""
     cuts = np.cumsum([0, *sizes]).tolist()
     return [refs[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
 

@@ -27,7 +27,7 @@ def lanes(x: Any, count: int) -> Any:
 
 
 def only_real(x: Any, pos: Any) -> Any:
-    """x with zeros in the rows whose `pos` is below 0: they may hold NaN, and zero times NaN is NaN."""
+    """Zeros the rows of x whose `pos` is below 0: they may hold NaN, and zero times NaN is NaN."""
     live = lanes(pos, x.shape[1]) >= 0
     return jnp.where(live, x.astype(jnp.float32), 0.0).astype(x.dtype)
 

@@ -116,7 +116,7 @@ def _second(x: Any, half: int) -> Any:
 
 
 def _with_second(x: Any, rows: Any, half: int) -> Any:
-    """x with the rows that `_second` takes."""
+    """Appends to x the rows that `_second` takes."""
     if half % TILE_ROWS:
         return rows
     first = x.reshape(-1, 2, half, x.shape[1])[:, 0]

@@ -127,7 +127,7 @@ def _shifted(scale: Any, zero: Any, sizes: Sizes) -> tuple[Any, Any]:
 
 
 def _logits(asked: Any, codes: Any, numbers: Any, sizes: Sizes) -> Any:
-    """q k' [R, tokens] of a tile's keys, whose 8 groups have a row of scales and zeros each.
+    """Computes q k' [R, tokens] of a tile's keys, whose 8 groups have a row of scales and zeros each.
 
     Queries take the scales, so that one product serves all groups, and of each column one group's is chosen.
     """

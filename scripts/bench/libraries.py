@@ -22,7 +22,7 @@ LLAMA = dict(layers=8, d_model=512, heads=8, kv_heads=4, d_ff=1408, vocab=8192)
 
 
 def method_of(name: str, ratio: float) -> Any:
-    """kvjax's method of that name, with a share of the slots where it has a budget."""
+    """Builds kvjax's method of that name, with a share of the slots where it has a budget."""
     import kvjax
     from kvjax.methods import takes_budget
 

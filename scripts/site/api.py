@@ -77,10 +77,10 @@ def _indented(options: str) -> str:
 
 
 def plain_docstring(lines: list[str]) -> list[str]:
-    """A docstring in which backticks mean code and *, | and _ mean themselves; examples stay as they are.
+    r"""A docstring in which backticks mean code and *, | and _ mean themselves; examples stay as they are.
 
     >>> plain_docstring(["x*y of `room`", "", ">>> f(*a)"])
-    ['x\\\\*y of ``room``', '', '>>> f(*a)']
+    ['x\\*y of ``room``', '', '>>> f(*a)']
     """
     made, example = [], False
     for line in lines:

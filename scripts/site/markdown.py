@@ -9,12 +9,12 @@ _CODE = re.compile(r"(`[^`]*`)")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; a | within a cell is escaped.
+    r"""A table; a | within a cell is escaped.
 
     >>> print(table(["a"], [["x|y"]]))
     | a |
     |---|
-    | x\\|y |
+    | x\|y |
     """
 
     def line(cells: Sequence[str]) -> str:
@@ -24,10 +24,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text whose <, *, _ and [ mean themselves; what is between backticks stays as it is.
+    r"""Text whose <, *, _ and [ mean themselves; what is between backticks stays as it is.
 
     >>> escaped("a_1 * b, `c_1`")
-    'a\\\\_1 \\\\* b, `c_1`'
+    'a\\_1 \\* b, `c_1`'
     """
     return "".join(
         part if part.startswith("`") else re.sub(r"([<*_\[\]])", r"\\\1", part) for part in _CODE.split(text)

@@ -23,8 +23,10 @@ from scripts.studies.architecture_sizes import ATTENTION, BASE, KV, LAYERS, Row,
 
 
 def kept_rows() -> list[Row]:
-    """What grows with the tokens and is no key and value: states in which numbers are bfloat16 or, of PaTH's
-    keys and of decays, float32."""
+    """States that grow with the tokens and are no keys and values.
+
+    Numbers are bfloat16 or, of PaTH's keys and of decays, float32.
+    """
     own, count = (32, 128, 128), LAYERS * 4
     lowest = SharedKeys(*own, groups=8)
     pod = [lowest, *[SharedKeys(*own, groups=8, source=0)] * 3]

@@ -133,7 +133,7 @@ class Study:
         return prompt._replace(context=prompt.context[: len(prompt.context) // whole * whole])
 
     def double(self, name: str, context: str) -> dict[str, Any]:
-        """kvpress in float32 beside itself in float64."""
+        """Runs kvpress in float32 beside itself in float64."""
         if self.in_float64 is None:
             self.in_float64 = Theirs(Path(self.folder.name) / "model", "float64")
         press = PRESSES[name]

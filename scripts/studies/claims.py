@@ -1,5 +1,6 @@
-"""Which claims of papers hold here: docs/claims.md, from the data of the board and the leaderboard,
-claims_table.py and surprises_table.py.
+"""Writes docs/claims.md, which claims of papers hold here.
+
+From the leaderboard's data, claims_table.py and scripts/studies/surprises_table.py.
 
     python -m scripts.studies.claims            # prints the page
     python -m scripts.studies.claims --write    # writes it

@@ -34,15 +34,19 @@ class Near(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """A model that learned with the method's memory tokens scores at most `within` less than the model from
-    which it went on does with its full cache (scripts/studies/memory_tokens.py)."""
+    """A claim: a model trained with the method's memory tokens scores at most `within` less than before.
+
+    Before is the model from which it was trained, with its full cache (scripts/studies/memory_tokens.py).
+    """
 
     within: float = 0.05
 
 
 class Longer(NamedTuple):
-    """A text far longer than a model was trained on is likelier with the method than with the full cache
-    (scripts/studies/longer_texts.py)."""
+    """A claim: a text far longer than the training's is likelier with the method than with the full cache.
+
+    See scripts/studies/longer_texts.py.
+    """
 
 
 class Faster(NamedTuple):

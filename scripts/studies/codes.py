@@ -78,7 +78,7 @@ def reading(model: Model) -> Reading:
 
 
 def said(model: Model, cache: Cache, tokens: list[int]) -> Float[Array, "T V"]:
-    """log p of every next token; the cache is consumed."""
+    """Computes log p of every next token; the cache is consumed."""
     return jax.nn.log_softmax(kvjax.verify(model, cache, [tokens])[0][0])
 
 

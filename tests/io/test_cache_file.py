@@ -309,7 +309,6 @@ def saved(tmp_path):
 
 def rewrite(path, **changes: str):
     """The same file with other metadata."""
-
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()

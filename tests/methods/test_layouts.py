@@ -53,8 +53,11 @@ def test_methods_of_one_class_share_a_decoder_but_where_their_steps_differ():
 
 
 def test_whatever_acts_on_prompts_alone_decodes_like_no_method_at_all():
-    """Unless a later choice goes by what steps remember, keys turn by more than their positions, or a merge
-    answers for what has left."""
+    """Methods with another reason to differ in steps are left out.
+
+    A later choice goes by what steps remember, keys are rotated by more than their positions, or a merge
+    answers for evicted slots.
+    """
     plain = Method().decode_part()
     share = {id for keys in decoders().values() for id in keys.get(plain, ())}
     others = {row.id for row in kvjax.methods() if row.phase == "prefill"} - share

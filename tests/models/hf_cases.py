@@ -1,5 +1,6 @@
-"""Tiny random checkpoints of every family, as the config.json they have on the hub: shared by the fixtures of
-the plain suite, the script that makes them, and the parity suite.
+"""Tiny random checkpoints of every family, as the config.json they have on the hub.
+
+Shared by the fixtures of the plain suite, the script that makes them, and the parity suite.
 
 Between them: odd head counts, head_dim other than D / N, every rotary scaling in the old and the new
 spelling, windows shorter than the prompt, tied and untied embeddings, every bias and norm.

@@ -1,5 +1,7 @@
-"""Families as they are used: rows of unequal lengths, two turns and steps compute what one pass computes, and
-methods act on the layers that keep every token."""
+"""Families as they are used, in rows of unequal lengths, two turns and steps.
+
+They compute what one pass computes, and methods act on the layers that keep every token.
+"""
 
 import functools
 import tempfile

@@ -75,7 +75,6 @@ def check_cuts(op, row, x, state, step=None, bar=1e-10):
 
 def check_gradients(op, other, x, state, bar=1e-5):
     """Gradients of all results by inputs and state: finite, and those of the other form. In float32."""
-
     leaves, tree = jax.tree.flatten((x, state))
     floats = {i: jnp.asarray(y, jnp.float32) for i, y in enumerate(leaves) if y.dtype.kind == "f"}
 

@@ -206,7 +206,7 @@ class KvjaxLM(TemplateLM):
     def _scores(
         self, rows: list[Row], what: str, quiet: bool, chunk: int | None = None, weighed: bool = True
     ) -> list[tuple[float, bool]]:
-        """log p of the end of each row, and whether all of it is greedy."""
+        """Computes log p of the end of each row, and whether all of it is greedy."""
         out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         kinds: list[Hashable] | None = None if chunk is None else [(len(r.ids), r.context) for r in rows]
         with tqdm(total=len(rows), desc=what, disable=quiet) as bar:

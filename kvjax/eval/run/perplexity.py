@@ -182,20 +182,30 @@ def stream_text(
     log: UnitLog | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """How well every method predicts a text behind `length` tokens that it compressed: one row per entry.
-
-    Rows hold method, budget, nll, full_nll, delta_nll with its 95% interval over windows (delta_low,
-    delta_high), kl (full || method), top1 (share of tokens whose likeliest successor is the full cache's),
-    kept_bytes, full_bytes, read_bytes, tokens and windows; distances has delta_nll, kl and top1 with their
-    intervals by how far after the compression a token is predicted (1 to 16 tokens, 17 to 32, 33 to 64 ...).
+    """Measures how well every method predicts a text after `length` tokens that it compressed.
 
     Args:
-      windows: disjoint windows drawn from the text; `steps` tokens are predicted behind each.
-      chunk: methods that evict at the end of a prefill do so again after every `chunk` of these tokens; by
-        default they keep them all. Methods that evict at every step always do.
-      log: finished units are taken from it and added to it, so that a killed run can go on.
+        model: a model.
+        entries: the methods, with their budgets.
+        text_path: a text file.
+        length: tokens that are compressed, of each window.
+        windows: disjoint windows drawn from the text.
+        steps: tokens that are predicted in each window after those.
+        chunk: methods that evict at the end of a prefill do so again after every `chunk` of these tokens; by
+            default they keep them all. Methods that evict at every step always do.
+        seed: of the windows.
+        log: finished units are taken from it and added to it, so that a killed run can continue.
+        console: where progress is shown.
 
-    Raises InputError for whatever `read_windows` refuses.
+    Returns:
+        A row per entry with method, budget, nll, full_nll, delta_nll and its 95% interval over windows
+        (delta_low, delta_high), kl (full || method), top1 (share of tokens whose likeliest successor is the
+        full cache's), kept_bytes, full_bytes, read_bytes, tokens and windows; distances has delta_nll, kl and
+        top1 with their intervals by how far after the compression a token is predicted (1 to 16 tokens, 17 to
+        32, 33 to 64 ...).
+
+    Raises:
+        InputError: for whatever `read_windows` refuses.
 
     >>> from kvjax.eval.run.cellplan import plan_cells
     >>> from kvjax.io.load import load

@@ -21,8 +21,10 @@ ASKED_FIRST, STAYS = ("aware", "aware-unprotected"), ("aware",)
 
 
 class Rows(NamedTuple):
-    """A batch. `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question:
-    prediction j of its answer comes behind token start + j of `forced`.
+    """A batch of questions, with the tokens that are fed after the prompt.
+
+    `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question: prediction j
+    of its answer comes after token start + j of `forced`.
 
     again: the first forced token is the prompt's last one, asked again over the compressed cache. newest: how
     many of the prompts' last tokens stay, whatever the method. of: the prompt of each row, where several rows

@@ -120,20 +120,26 @@ def make_suite(
     contexts: int = 32,
     gold: bool = False,
 ) -> Suite:
-    """The questions of a comparison: built-in tasks in the model's language, and those of local files.
+    """Makes the questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
-      tasks: built-in names (by default `default_tasks`), those of RULER ("ruler", "niah_single_1",
-        "qa_1:file=dev-v2.0.json"), files of benchmarks ("kvpress:FILE" and so on, docs/tasks.md) or their
-        paths alone, and functions (`kvjax.eval.tasks.functions`), also as "file.py:function".
-      length: bound on context and question together, and on the answer in RULER's tasks; by default 512
-        tokens, 1024 in RULER's tasks, or the longest prompt in files.
-      contexts: at most so many records of each file are read.
-      gold: a right answer is fed to the model, and what it expects at each token is graded, also in tasks
-        whose answers it would write.
+        model: the model that answers.
+        tasks: built-in names (by default `default_tasks`), those of RULER ("ruler", "niah_single_1",
+            "qa_1:file=dev-v2.0.json"), files of benchmarks ("kvpress:FILE" and so on, docs/tasks.md) or their
+            paths alone, and functions (`kvjax.eval.tasks.functions`), also as "file.py:function".
+        length: bound on context and question together, and on the answer in RULER's tasks; by default 512
+            tokens, 1024 in RULER's tasks, or the longest prompt in files.
+        seed: of the contexts.
+        contexts: at most so many records of each file are read.
+        gold: a right answer is fed to the model, and its prediction at each token is graded, also in tasks
+            whose answers it would write.
 
-    Raises InputError for whatever cannot be asked: unknown tasks, unreadable files, lengths that are too
-    short for the questions or beyond the model's positions, a model without a tokenizer.
+    Returns:
+        The questions, as a `Suite`.
+
+    Raises:
+        InputError: for whatever cannot be asked: unknown tasks, unreadable files, lengths that are too short
+            for the questions or beyond the model's positions, a model without a tokenizer.
 
     >>> from kvjax.io.load import load
     >>> suite = make_suite(load("recall-tiny"), ["get", "copy"])

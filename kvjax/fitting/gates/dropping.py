@@ -84,7 +84,7 @@ def rising(share: float, most: float) -> Float[Array, ""]:
 
 
 def log_sparse_sigmoid(x: Float[Array, "*_"], alpha: Float[Array, ""]) -> Float[Array, "*_"]:
-    """log argmax_p p x + H(p), of Tsallis' entropy H = (p - p^alpha + q - q^alpha) / (alpha (alpha - 1)).
+    """Computes log argmax_p p x + H(p), H = (p - p^alpha + q - q^alpha) / (alpha (alpha - 1)) (Tsallis).
 
     q = 1 - p (entmax of two, arXiv:1905.05702). It is the sigmoid for alpha = 1, and 0 or 1 beyond
     1 / (alpha - 1) else. p solves x = (p^(alpha - 1) - q^(alpha - 1)) / (alpha - 1), which is tabulated by

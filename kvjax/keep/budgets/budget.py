@@ -378,7 +378,7 @@ class Pyramid:
 
 
 def _round(whole: Int[Array, "l B"], part: Float[Array, "l B"]) -> Int[Array, "l B"]:
-    """whole + part to the nearest integer, halves to the even one."""
+    """Rounds whole + part to the nearest integer, halves to the even one."""
     base = jnp.floor(part)
     whole, part = whole + base.astype(jnp.int32), part - base
     up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))

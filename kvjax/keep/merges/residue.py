@@ -110,12 +110,12 @@ def asked(
 
 
 def query_features(arrays: dict[str, Array], q: Float[Array, "B N T H"]) -> Float[Array, "B N T R"]:
-    """phi of rotated queries, in one layer."""
+    """Computes phi of rotated queries, in one layer."""
     return jnp.abs(_network(q, arrays["q1"], arrays["q2"]))
 
 
 def key_features(arrays: dict[str, Array], k: Float[Array, "B K S H"]) -> Float[Array, "B K S R"]:
-    """psi of rotated keys, in one layer."""
+    """Computes psi of rotated keys, in one layer."""
     scale, scale_mix = (arrays[name][None, :, None] for name in ("scale", "scale_mix"))
     u = jnp.abs(scale) * _network(k, arrays["k1"], arrays["k2"])
     return jnp.abs(u + scale_mix * jnp.einsum("bksr,krp->bksp", u, arrays["mix"]))

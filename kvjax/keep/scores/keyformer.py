@@ -60,7 +60,7 @@ class NoisyMass:
     def draws(
         self, q_pos: Int[Array, "B T"], pos: Int[Array, "B K S"], heads: int, layer: int | Int[Array, ""] = 0
     ) -> Float[Array, "B N T S"]:
-        """z by (seed, layer, head, query, key) alone, so that a row draws the same alone and in a batch."""
+        """Draws z by (seed, layer, head, query, key) alone, so a row draws the same alone and in a batch."""
         of_layer = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), layer)
         fold = jax.random.fold_in
 

@@ -176,8 +176,10 @@ def tpu_attention_stats(
     threshold: float, per_head: bool,
     block_rows: int = 1024, block_keys: int | None = None, interpret: Any = False,
 ) -> dict[str, Array]:  # fmt: skip
-    """The kernel on the operands of `_reference`. block_rows: queries of all heads per step,
-    with at least 128 of each head."""
+    """Runs the kernel on the operands of `_reference`.
+
+    block_rows: queries of all heads per step, with at least 128 of each head.
+    """
     (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
     group, lists = n // heads, b * heads
     # Few queries: those of all heads of a group are put into one row, unless heads are counted apart.

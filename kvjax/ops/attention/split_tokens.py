@@ -127,8 +127,10 @@ def split_attention(
 def _axes(
     on: OnMesh, q: Array, sets: Sequence[Keys], names: tuple[str, ...], expand: Expanding | None, mass: bool
 ) -> Axes | None:
-    """The first axes of queries, where a device has all that they meet but for its tokens; None: the compiler
-    splits rows and heads, and no kernel runs."""
+    """The first axes of queries, where a device has all that they attend to but for its tokens.
+
+    None: the compiler splits rows and heads, and no kernel runs.
+    """
     if expand is not None:
         return None
     found = {axes_of_queries(on, keys.k.shape[1], names, mass=mass) for keys in sets}

@@ -116,7 +116,7 @@ def _by_strips(
     newer: Int[Array, "B T"] | None = None,
     size: int = STRIP,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """strip over every `size` queries, masses joined; what is less than two strips goes at once."""
+    """Runs `strip` on every `size` queries and joins masses; fewer queries than two strips run at once."""
     b, n, t, h = q.shape
     if t <= size or (t % size and t < 2 * size):
         return strip((q, q_pos, newer))

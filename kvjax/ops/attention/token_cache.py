@@ -119,7 +119,7 @@ def seen_arriving(slots: TokenCache, at: Places) -> Bool[Array, "B 1 T U"]:
 
 
 def products(q: Float[Array, "B T N K"], k: Float[Array, "B S H K"]) -> Float[Array, "B N T S"]:
-    """q k' of every query head with the keys of its group."""
+    """Computes q k' of every query head with the keys of its group."""
     b, t, n, d = q.shape
     grouped = q.reshape(b, t, k.shape[2], -1, d)
     if t == 1:

@@ -147,7 +147,10 @@ def logits(
 
 
 def _products(rows: Float[Array, "B K R H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K R S"]:
-    """q k' in promote(float32, q). With few rows XLA on CPU reads keys a fifth faster as the left operand."""
+    """Computes q k' in promote(float32, q).
+
+    With few rows XLA on CPU reads keys a fifth faster as the left operand.
+    """
     if rows.shape[2] > 8:
         return jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=wide(rows))
     return jnp.swapaxes(jnp.einsum("bksh,bkrh->bksr", k, rows, preferred_element_type=wide(rows)), 2, 3)

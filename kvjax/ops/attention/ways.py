@@ -29,8 +29,11 @@ class Way(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """Bytes on which a way depends. parts: devices along the axis. asked: of queries, and of outputs as they
-    are merged, on one device. stored, attended: of a set on all, as it lies and as it is attended to."""
+    """Bytes by which the cheapest way of sending keys is chosen.
+
+    parts: devices along the axis. asked: bytes of queries, and of outputs as they are merged, on one device.
+    stored, attended: bytes of a set on all devices, as it is stored and as it is attended to.
+    """
 
     parts: int
     asked: int
@@ -38,9 +41,12 @@ class Travel(NamedTuple):
     attended: int
 
     def of_new(self, tokens: int, window: int | None) -> Way:
-        """Of the new keys: a ring where a window needs but some of them, or all would not fit beside the
-        device's own queries and outputs; both send as much where all are needed. Where all go round and
-        there are many tokens, devices help each other."""
+        """Chooses the way of the new keys: a ring or a gather.
+
+        A ring where a window needs only some of them, or where all would not fit beside the device's own
+        queries and outputs; both send as much where all are needed. Where all go round and there are many
+        tokens, devices help each other.
+        """
         last = self.parts - 1
         hops = last if window is None else min(last, -(-(window - 1) // (tokens // self.parts)))
         if hops == last and self.attended <= self.asked:

@@ -85,7 +85,7 @@ def collisions(
 
 
 def log_chance_of_two(cosine: Float[Array, "*b"], bits: int, tables: int) -> Float[Array, "*b"]:
-    """log u: how likely vectors with this cosine are to collide in two tables or more.
+    """Computes log u: how likely vectors with this cosine are to collide in two tables or more.
 
     u = 1 - (1 - x)^L - L x (1 - x)^(L - 1) with x = p^K, p = 1 - arccos(cosine) / pi, K bits and L tables
     (MagicPIG, arXiv:2410.16179). Small ones do not lose digits. Gradients are finite for all cosines.

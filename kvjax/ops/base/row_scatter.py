@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Shaped
 def scatter_rows(
     x: Shaped[Array, "R *r"], at: Int[Array, "n"], rows: Shaped[Array, "n *r"], *, unique: bool = False
 ) -> Shaped[Array, "R *r"]:
-    """x with x[at[i]] = rows[i]; what is at R or beyond writes nothing. unique: no two are the same.
+    """Writes x[at[i]] = rows[i]; an index of R or beyond writes nothing. unique: no two are the same.
 
     A scatter of a single row is given a second one that writes nothing: XLA makes it a slice else, whose old
     row is read to be written back where the index is outside, and a CPU copies all of x for that.

@@ -31,7 +31,7 @@ def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Ar
 
 
 def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[Array, "*n K"]:
-    """x with A x = b for every leading index; A symmetric positive definite.
+    """Solves A x = b for every leading index; A symmetric positive definite.
 
     >>> cholesky_solve(4 * jnp.eye(2), jnp.ones(2)).tolist()
     [0.25, 0.25]
@@ -47,7 +47,7 @@ def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[
 
 
 def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -> Float[Array, "*n C V"]:
-    """x with (I + L) x = b for every leading index, where L is the strictly lower part of `below`.
+    """Solves (I + L) x = b for every leading index, where L is the strictly lower part of `below`.
 
     An inverse is made of those of its halves, [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']], so all is
     products, and as exact as substitution row by row. Unlike LAPACK's solver it needs no `one_by_one`.
@@ -92,7 +92,7 @@ def _unit_lower_inverse(below: Float[Array, "*n C C"]) -> Float[Array, "*n C C"]
 def conjugate_gradient(
     matvec: Callable[[Array], Array], b: Float[Array, "*n K"], iterations: int
 ) -> Float[Array, "*n K"]:
-    """x with A x = b after a fixed number of conjugate gradient steps from zero (Hestenes and Stiefel, 1952).
+    """Solves A x = b by a fixed number of conjugate gradient steps from zero (Hestenes and Stiefel, 1952).
 
     `matvec` takes [*n, K] to the product of every index's own symmetric positive definite matrix. K steps are
     exact but for rounding. Gradients are those of the solution, by another solve of as many steps.

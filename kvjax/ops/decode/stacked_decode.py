@@ -364,7 +364,7 @@ def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]
 
 
 def _in_blocks(x: Array, layer: Array, block: int) -> Array:
-    """x [L, B, K, S] as it is if it holds 32-bit words and whole blocks, else one layer, cast and padded."""
+    """Keeps x [L, B, K, S] if it holds 32-bit words and whole blocks, else casts and pads one layer."""
     pad = -x.shape[3] % block
     dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     if not pad and x.dtype == dtype:

@@ -96,7 +96,7 @@ def based_attention(
 
 
 def _scaled(q: Array, k: Array, v: Array, scale: float | None) -> tuple[Array, Array]:
-    """q and k in the state's dtype, each with the root of the scale of their product."""
+    """Casts q and k to the state's dtype, and gives each the root of the scale of their product."""
     dtype = wide(v)
     root = jnp.asarray((q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5, dtype)
     return q.astype(dtype) * root, k.astype(dtype) * root

@@ -108,7 +108,7 @@ def empty_state(k: Float[Array, "B T H K"], v: Float[Array, "B T H V"], segment_
 
 
 def _recall(phi: Float[Array, "B C H K"], memory: Float[Array, "B H K W"]) -> Float[Array, "B C H V"]:
-    """phi' M / phi' z, and 0 from an empty memory."""
+    """Reads phi' M / phi' z, and 0 from an empty memory."""
     out = jnp.einsum("bchk,bhkw->bchw", phi, memory)
     norm = out[..., -1:]
     return jnp.where(norm > 0, out[..., :-1] / jnp.where(norm > 0, norm, 1.0), 0.0)

@@ -117,7 +117,7 @@ class StackedState(NamedTuple):
     layer: int | Int[Array, ""]
 
     def own(self) -> Float[Array, "*state"]:
-        """This layer's state."""
+        """The state of the one layer."""
         if self.layers.shape[0] == 1:
             return self.layers[0]
         return jax.lax.dynamic_index_in_dim(self.layers, self.layer, keepdims=False)
@@ -130,7 +130,7 @@ class StackedState(NamedTuple):
         return StackedState(jax.lax.dynamic_update_index_in_dim(self.layers, new, self.layer, 0), self.layer)
 
     def like(self, given: Float[Array, "*state"] | StackedState) -> Float[Array, "*state"] | StackedState:
-        """This layer's state, or the stack of all where one was given."""
+        """The state of the one layer, or the stack of all where one was given."""
         return self if isinstance(given, StackedState) else self.own()
 
 

@@ -39,7 +39,7 @@ def rwkv6(
     recurrent: bool = False,
     scale: float = 1.0,
 ) -> Output:
-    """o = scale (S + Diag(u) k v')' r, then S = Diag(e^-e^w_pre) S + k v': reads before it decays and writes.
+    """Runs o = scale (S + Diag(u) k v')' r, then S = Diag(e^-e^w_pre) S + k v': reads before decay and write.
 
     RWKV-6 "Finch" (Peng et al., 2024, arXiv:2404.05892); with a constant w_pre it is RWKV-5 "Eagle" of the
     same paper. The bonus u weighs the current token, which the state does not hold yet.

@@ -49,8 +49,10 @@ def decoded(
     pos: Int[Array, "B T"],
     computed: tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None]:
-    """Keys, rotated or not as they are stored, and values of new tokens as a step reads them from the slots
-    that it has just written."""
+    """Keys and values of new tokens as a step reads them from the slots that it has just written.
+
+    Keys are rotated or not, as they are stored.
+    """
     mine = jax.tree.map(lambda x: x[layer.index], gm.taught)
 
     def back(x: Array, codec: Codec | None) -> Array:

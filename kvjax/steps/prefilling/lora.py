@@ -70,6 +70,6 @@ def marked_output(
 def _added(
     arrays: dict[str, Array], name: str, x: Float[Array, "B T X"], marks: Marks
 ) -> Float[Array, "B T Y"]:
-    """x A B of marked tokens, and zeros of others."""
+    """Computes x A B of marked tokens, and zeros of others."""
     down, up = (arrays[f"{name}_{part}"].astype(jnp.float32) for part in ("down", "up"))
     return (marks.share[..., None] * (x.astype(jnp.float32) @ down @ up)).astype(x.dtype)

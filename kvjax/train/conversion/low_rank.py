@@ -1,5 +1,7 @@
-"""Keys and values of low rank: by texts (Palu), by layers' condition numbers (LoRC), by nested training
-(MatryoshkaKV). All make `GroupedLatent` layers, whose cache holds latents of groups of heads.
+"""Converts layers to keys and values of low rank, whose cache holds latents of groups of heads.
+
+By texts (Palu), by layers' condition numbers (LoRC), or by nested training (MatryoshkaKV); all make
+`GroupedLatent` layers.
 """
 
 from __future__ import annotations

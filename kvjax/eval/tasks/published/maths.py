@@ -38,7 +38,7 @@ def _math(row: Row, options: Mapping[str, str]) -> Record:
 
 
 def _task_of(row: Row) -> str:
-    """ "aime" or "math", with the number that a file's name or its folders' give them."""
+    """Reads "aime" or "math" and the number from the name of a file or of its folders."""
     for part in reversed(row.file.parts[-3:]):
         if found := re.search(r"(aime|math)\D?(\d+)", part.lower()):
             return found[1] + found[2]

@@ -20,8 +20,10 @@ DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int)
 
 
 class Needles(NamedTuple):
-    """A task: what its haystack is made of ("noise", "essay" or "needle"), what its keys and values are
-    ("words", "numbers" or "uuids"), how many keys there are, values per key, and keys asked for.
+    """A needle task: its haystack, its keys and values, and how many of them there are.
+
+    The haystack is "noise", "essay" or "needle"; keys and values are "words", "numbers" or "uuids". Then come
+    the number of keys, of values per key, and of keys that are asked for.
     """
 
     haystack: str
