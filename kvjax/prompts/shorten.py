@@ -40,7 +40,7 @@ def shorten(
     by: str = "llmlingua",
     **options: float | int,
 ) -> Shortened:
-    """Takes tokens, sentences or documents out of a prompt before any model reads it (prompt compression).
+    r"""Takes tokens, sentences or documents out of a prompt before any model reads it (prompt compression).
 
     What is left is text, so any tokenizer reads it, and a method may compress the cache of it besides.
 
@@ -63,7 +63,7 @@ def shorten(
 
     >>> import kvjax
     >>> model = kvjax.load("bytes-tiny")
-    >>> text = "def add(a, b):\\n    return a + b\\n" * 3
+    >>> text = "def add(a, b):\n    return a + b\n" * 3
     >>> short = kvjax.shorten(model, text, keep=0.5)
     >>> short.tokens, short.given
     (48, 96)
