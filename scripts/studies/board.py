@@ -8,11 +8,12 @@
     python -m scripts.studies.board --write      # writes them into docs/real-model.md
 
 A file of configs/eval with seeds is a board. A shard of it is a few methods under one protocol on the
-contexts of one seed, in a folder of its own: all methods under the first protocol on the contexts of the
-first seed come first. The data has a line per task, protocol, method, budget and seed, with the scores of all
-contexts, the revision that ran, and a digest of the method's source: where that is another now, the method is
-run again. Only runs that asked the same tasks are put together: where the question is read before the
-compression, as many tokens stay as the longest question of all of them has.
+contexts of one seed, in a folder of its own: methods come under every protocol before the next ones do,
+and all of them on the contexts of the first seed before those of another. The data has a line per task,
+protocol, method, budget and seed, with the scores of all contexts, the revision that ran, and a digest of
+the method's source: where that is another now, the method is run again. Only runs that asked the same
+tasks are put together: where the question is read before the compression, as many tokens stay as the
+longest question of all of them has.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Ite
     pieces = [labels[at : at + TOGETHER] for at in range(0, len(labels), TOGETHER)]
     digests = {entry: source_of(entry.method) for entry in cells}
     have = _counted(known, model.fingerprint, given["length"], given["tasks"])
-    for seed, protocol, (number, piece) in itertools.product(
-        given["seeds"], given["protocols"], enumerate(pieces)
+    for seed, (number, piece), protocol in itertools.product(
+        given["seeds"], enumerate(pieces), given["protocols"]
     ):
         mine = [entry for entry in cells if entry.label in piece]
         digest = hashlib.sha256(repr([(e, digests[e]) for e in mine]).encode()).hexdigest()[:8]
