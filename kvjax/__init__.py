@@ -81,6 +81,7 @@ _HOMES = {
     "kept_texts": "kvjax.api.kept_texts",
     "summary": "kvjax.api.summary",
     "fork": "kvjax.api.fork",
+    "join": "kvjax.api.join",
     "take_rows": "kvjax.api.rows",
     "reset_rows": "kvjax.api.rows",
     "save_cache": "kvjax.io.cache_file",

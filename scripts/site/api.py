@@ -21,7 +21,7 @@ GROUPS = {
     ),
     "caches": (
         "Caches",
-        "nbytes kept_positions kept_texts summary fork take_rows reset_rows rollback "
+        "nbytes kept_positions kept_texts summary fork join take_rows reset_rows rollback "
         "save_cache load_cache save_chat load_chat",
     ),
     "measuring": ("Comparing and fitting", "compare scores draw_scores fit save_fitted load_fitted"),

@@ -1,0 +1,188 @@
+"""Texts that were read apart as one past: `join`, which turns keys to where their text comes to lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.api.chunks import bucket, tokens_that_fit, with_room
+from kvjax.api.prefill import bare_cache, check_cache, check_reach, labelled
+from kvjax.api.prepare import made
+from kvjax.api.rollback import Added
+from kvjax.base.checks import whole_number
+from kvjax.base.errors import InputError
+from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import whole_tiles
+from kvjax.grammar import Method
+from kvjax.grammar.protocols import over_layers
+from kvjax.hosts.arrays import fetch
+from kvjax.models.attending import turned
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.model import Model, check_single
+from kvjax.ops.base.rope import Rope
+from kvjax.pure import decoding
+from kvjax.state.cache import Cache, GroupState, Slots
+from kvjax.state.codes import Codes, width_of
+
+
+def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
+    """Joins caches of texts that were read apart, as if each text followed the one before it.
+
+    Documents that many prompts share are read once each, and joined in the order of a prompt. Keys turn from
+    the positions at which they were read to those at which they lie now; nothing is computed again, so a text
+    does not know those before it. That is how retrieved documents are reused in Prompt Cache (Gim et al.,
+    2023, arXiv:2311.04934), Block-Attention (Ma et al., 2024, arXiv:2409.15355) and KVLink (Yang et al.,
+    2025, arXiv:2502.16002), whose models were trained for it; others lose some accuracy.
+
+    Args:
+        model: the model that read the texts.
+        caches: one for each text, of as many rows and of one method, which may have compressed each. They
+            stay usable.
+        room: how many further tokens the cache must hold.
+
+    Returns:
+        One cache. Row b holds the slots of row b of all caches; its next position is the sum of theirs.
+
+    Raises:
+        InputError: for no cache, caches of other models, methods or numbers of rows, or that a step consumed;
+            where layers carry a state, slots are encoded or lie in pages, or a method remembers anything of
+            them; where the rotation depends on the length of the text; and beyond the model's last position.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> texts = [kvjax.prefill(model, [ids])[1] for ids in ([1, 2, 3], [4, 5])]
+    >>> cache = kvjax.join(model, texts, room=4)
+    >>> cache.next.tolist(), kvjax.kept_positions(cache)[0][0, 0, :5].tolist()
+    ([5], [0, 1, 2, 3, 4])
+    """
+    check_single(model, "join the caches of one decoder")
+    room = whole_number("room", room, 0, "tokens that may follow")
+    caches = list(caches)
+    if not caches:
+        raise InputError("caches is empty, expected one for each text: give what kvjax.prefill returned")
+    for cache in caches:
+        check_cache(model, cache)
+    first = caches[0]
+    method = first.method
+    _check_alike(caches)
+    model = made(model, method)
+    if model.config.rope.by_length:
+        raise InputError(
+            f"the rotation of {model.name} ({model.config.rope.kind}) depends on the length of a text, "
+            "expected one by position alone: read the texts together"
+        )
+    if model.on_mesh is not None:
+        raise InputError(
+            f"{model.name} lies on several devices, expected one: join caches of an unsplit model"
+        )
+    run = decoding(model, method, None)
+    gms = run.groups(model.params)
+    for number, cache in enumerate(caches):
+        for gm, group in zip(gms, cache.groups, strict=True):
+            if why := _unjoinable(gm, group):
+                raise InputError(f"layer {gm.first} of cache {number} {why}: read the texts together")
+    starts = np.cumsum([np.zeros_like(fetch(first.next)), *(fetch(cache.next) for cache in caches)], 0)
+    check_reach(model, int(starts[-1].max()) + room, method or Method())
+    ropes = tuple(
+        None if run.unrotated else _unscaled(mixer_of(model.config, gm.first).rope(model.config, gm.first))
+        for gm in gms
+    )
+    bare = [bare_cache(cache) for cache in caches]
+    used = fetch(_used([[group.tail.pos for group in cache.groups] for cache in bare]))
+    sizes = tuple(
+        whole_tiles(bucket(max(int(n), 1)), width_of(group.tail.k))
+        for n, group in zip(np.sum(used, 0), first.groups, strict=True)
+    )
+    joined = _joined(bare, jnp.asarray(starts[:-1], jnp.int32), ropes, sizes)
+    joined = labelled(with_room(gms, joined, room), method or Method(), model)
+    spare = int(fetch(tokens_that_fit(gms, joined)).min())
+    return dataclasses.replace(joined, spare=spare, added=Added(gms, np.zeros_like(starts[-1])))
+
+
+def _check_alike(caches: Sequence[Cache]) -> None:
+    first = caches[0]
+    for number, cache in enumerate(caches):
+        rows, others = cache.next.shape[0], first.next.shape[0]
+        if rows != others:
+            raise InputError(
+                f"cache {number} has {rows} rows, cache 0 has {others}, expected as many: copy rows with "
+                "kvjax.take_rows"
+            )
+        if cache.method != first.method:
+            raise InputError(
+                f"cache {number} is of {cache.method!r:.60}, cache 0 of {first.method!r:.60}, expected one "
+                "method: read all texts with it"
+            )
+
+
+def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
+    """Why the slots of a group cannot be put behind others; empty where they can."""
+    if group.state is not None:
+        return "carries a state, into which its text has gone"
+    if not gm.lasting:
+        return "loses slots while decoding"
+    slots = group.tail
+    if slots is None or group.bodies or group.sinks is not None:
+        return "holds slots in pages, codes or apart from others"
+    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes):
+        return "holds encoded slots"
+    if slots.traces or slots.summary or slots.sums or slots.near is not None or slots.far or group.rows:
+        return "holds what its method remembers of slots"
+    return ""
+
+
+def _unscaled(rope: Rope) -> Rope:
+    """A rotation without the factor that keys have already got."""
+    return dataclasses.replace(rope, attention_factor=1.0) if rope.kind == "yarn" else rope
+
+
+@jax.jit
+def _used(tails: list[list[Int[Array, "_ _ _ _"]]]) -> list[list[Int[Array, ""]]]:
+    """The live slots of the longest list of every cache and group."""
+    return [[(pos >= 0).sum(-1).max() for pos in groups] for groups in tails]
+
+
+@partial(jax.jit, static_argnames=("ropes", "sizes"))
+def _joined(
+    caches: list[Cache], starts: Int[Array, "n B"], ropes: tuple[Rope | None, ...], sizes: tuple[int, ...]
+) -> Cache:
+    """The slots of all caches, moved and in order; `sizes` of each group."""
+    groups = []
+    for i, (rope, size) in enumerate(zip(ropes, sizes, strict=True)):
+        moved = [
+            _moved(cache.groups[i].tail, start, rope) for cache, start in zip(caches, starts, strict=True)
+        ]
+        groups.append(
+            GroupState(tail=_in_order(jax.tree.map(lambda *x: jnp.concatenate(x, 3), *moved), size))
+        )
+    last = starts[-1] + caches[-1].next
+    return dataclasses.replace(caches[0], groups=tuple(groups), next=last)
+
+
+def _moved(slots: Slots, start: Int[Array, "B"], rope: Rope | None) -> Slots:
+    """Slots whose text begins at `start` of every row."""
+    by = start[:, None, None]
+    pos = jnp.where(slots.pos >= 0, slots.pos + by[None], -1)
+    if rope is None:
+        return dataclasses.replace(slots, pos=pos)
+    turn = lambda k: turned(rope, k, jnp.broadcast_to(by, (len(start), 1, k.shape[2])), start)  # noqa: E731
+    return dataclasses.replace(slots, pos=pos, k=over_layers(turn, slots.k))
+
+
+def _in_order(slots: Slots, size: int) -> Slots:
+    """The slots by position, in a list of `size`; those that are empty last."""
+    order = jnp.argsort(jnp.where(slots.pos < 0, jnp.iinfo(jnp.int32).max, slots.pos), axis=3, stable=True)[
+        ..., :size
+    ]
+
+    def take(x: Array) -> Array:
+        index = order.reshape(*order.shape, *(1,) * (x.ndim - order.ndim))
+        return jnp.take_along_axis(x, index, axis=3)
+
+    return jax.tree.map(take, slots)
