@@ -156,6 +156,13 @@ def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
     """InputError where a method chose among slots when these tokens were there, or can have done so."""
     rereads = getattr(cache.method, "reread", None) is not None
     chooses = any(gm.kind == "slots" and gm.budget is not None and not gm.evicting for gm in note.groups)
+    if any(gm.learns for gm in note.groups) and (count > note.tokens).any():
+        _refuse(
+            cache,
+            count,
+            f"{note.tokens.tolist()} were surely added since its codecs learnt from a prompt, and that "
+            "cannot be undone",
+        )
     if (chooses or rereads) and (count > note.tokens).any():
         _refuse(
             cache,

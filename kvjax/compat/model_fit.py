@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations, shaped
-from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
+from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, learns, sees_below, spelled
 from kvjax.grammar.protocols import Answering, Preferring
 from kvjax.grammar.read_protocols import Remembering, Resting, Reusing, Sampling
 from kvjax.grammar.refuse_keep import crowded
@@ -25,7 +25,7 @@ from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.place.pairs import pairs_of
-from kvjax.state.codes import taught
+from kvjax.state.codes import BELOW, at_layer, taught
 
 
 @lru_cache(maxsize=1024)
@@ -131,6 +131,25 @@ def _check_store(method: Method, config: Config, facts: _Facts) -> None:
         _refuse(method, "it stores keys before their rotation, and the model stores other things", "int8")
     keep = method.keep
     apart = keep is not None and keep.per_query_head and config.heads != config.kv_heads
+    learnt = learns(method.store)
+    if learnt and any(s.factors or s.ids or s.shared for s in facts.all_slots):
+        _refuse(
+            method, "its codes learn from queries that meet keys, and the model stores other things", "kivi"
+        )
+    store = method.store
+    below = store is not None and sees_below((store.keys, store.values))
+    kinds = [mixer_of(config, i).slots(config) for i in range(config.layers)]
+    plain = all(s is not None and not (s.factors or s.ids or s.shared or s.fixed) for s in kinds)
+    if below and (not plain or any(config.window(i) for i in range(config.layers)) or facts.lent):
+        why = "it encodes a token by the same one in the layer below, and layers keep other things"
+        _refuse(method, why, "kivi")
+    if apart and learnt:
+        _refuse(
+            method,
+            "its codes learn what the queries of a KV head ask for, and it keeps other slots for each of "
+            "their query heads",
+            'variant="grouped" of such a keep',
+        )
     if apart and any(True for _ in fitted_words(method.store)):
         _refuse(
             method,
@@ -363,18 +382,22 @@ def _refuse(method: Method, why: str, instead: str) -> None:
 def _check_codecs(method: Method, config: Config) -> None:
     stores = (method.store, None if method.keep is None else method.keep.lower)
     each = [(name, getattr(store, name)) for store in stores if store for name in ("keys", "values")]
+    layers = range(config.layers)
+    each = dict.fromkeys((name, at_layer(codec, i)) for name, codec in each if codec for i in layers)
     for name, codec in each:
-        if codec is None:
-            continue
         words = [*fitted_words(codec)]
         known = [w.fitted for w in words if w.fitted is not None]
         arrays = {f.digest: {n: jnp.asarray(x[0]) for n, x in f.arrays.items()} for f in known}
         codec = taught(codec, arrays)
+        words += learns(codec)
         for width in _stored_widths(config, name, states=not words):
             # What was fitted is of the heads that lead a row's tokens.
             lists = (1, config.kv_heads) if words else ()
             one = jax.ShapeDtypeStruct((*lists, codec.granule, width), jnp.float32)
             try:
+                if sees_below(codec):
+                    known = dict.fromkeys(("key", "value", "own key"), jnp.zeros(one.shape))
+                    codec = taught(codec, arrays | {BELOW: known})
                 data = jax.eval_shape(codec.encode, one)
                 back = jax.eval_shape(partial(codec.decode, width=width, dtype=one.dtype), data)
                 shaped(codec, "decoded rows", back, "[granule, width]", one.shape)

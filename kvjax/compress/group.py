@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.calls import counts_slots, hiding_of, observations
-from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
 from kvjax.grammar.read_protocols import Remembering
@@ -23,7 +23,7 @@ from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.scores.score import Position
 from kvjax.ops.base.rope import Rope
 from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Taught
+from kvjax.state.codes import Taught, at_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GroupMethod:
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
     have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
-    the codecs' words were fitted to, of the group's layers (`kvjax.steps.shared.fitted_arrays`). stack: how a
+    the codecs' words were fitted to and have learnt (`kvjax.steps.shared.fitted_arrays`). stack: how a
     prefill merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body
     in host memory. picker: the layer whose picks a read visits, the group's own where it chooses for those
     above. multiple: a list has as many slots on each of so many devices. grows: the parts of a state that
@@ -137,6 +137,16 @@ class GroupMethod:
         return tuple(o for o in found if not (self.at_once and o == Queries(1)))
 
     @cached_property
+    def learns(self) -> tuple[Carried, ...]:
+        """What rows learn of their prompts for the codecs."""
+        return tuple(sorted(learns(self.codecs), key=key_of))
+
+    @cached_property
+    def sees_below(self) -> bool:
+        """Whether its codecs look at the layer below."""
+        return sees_below(self.codecs)
+
+    @cached_property
     def merge(self) -> CarryingMerge | None:
         """The merge of which every row carries something."""
         merge = None if self.keep is None else self.keep.merge
@@ -163,10 +173,15 @@ class GroupMethod:
         """The same with other fields."""
         return dataclasses.replace(self, **fields)
 
-    def of_layer(self, index: Array) -> GroupMethod:
-        """The same with what was taught to one layer, as a group of its own."""
+    def of_layer(self, index: Array, row: Array | None = None) -> GroupMethod:
+        """The same with what was taught to one layer, as a group of its own; of all rows, or of one."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
-        return self.replaced(taught=jax.tree.map(one, self.taught))
+        taught = jax.tree.map(one, dict(self.taught))
+        if row is not None:
+            for name in map(key_of, self.learns):
+                cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, 1)  # noqa: E731
+                taught[name] = jax.tree.map(cut, taught[name])
+        return self.replaced(taught=taught)
 
     @cached_property
     def split(self) -> bool:
@@ -191,7 +206,7 @@ def group_method(
         )
     method = method.at(first)
     keep, store, read = method.keep, method.store, method.read
-    codecs = (None, None) if store is None else (store.keys, store.values)
+    codecs = _codecs(method, first, size)
     granule = 1 if store is None else store.granule
     residual = 0 if store is None else store.residual
     if kind == "reads":
@@ -220,3 +235,17 @@ def group_method(
     # Layers that a read leaves alone stay on the device.
     host = method.host if (read is None) == (method.read is None) else None
     return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host)
+
+
+def _codecs(method: Method, first: int, size: int) -> tuple[Any, Any]:
+    """How the layers first .. first + size - 1 store keys and values."""
+    store = method.store
+    if store is None:
+        return None, None
+    found = {(at_layer(store.keys, i), at_layer(store.values, i)) for i in range(first, first + size)}
+    if len(found) > 1:
+        raise ValueError(
+            f"{method.id}: the stacked layers {first} to {first + size - 1} are stored in several ways: give "
+            "it a number of layers at which a stack ends, or layers that are not stacked"
+        )
+    return found.pop()

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.compress.below import encoded_pair, of_granules
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.holes import empty_granules, gathered, in_order
 from kvjax.compress.select import Fresh
@@ -28,7 +29,7 @@ from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_its_memory
 from kvjax.place.paged import put_traces
 from kvjax.state.cache import GroupState, Paged, Pages, Segment, Slots, nbytes
-from kvjax.state.codes import Codes, dense, encode, lent, width_of
+from kvjax.state.codes import Codes, dense, lent, width_of
 from kvjax.state.page_gather import gather_traces
 from kvjax.state.write import pad_slots, write_blocks, write_slots
 
@@ -184,8 +185,9 @@ def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], toke
 
 
 def encoded(slots: Slots, gm: GroupMethod) -> Slots:
-    v = None if slots.v is None else encode(dense(slots.v), gm.codecs[1], gm.taught)
-    return dataclasses.replace(slots, k=encode(dense(slots.k), gm.codecs[0], gm.taught), v=v)
+    v = None if slots.v is None else dense(slots.v)
+    k, v = encoded_pair(gm, dense(slots.k), v, gm.taught)
+    return dataclasses.replace(slots, k=k, v=v)
 
 
 def _sized(slots: Slots, capacity: int) -> Slots:
@@ -209,7 +211,8 @@ def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Sl
     def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
         body, tail = jax.tree.map(lambda x: x.reshape(steps, 1, -1, *x.shape[2:]), state) if apart else state
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1), tail)
-        body, own = flush(gm.of_layer(at // rows if apart else at), body, own, at)
+        mine = gm.of_layer(at // rows, at % rows) if apart else gm.of_layer(at)
+        body, own = flush(mine, body, own, at)
         tail = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0), tail, own)
         return flat((body, tail))
 
@@ -267,8 +270,8 @@ def _write_granules(
     def put(old: Array, fresh: Array) -> Array:
         return write_blocks(old, row, fresh, layer)
 
-    k = encode(dense(new.k), gm.codecs[0], gm.taught)
-    v = None if new.v is None else encode(dense(new.v), gm.codecs[1], gm.taught)
+    v = None if new.v is None else dense(new.v)
+    k, v = encoded_pair(gm, dense(new.k), v, of_granules(gm, row))
     summary = summary_of_new(gm, body, k, new, layer)
     moves = jnp.repeat(row >= 0, gm.granule, axis=3)
     return dataclasses.replace(

@@ -29,17 +29,20 @@ from kvjax.fitting.prompts.distilled import fit_distilled
 from kvjax.fitting.prompts.memory_tokens import fit_memory
 from kvjax.fitting.prompts.restore import fit_restored
 from kvjax.fitting.prompts.run_memory import fit_repetition
+from kvjax.fitting.statistics.bases import fit_basis
 from kvjax.fitting.statistics.clusters import fit_clusters
 from kvjax.fitting.statistics.curves import fit_curves
 from kvjax.fitting.statistics.drift import fit_drift
 from kvjax.fitting.statistics.hierarchy import fit_biases
 from kvjax.fitting.statistics.levels import fit_levels
+from kvjax.fitting.statistics.predictors import fit_predictors
 from kvjax.fitting.statistics.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.statistics.projections import fit_projections
 from kvjax.fitting.statistics.queries import fit_centres, fit_filters, fit_norms, fit_statistics
 from kvjax.fitting.statistics.repeats import fit_repeating_heads
 from kvjax.fitting.statistics.search import fit_budgets
 from kvjax.fitting.statistics.sharing import fit_sharing
+from kvjax.fitting.statistics.vectors import fit_vectors
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted, fitted_words
 from kvjax.keep.budgets.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
@@ -66,8 +69,11 @@ from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
+from kvjax.store.basis import InBasis
 from kvjax.store.channels import AskedChannels
+from kvjax.store.coupled import CoupledCodes
 from kvjax.store.levels import ByChannel, Levels
+from kvjax.store.predicted import Predicted
 
 
 class Fitter(NamedTuple):
@@ -113,6 +119,9 @@ FITS: dict[type, Fitter] = {
     AskedChannels: Fitter(fit_norms),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
+    CoupledCodes: Fitter(fit_vectors, acts=True),
+    InBasis: Fitter(fit_basis, acts=True),
+    Predicted: Fitter(fit_predictors, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),
     ClusteredHeads: Fitter(fit_clusters),

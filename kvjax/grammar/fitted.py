@@ -78,6 +78,26 @@ def fitted_words(word: Any) -> Iterator[Any]:
             yield from fitted_words(part)
 
 
+def learns(word: Any) -> frozenset[Any]:
+    """The observations of a row's own prompts that codecs ask for, in a codec or a tuple of them."""
+    found = frozenset(getattr(word, "learns", ()))
+    if isinstance(word, tuple):
+        return found.union(*map(learns, word))
+    if dataclasses.is_dataclass(word):
+        return found.union(*(learns(getattr(word, f.name)) for f in dataclasses.fields(word)))
+    return found
+
+
+def sees_below(word: Any) -> bool:
+    """Whether a codec, or one of a tuple, looks at the layer below."""
+    if isinstance(word, tuple):
+        return any(map(sees_below, word))
+    if getattr(word, "sees_below", False):
+        return True
+    fields = dataclasses.fields(word) if dataclasses.is_dataclass(word) else ()
+    return any(sees_below(getattr(word, f.name)) for f in fields)
+
+
 def lacks_fit(word: Any) -> bool:
     """Whether a word cannot act before it was fitted; one that can says `fit_first = False`."""
     return word.fitted is None and getattr(word, "fit_first", True)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.grammar.calls import observations
 from kvjax.grammar.facts import Fact, Stating, Told
-from kvjax.grammar.fitted import fitted_words, lacks_fit
+from kvjax.grammar.fitted import fitted_words, lacks_fit, learns, sees_below
 from kvjax.grammar.protocols import Preferring
+from kvjax.state.codes import at_layer
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep, Store
@@ -81,7 +82,16 @@ def _met(keep: Keep) -> dict[Fact, str]:
 
 
 class StoreFacts(Stating):
-    """What a store breaks: it needs nothing."""
+    """What a store needs and breaks."""
+
+    @property
+    def requires(self: Store) -> Told:  # type: ignore[misc]
+        if not sees_below((self.keys, self.values)):
+            return {}
+        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.WHOLE_PROMPTS, Fact.EQUAL_LISTS)
+        return dict.fromkeys(
+            (*whole, Fact.GIVEN_WEIGHTS), "encodes a token by the same one in the layer below"
+        )
 
     @property
     def breaks(self: Store) -> Told:  # type: ignore[misc]
@@ -96,6 +106,12 @@ class StoreFacts(Stating):
             found[Fact.TURNED_KEYS] = "holds keys unrotated"
         if any(word.fitted is not None or lacks_fit(word) for word in _fitted(self)):
             found[Fact.ONE_CODE] = "has codes that were fitted to each layer"
+        if at_layer(self.keys, 0) != self.keys or at_layer(self.values, 0) != self.values:
+            found[Fact.ONE_CODE] = "has other codes in other layers"
+        if sees_below((self.keys, self.values)):
+            found[Fact.SUMMARIES] = "decodes a layer only over the one below it"
+        if learns((self.keys, self.values)):
+            found[Fact.ONE_CODE] = "has codes that learn from each row's prompts"
         return found
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.grammar import Method, Store
+from kvjax.grammar.fitted import as_fitted
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Bits, Group, Ratio, Seed, Tokens, Turns
+from kvjax.methods.shared import Bits, Fit, Group, Rank, Ratio, Seed, Tokens, Turns
 from kvjax.store.affine import Affine
 from kvjax.store.balanced import Balanced
+from kvjax.store.coupled import CoupledCodes
 from kvjax.store.gaussian_vectors import GaussianVectors, Normalised
+from kvjax.store.orthogonal_error import OrthogonalError
 from kvjax.store.razor import Razor
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
@@ -184,3 +187,57 @@ def xquant(
     """
     codec = Affine(bits, group=group)
     return Method(store=Store(codec, codec), make=GroupedLowRank(1.0, heads or 2**16))
+
+
+@paper(
+    "SQuat: Subspace-orthogonal KV Cache Quantization",
+    arxiv="2503.24358",
+    family="quant",
+    exact="deviates",
+)
+def squat(
+    *,
+    bits: Bits = 2,
+    group: Group = 32,
+    residual: Tokens = 32,
+    run: Group = 64,
+    rank: Rank = 20,
+    weight: Annotated[float, Range(0)] = 0.001,
+) -> Method:
+    """SQuat (Wang et al., 2025, arXiv:2503.24358), section 3: KIVI's codes, with errors that queries miss.
+
+    A row's prompt says in which `rank` directions the queries of a KV head are large. Keys are quantised
+    channel by channel, `group` tokens at a time, in runs of `run` channels; what a run is off by moves the
+    channels behind it, so that the error of the whole key lies where queries are small (`OrthogonalError`).
+    Values are quantised token by token, and the newest `residual` tokens stay as computed. Deviation: keys
+    are quantised after their rotation, as in the authors' post-RoPE variant; values are not rotated by a
+    Hadamard matrix; the queries of all prompts count, and of a prompt in chunks those so far; every row
+    holds the sum of q q', of which the directions are found whenever tokens are encoded.
+    """
+    keys = OrthogonalError(run, rank, weight) >> Affine(bits, axis="channel", group=group)
+    return Method(store=Store(keys, Affine(bits, group=group, together=group), residual))
+
+
+@paper(
+    "KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled Quantization",
+    arxiv="2405.03917",
+    family="quant",
+    exact="deviates",
+)
+def cq(
+    *,
+    channels: Group = 4,
+    bits: Bits = 8,
+    fitted: Fit | None = None,
+) -> Method:
+    """Coupled Quantization (Zhang et al., 2024, arXiv:2405.03917), section 3: channels share a code.
+
+    Every `channels` neighbouring channels of a head become the nearest of 2^bits vectors, since channels say
+    much of each other; a number takes bits / channels bits, without scales. Keys are stored before RoPE, and
+    turned when they are read. The vectors are found for each head by k-means, weighted with the squares of
+    the likelihood's gradients. fitted: as `kvjax fit cq` writes it. Deviation: the defaults are the paper's
+    CQ-4c8b (8c8b is one bit); k-means starts from drawn vectors once, with 25 turns. No code of the authors
+    was there to compare with.
+    """
+    keys, values = (CoupledCodes(channels, bits, of, as_fitted(fitted)) for of in ("key", "value"))
+    return Method(store=Store(keys, values, unrotated=True))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import GroupState, Segment, Slots
-from kvjax.state.codes import Codec, Codes
+from kvjax.state.codes import Codec, Codes, taught
 
 
 class Form(NamedTuple):
@@ -96,10 +96,10 @@ def groups_of(k: Array | Codes, v: Array | Codes | None) -> Form | None:
 
 
 class Span(NamedTuple):
-    """Rows as rows z times a matrix: x = z M, where `codec` decodes the same arrays to z."""
+    """Rows as rows z times a matrix, or that of a KV head: x = z M, where `codec` decodes the arrays to z."""
 
     codec: Codec
-    matrix: Float[np.ndarray, "Z H"]
+    matrix: Float[np.ndarray, "Z H"] | Float[Array, "K Z H"]
 
 
 @runtime_checkable
@@ -140,9 +140,19 @@ def span_of(codec: Codec, width: int) -> Span:
     return codec.span(width) if isinstance(codec, Spanned) else Span(codec, np.eye(width))
 
 
-def times(x: Float[Array, "*b Z"], matrix: Float[np.ndarray, "Z H"]) -> Float[Array, "*b H"]:
-    """Multiplies x M in the dtype of x, summed in promote(float32, x)."""
+def times(
+    x: Float[Array, "*b Z"], matrix: Float[np.ndarray, "Z H"] | Float[Array, "K Z H"]
+) -> Float[Array, "*b H"]:
+    """Multiplies x M in the dtype of x, summed in promote(float32, x).
+
+    Where M is one of each KV head, x is [B, N, T, Z] with the query heads of a group side by side.
+    """
     kind = wide(x)
+    if matrix.ndim == 3:
+        b, n, t, z = x.shape
+        rows = x.astype(kind).reshape(b, len(matrix), n // len(matrix) * t, z)
+        found = jnp.matmul(rows, jnp.asarray(matrix, kind)[None], precision=jax.lax.Precision.HIGHEST)
+        return found.reshape(b, n, t, -1).astype(x.dtype)
     product = jnp.dot(x.astype(kind), jnp.asarray(matrix, kind), precision=jax.lax.Precision.HIGHEST)
     return product.astype(x.dtype)
 
@@ -157,17 +167,20 @@ class Met(NamedTuple):
     turned: bool
 
 
-def meet(q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None) -> Met:
+def meet(
+    q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None, layer: int | Array = 0
+) -> Met:
     """Queries, keys and values as they meet without keys or values being turned back.
 
     Attention of `q` over `k` and `v` here, its output through `back`, is that of the given ones. Values that
     are the first channels of the keys (v None) need keys in their own basis, so nothing is turned then.
+    layer: which of the layers of k and v the queries are of, where bases were fitted to each.
     """
     if v is None:
         return Met(q, k, v, lambda out: out, False)
-    keys, values = _spanned(k), _spanned(v)
+    keys, values = _spanned(k, layer), _spanned(v, layer)
     return Met(
-        q if keys is None else times(q, keys.matrix.T),
+        q if keys is None else times(q, keys.matrix.swapaxes(-1, -2)),
         _bare(k, keys),
         _bare(v, values),
         lambda out: out if values is None else times(out, values.matrix),
@@ -175,12 +188,18 @@ def meet(q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None) 
     )
 
 
-def _spanned(x: Array | Codes) -> Span | None:
+def _spanned(x: Array | Codes, layer: int | Array) -> Span | None:
     """The span of codes that lie in another basis, None for all others."""
     if not isinstance(x, Codes):
         return None
     span = span_of(x.codec, x.width)
-    return None if span.codec is x.codec else span
+    if span.codec is x.codec:
+        return None
+    if not x.taught:
+        return span
+    # The word says which codec it is, which a program's tree must name, and what it was fitted to the matrix.
+    mine = taught(x.codec, jax.tree.map(lambda a: a[layer], x.taught))
+    return span._replace(matrix=span_of(mine, x.width).matrix)
 
 
 def _bare(x: Array | Codes, span: Span | None) -> Array | Codes:
@@ -188,4 +207,4 @@ def _bare(x: Array | Codes, span: Span | None) -> Array | Codes:
     if span is None:
         return x
     assert isinstance(x, Codes)
-    return dataclasses.replace(x, codec=span.codec, width=span.matrix.shape[0])
+    return dataclasses.replace(x, codec=span.codec, width=span.matrix.shape[-2])

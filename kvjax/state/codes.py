@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,6 +17,12 @@ from kvjax.ops.base.memory import to_device
 @runtime_checkable
 class Codec(Protocol):
     """Encodes rows of `granule` tokens as arrays and decodes them; static and hashable.
+
+    One that looks at more than these rows has a method `taught`, which takes that up and gives a codec that
+    has it at hand (`taught`): `fitted`, arrays of the model; what `learns` names, observations of every row's
+    own prompts; where `sees_below` is true, the same tokens in the layer below (`BELOW`). What was learnt
+    acts when rows are encoded and never when they are decoded, so a row may learn more while its older codes
+    stay. Rows have all heads of a layer on their axis -3.
 
     >>> from kvjax.words import Affine
     >>> isinstance(Affine(4), Codec)
@@ -32,8 +39,15 @@ class Codec(Protocol):
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]: ...
 
 
-# The arrays of fitted words, by their digests and names: [Lg, ...], or of one layer.
+# What codecs may see beside the rows that they encode: the arrays of fitted words by their digests, and what
+# rows learn of their prompts by the key of the observation (`LEARNT`), each by name, [Lg, ...] or of one
+# layer.
 Taught = dict[str, dict[str, Array]]
+# The key of rows that are known before these: "key" and "value" of the layer below, "own key", as they come
+# back of their codes.
+BELOW = "below"
+# The name of an array that a row has learnt of its prompts, [Lg, B, ...].
+LEARNT = "learnt"
 
 
 def taught(codec: Codec, arrays: Taught) -> Codec:
@@ -44,8 +58,22 @@ def taught(codec: Codec, arrays: Taught) -> Codec:
     """
     if hasattr(codec, "taught"):
         return codec.taught(arrays)  # type: ignore[attr-defined]
+    return _with_parts(codec, lambda part: taught(part, arrays))
+
+
+def at_layer(codec: Codec | None, layer: int) -> Codec | None:
+    """How a layer's rows are stored: a codec that says so layer by layer has a method `at`."""
+    if codec is None:
+        return None
+    if hasattr(codec, "at"):
+        return at_layer(codec.at(layer), layer)
+    return _with_parts(codec, lambda part: at_layer(part, layer))  # type: ignore[arg-type, return-value]
+
+
+def _with_parts(codec: Codec, change: Callable[[Codec], Codec]) -> Codec:
+    """The codec with the codecs in its fields changed; itself where it has none."""
     parts = {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}  # type: ignore[arg-type]
-    inner = {name: taught(part, arrays) for name, part in parts.items() if isinstance(part, Codec)}
+    inner = {name: change(part) for name, part in parts.items() if isinstance(part, Codec)}
     return dataclasses.replace(codec, **inner) if inner else codec  # type: ignore[type-var]
 
 

@@ -46,3 +46,26 @@ def best_levels(
         end = start[end]
     levels = np.array(found[::-1])
     return np.concatenate([levels, np.full(count - len(levels), levels[-1])])
+
+
+def weighted_centroids(
+    x: Float[np.ndarray, "N c"], weight: Float[np.ndarray, "N"], count: int, turns: int = 25, seed: int = 0
+) -> Float[np.ndarray, "C c"]:
+    """`count` vectors of little sum_i w_i ||x_i - c(x_i)||^2: `turns` turns of Lloyd's from drawn x_i.
+
+    x_i are drawn by their weights, each at most once. A vector that is nearest to none stays where it is;
+    where there are fewer x_i of any weight than vectors, some x_i are drawn again.
+
+    >>> weighted_centroids(np.array([[0.0], [1.0], [9.0]]), np.array([1.0, 3.0, 1.0]), 2)[:, 0].tolist()
+    [0.75, 9.0]
+    """
+    rng, held = np.random.RandomState(seed), weight > 0
+    x, weight = (x[held], weight[held]) if held.any() else (x, np.ones(len(x)))
+    first = rng.choice(len(x), min(count, len(x)), replace=False, p=weight / weight.sum())
+    centres = x[np.resize(first, count)].astype(np.float64)
+    for _ in range(turns):
+        nearest = (x @ centres.T - np.square(centres).sum(1) / 2).argmax(1)
+        mass = np.bincount(nearest, weight, count)
+        sums = np.stack([np.bincount(nearest, weight * column, count) for column in x.T], 1)
+        centres = np.where(mass[:, None] > 0, sums / np.maximum(mass, 1e-300)[:, None], centres)
+    return centres

@@ -21,7 +21,8 @@ from kvjax.state.codes import Codec, Taught, taught
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 
-def _untaught(word: object) -> NoReturn:
+def untaught(word: object) -> NoReturn:
+    """ValueError for a word that is asked to encode outside of a program that lends it its arrays."""
     raise ValueError(f"{word!r} has nothing that it was fitted to at hand: use it in a method of kvjax")
 
 
@@ -63,10 +64,10 @@ class Levels:
         return Nearest(self.bits, arrays[self.fitted.digest][f"{self.of} levels"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        _untaught(self)
+        untaught(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        _untaught(self)
+        untaught(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,10 +148,10 @@ class OfChannels(Around):
         return Shifted(mine["key centre"], mine["key range"], inner)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        _untaught(self.channels)
+        untaught(self.channels)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        _untaught(self.channels)
+        untaught(self.channels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

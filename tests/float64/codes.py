@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 
+from kvjax.store.codebooks import sphere_codebook
 from kvjax.store.gaussian_vectors import gaussian_codebook
 from kvjax.store.rotate import hadamard
 from kvjax.store.sphere import gaussian
@@ -95,6 +96,113 @@ def think(norms, share, granule, residual):
         return coded(keys, whole, granule=granule, residual=residual)(q, k, v, pos, at)
 
     return attends
+
+
+def orthogonal_error(run, rank, weight, code, values, **granules):
+    """SQuat (arXiv:2503.24358): runs of a key's channels, each moved by the errors of those before it.
+
+    Of all channels that are left, the best are found anew for every run: delta' A delta is smallest where
+    (A delta)_left = 0.
+    """
+
+    def attends(q, k, v, pos, at):
+        asked = at.queries[:, : at.prompt].reshape(-1, k.shape[-1])
+        _, s, turn = np.linalg.svd(asked, full_matrices=False)
+        a = np.eye(k.shape[-1]) + weight * (turn[:rank].T * s[:rank] ** 2) @ turn[:rank]
+
+        def keys(x):
+            x, out = x.copy(), np.zeros_like(x)
+            for start in range(0, x.shape[-1], run):
+                own, left = slice(start, start + run), slice(start + run, None)
+                out[:, own] = code(x[:, own])
+                error = out[:, own] - x[:, own]
+                x[:, left] -= error @ a[own, left] @ np.linalg.inv(a[left, left])
+            return out
+
+        return coded(keys, values, **granules)(q, k, v, pos, at)
+
+    return attends
+
+
+def in_layers(*attends):
+    """Another way to attend in every layer."""
+    return lambda q, k, v, pos, at: attends[at.layer](q, k, v, pos, at)
+
+
+def of_lists(keys, values, theta=None):
+    """Every list's own codes, token by token: keys(layer, head) and values(layer, head) give them.
+
+    theta: keys are encoded before RoPE of this theta.
+    """
+
+    def attends(q, k, v, pos, at):
+        of_keys, of_values = keys(at.layer, at.number), values(at.layer, at.number)
+        k = of_keys(k) if theta is None else rope(of_keys(rope(k, -pos, theta)), pos, theta)
+        return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ of_values(v)
+
+    return attends
+
+
+def vectors(books):
+    """CQ (arXiv:2405.03917): the nearest of the vectors [G, C, c] of every c channels."""
+
+    def code(x):
+        split = x.reshape(*x.shape[:-1], len(books), -1)
+        found = [
+            book[((y[..., None, :] - book) ** 2).sum(-1).argmin(-1)]
+            for y, book in zip(np.moveaxis(split, -2, 0), books, strict=True)
+        ]
+        return np.stack(found, -2).reshape(x.shape)
+
+    return code
+
+
+def directions(bits, seed=0):
+    """Rows behind a Hadamard rotation, by their length and the nearest levels for random directions."""
+
+    def code(x):
+        levels, turn = sphere_codebook(x.shape[-1], bits).centroids, hadamard(x.shape[-1], seed)
+        length = float16(np.linalg.norm(x, axis=-1, keepdims=True))
+        y = x @ turn.T / length
+        return levels[np.abs(y[..., None] - levels).argmin(-1)] * length @ turn
+
+    return code
+
+
+def over_below(maps, granule, residual, first=4, bits=2):
+    """AQUA-KV (arXiv:2501.19392): what a prompt's slots hold, layer by layer over what came back below."""
+
+    def flat(x):
+        return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+
+    def stored(prompt):
+        out, at = copy.copy(prompt), np.arange(prompt.length)
+        out.k, out.raw_k, out.v = [], [], []
+        coded, below = at < max(prompt.length - residual, 0) // granule * granule, None
+        for i, (raw, v) in enumerate(zip(prompt.raw_k, prompt.v, strict=True)):
+            near = {"key": 0.0, "value": 0.0}
+            code = directions(first if i == 0 else bits)
+            if below is not None:
+                y = flat(below[0]) @ maps["key weights"][i] + maps["key bias"][i]
+                near["key"] = y.reshape(prompt.length, len(raw), -1).swapaxes(0, 1)
+            k = near["key"] + code(raw - near["key"])
+            if below is not None:
+                y = np.concatenate([flat(k), flat(below[1])], 1) @ maps["value weights"][i]
+                y = y + maps["value bias"][i]
+                near["value"] = y.reshape(prompt.length, len(v), -1).swapaxes(0, 1)
+            below = k, near["value"] + code(v - near["value"])
+            k, v = (np.where(coded[:, None], x, y) for x, y in zip(below, (raw, v), strict=True))
+            out.raw_k, out.v = [*out.raw_k, k], [*out.v, v]
+            out.k.append(rope(k, at, prompt.decoder.config.rope.theta))
+        return out
+
+    return stored
+
+
+def faithful(code, *rows):
+    """What a code leaves of rows [*b, H]: 1 less their relative error, the mean of a key's and a value's."""
+    error = [np.linalg.norm(x - code(x), axis=-1) / np.linalg.norm(x, axis=-1) for x in rows]
+    return np.maximum(1 - np.mean(error, 0), 0)
 
 
 def behind(matrix, code):

@@ -114,7 +114,7 @@ class Prompt:
 class At(NamedTuple):
     """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many.
 
-    layer: that of the list.
+    layer: that of the list. queries: rotated, of the heads of its group and all tokens so far.
     """
 
     stored: int
@@ -122,6 +122,7 @@ class At(NamedTuple):
     number: int
     lists: int
     layer: int
+    queries: np.ndarray
 
 
 class Row:
@@ -228,7 +229,8 @@ class Row:
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
-                    where = At(self.next, self.prompt_tokens, i, len(lists), number)
+                    asked = self.queries[number][i * group : (i + 1) * group]
+                    where = At(self.next, self.prompt_tokens, i, len(lists), number, asked)
                     outs.append((q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 stands = [slot.get("bonus", 1.0) * np.log(slot.get("votes", 1)) for slot in slots]

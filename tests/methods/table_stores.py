@@ -12,14 +12,21 @@ from tests.float64.codes import (
     balanced,
     behind,
     coded,
+    faithful,
+    in_layers,
     normal_vectors,
+    of_lists,
+    orthogonal_error,
     outliers,
+    over_below,
     razor,
     sketch,
     think,
+    vectors,
     zipcache,
 )
 from tests.float64.defensive import defensive_kept
+from tests.float64.reference import h2o_victim, rope
 from tests.methods.expected import each_layer, received, recent_half
 from tests.methods.rows import (
     PAGE,
@@ -31,6 +38,7 @@ from tests.methods.rows import (
     dense,
     everything,
     half,
+    half_and_one,
     kivi_bytes,
     paged,
     plain,
@@ -77,6 +85,41 @@ NORMS = Fitted(
 )
 
 
+DRAWN = np.random.default_rng(13)
+BOOKS = Fitted(
+    {f"{of} centroids": DRAWN.normal(size=(2, 2, 4, 16, 4)).astype(np.float32) for of in ("key", "value")},
+    "CoupledCodes", "",
+)  # fmt: skip
+SCALES = np.exp(DRAWN.normal(size=(2, 2, 16)))
+SMOOTH = Fitted(
+    {
+        "key matrix": (SCALES[..., None] * np.eye(16)).astype(np.float32),
+        "key inverse": (np.eye(16) / SCALES[..., None]).astype(np.float32),
+    },
+    "InBasis", "",
+)  # fmt: skip
+
+
+def book(of):
+    return lambda layer, head: vectors(BOOKS.arrays[f"{of} centroids"][layer, head].astype(float))
+
+
+def smooth(layer, head):
+    by = SCALES[layer, head]
+    return lambda x: affine(4, 16)(x / by) * by
+
+
+MAPS = Fitted(
+    {
+        name: (DRAWN.normal(size=(2, *shape)) / 4).astype(np.float32)
+        for name, shape in {
+            "key weights": (32, 32), "value weights": (64, 32), "key bias": (32,), "value bias": (32,)
+        }.items()
+    },
+    "Predicted", "",
+)  # fmt: skip
+
+
 def think_bytes(s):
     """Behind 4 whole tokens and 4 more: 8 of a key's 16 numbers, which 8 these are for every 4 tokens."""
     return split(everything, 4, 4, lambda s: s.h // 2, lambda s: s.h // 2 * 4 + s.h * 4 + 4)(s)
@@ -92,6 +135,26 @@ def kvarn_bytes(s):
 def nsn_bytes(s):
     """A byte for 4 channels and two scales for each token, a mean of each channel for 8 tokens."""
     return split(everything, 8, 4, lambda s: 2 * 2 * s.h, lambda s: 2 * (s.h // 4 + 4) + 4)(s)
+
+
+def squat_bytes(s):
+    """KIVI's, and for each head the sum of q q'."""
+    return kivi_bytes(4, group=8, residual=4)(s) + s.layers * s.b * s.k * 4 * s.h * s.h
+
+
+def asym_bytes(s):
+    """16 tokens of a channel: keys of the first layer in 4 bits; all others have a word for them."""
+    granule = s.h * ((8 + 4) + (4 + 4)) // 2 + s.h * 4
+    return split(everything, 16, 4, lambda s: granule, lambda s: 4 * (s.h // 16) + 4)(s)
+
+
+def hitter_score(prompt, layer):
+    return received(prompt, layer) * faithful(affine(8, 16), prompt.k[layer], prompt.v[layer])
+
+
+def hitter_slot(slot):
+    key = rope(slot["k"][None], [slot["pos"]], THETA)[0]
+    return slot["mass"] * faithful(affine(8, 16), key, slot["v"])
 
 
 def alike(label, half, code, **hyper):
@@ -160,6 +223,39 @@ STORES = [
     row(
         "defensivekv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE),
         kept=lambda prompt: defensive_kept(prompt, count, **SNAP),
+    ),
+    row(
+        "squat", squat_bytes, moves=False, error=FLIPS,
+        hyper=dict(bits=4, group=8, residual=4, run=6, rank=3, weight=0.5),
+        attends=orthogonal_error(
+            6, 3, 0.5, affine(4, 8, channel=True), affine(4, 8), granule=8, residual=4
+        ),
+    ),
+    row(
+        "asymkv", asym_bytes, hyper=dict(key_layers=1, high=4, group=16, residual=4), moves=False,
+        error=FLIPS, stacks=False,
+        attends=in_layers(*(
+            coded(affine(bits, 16, channel=True), affine(1, 16), **KIVI) for bits in (4, 1)
+        )),
+    ),
+    row(
+        "q-hitter", dense(half_and_one, slot=lambda s: 2 * codes(8, 1) + 4, extra=8), hyper=dict(bits=8),
+        kept=each_layer(hitter_score, recent_half), error=0.02, victim=h2o_victim(count, key=hitter_slot),
+    ),
+    row(
+        # 4 codes of 4 bits lie in a word.
+        "cq", dense(everything, slot=lambda s: 2 * 4 + 4), hyper=dict(channels=4, bits=4, fitted=BOOKS),
+        error=FLIPS, attends=of_lists(book("key"), book("value"), THETA),
+    ),
+    row(
+        "qserve", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=SMOOTH),
+        error=FLIPS, attends=of_lists(smooth, lambda layer, head: affine(4, 16)),
+    ),
+    row(
+        # A row's length, and its 16 numbers in 4 bits, or above the first layer in 2.
+        "aqua-kv", split(everything, 8, 4, lambda s: 0, lambda s: 2 * (2 + (8 + 4) // 2) + 4), moves=False,
+        hyper=dict(tokens=8, residual=4, fitted=MAPS), error=FLIPS, stacks=False,
+        stored=over_below({n: x.astype(float) for n, x in MAPS.arrays.items()}, 8, 4),
     ),
     alike("four-over-six", lambda s: s.h // 2 + s.h // 8 + 4, nvfp4(8, two=True), block=8),
 ]  # fmt: skip

@@ -67,7 +67,7 @@ def fit_levels(
         raise InputError("the texts are too short to fit levels on: give rows of several tokens")
     low, high = np.zeros(0), np.zeros(0)
     for rows in progress(batches):
-        given, counts = _padded(model, rows, plan.sinks)
+        given, counts = padded_rows(model, rows, plan.sinks)
         k = np.asarray(_keys(model.config, model.params, *given))
         # [L, K, H, tokens]: of each channel the numbers that may be among the outermost of all texts.
         mine = np.moveaxis(k, (1, 3), (-2, -1))[..., counts]
@@ -76,7 +76,7 @@ def fit_levels(
     centre, size = ((high + low) / 2).astype(np.float32), ((high - low) / 2).astype(np.float32)
     sums = {name: np.zeros((model.config.layers, 3, BINS)) for name in Numbers._fields}
     for rows in progress(batches):
-        given, counts = _padded(model, rows, plan.sinks)
+        given, counts = padded_rows(model, rows, plan.sinks)
         numbers, gradient = felt(model.config, model.params, *given)
         k = (np.asarray(numbers.k) - centre[:, None, :, None]) / _nonzero(size)[:, None, :, None]
         weight = np.square(np.asarray(gradient.k, np.float64) * size[:, None, :, None])
@@ -101,10 +101,8 @@ class Plan(NamedTuple):
 
 
 def _plan(model: Model, method: Method, bits: int | None, outliers: float | None) -> Plan:
-    kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
-    if kinds != {"slots"}:
-        raise InputError("levels are fitted where every layer keeps slots of its own: use another method")
-    words = [*_words(method)]
+    only_slots(model, "levels")
+    words = [*words_of(method)]
     own = [word.bits for word in words if isinstance(word, Levels)]
     shares = [word.share for word in words if isinstance(word, ByChannel)]
     plan = Plan(
@@ -119,15 +117,22 @@ def _plan(model: Model, method: Method, bits: int | None, outliers: float | None
     return plan
 
 
-def _words(word: Any) -> Iterator[Any]:
+def only_slots(model: Model, what: str) -> None:
+    """InputError where a layer of the model keeps no slots of its own."""
+    kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
+    if kinds != {"slots"}:
+        raise InputError(f"{what} are fitted where every layer keeps slots of its own: use another method")
+
+
+def words_of(word: Any) -> Iterator[Any]:
     """Every word of a sentence."""
     if dataclasses.is_dataclass(word):
         yield word
         for field in dataclasses.fields(word):
-            yield from _words(getattr(word, field.name))
+            yield from words_of(getattr(word, field.name))
 
 
-def _padded(model: Model, rows: list[list[int]], sinks: int) -> tuple[tuple[Array, Array], np.ndarray]:
+def padded_rows(model: Model, rows: list[list[int]], sinks: int) -> tuple[tuple[Array, Array], np.ndarray]:
     """(tokens, lengths), and which of the tokens [B, T] count."""
     given = padded(model, rows, None)
     at = np.arange(given.tokens.shape[1])[None]
@@ -186,7 +191,7 @@ def _read(
     def attend(layer: Layer, x: Projected, state: Any) -> Any:
         if x.k is None or x.v is None or x.expand is not None:
             raise InputError(
-                "levels are fitted where every layer is plain attention, and this model has another kind: "
+                "codes are fitted where every layer is plain attention, and this model has another kind: "
                 "use another method"
             )
         k, v = x.k, x.v

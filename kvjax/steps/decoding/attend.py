@@ -209,7 +209,7 @@ def _in_their_bases(
             if v is not None and picking(past, i) is None:
                 (k, of_keys), (v, of_values) = factors_of(k), factors_of(v)
                 sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
-            met = meet(x.q, k, v)
+            met = meet(x.q, k, v, past.index)
             segment = dataclasses.replace(segment, k=met.k, v=met.v)
         bases.append((segment, (met, sizes)))
     return past._replace(parts=tuple(s for s, _ in bases)), [base for _, base in bases]

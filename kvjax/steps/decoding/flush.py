@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.compress.below import decoded, seeing
 from kvjax.compress.group import GroupMethod
+from kvjax.compress.segments import flush as flush_group
 from kvjax.compress.segments import flush_in_place, is_full
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
@@ -37,8 +39,16 @@ def flushed(
         turns = after(jnp.stack(full).any().astype(jnp.int32), x)
         return jax.lax.fori_loop(0, turns, flush, split)
 
+    chained = any(gm.sees_below for gm in gms)
+
     def flush(_: Any, split: dict[int, tuple[Slots, Slots]]) -> dict[int, tuple[Slots, Slots]]:
-        return {i: flush_in_place(gms[i], *parts) for i, parts in split.items()}
+        if not chained:
+            return {i: flush_in_place(gms[i], *parts) for i, parts in split.items()}
+        out, below = {}, None
+        for i, parts in split.items():
+            out[i] = flush_group(seeing(gms[i], below), *parts)
+            below = decoded(gms[i], out[i][0], below)
+        return out
 
     on = on and on.with_whole_layers
     taught = any(jax.tree.leaves(gms[i].taught) for i in split)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.compress.below import over_below
 from kvjax.grammar.fitted import of_layer
 from kvjax.models.attending import published_by
 from kvjax.state.axes import lie_apart, pinned_to
@@ -42,6 +43,13 @@ def complete_pair(here: AtLayer) -> AtLayer:
     """Reads the directions of merged keys and values, which lie with the layer below."""
     whole = completed(here.token.cache.groups, here.layer.group, here.state)
     return here._replace(past=here.past._replace(parts=whole.parts))
+
+
+def decode_over_below(here: AtLayer) -> AtLayer:
+    """Decodes the body over that of the layer below, and leaves it to the layer above."""
+    state, rows = over_below(here.gm, here.state, here.layer.taken.get("below"))
+    here = here._replace(past=here.past._replace(parts=state.parts))
+    return here.leaving(decoded=rows) if "decoded" in here.layer.publishes else here
 
 
 def bring_layers(here: AtLayer) -> AtLayer:

@@ -19,7 +19,7 @@ from kvjax.steps.decoding.append import append_token
 from kvjax.steps.decoding.at_layer import AtLayer, Hook
 from kvjax.steps.decoding.prefetch import any_far
 from kvjax.steps.decoding.step_end import EndHook
-from kvjax.steps.shared.run import Run
+from kvjax.steps.shared.run import Run, below_taken
 
 T = TypeVar("T")
 
@@ -60,6 +60,7 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (gm.hiding is not None and gm.at_once, hooks.evict_what_token_hides),
         (facts.others, hooks.read_other_layers),
         (facts.borrows, hooks.complete_pair),
+        (gm.sees_below or "decoded" in facts.publishes, hooks.decode_over_below),
         (facts.far, hooks.bring_layers),
         (True, hooks.rotate_queries),
         (run.on_mesh is not None, hooks.send_queries),
@@ -125,10 +126,10 @@ def facts_of(gms: tuple[GroupMethod, ...], layer: Layer, x: Projected, state: Gr
     return Facts(layer.publishes, x.k is not None, others, gm, any_far(parts), borrows(state))
 
 
-def picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
-    """From which layer each group takes its picks, by the first layer of the group."""
+def taken_by_method(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
+    """What groups take from other layers for their method, by the first layer of the group."""
     found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
-    return {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
+    return {first: {"picks": Take("picks", picker)} for first, picker in found.items()} | below_taken(gms)
 
 
 def chosen(*pairs: tuple[bool, T]) -> tuple[T, ...]:

@@ -18,7 +18,7 @@ from kvjax.state.codes import lent
 from kvjax.steps.decoding.at_layer import AtLayer, Token
 from kvjax.steps.decoding.hooks import broken
 from kvjax.steps.decoding.past import Past
-from kvjax.steps.decoding.plan import end_plan, facts_of, layer_plan, picks_taken
+from kvjax.steps.decoding.plan import end_plan, facts_of, layer_plan, taken_by_method
 from kvjax.steps.decoding.prefetch import ahead_of, any_group_far, started
 from kvjax.steps.decoding.step_end import End
 from kvjax.steps.shared.fitted_arrays import lend, taught_groups
@@ -50,7 +50,7 @@ def step_hidden(
 ) -> tuple[Float[Array, "B D"], Cache]:
     """`step_fn` up to the last norm: the hidden state behind the layers, and the cache."""
     bare = run.groups(params)
-    gms = taught_groups(bare, params)
+    gms = taught_groups(bare, params, cache)
     full = append & (free_slots(gms, cache) < 1)
     append = append & ~full
     at = jnp.where(append, cache.next, cache.next - 1)
@@ -71,7 +71,7 @@ def step_hidden(
         return out, GroupState(state=past.replaced(layer.index, new)), {}
 
     memory = Memory(
-        at[:, None], attend, recur, held, implementation=run.without_gpu, takes=picks_taken(bare),
+        at[:, None], attend, recur, held, implementation=run.without_gpu, takes=taken_by_method(bare),
         ahead=ahead_of(cache.groups), on_mesh=run.on_mesh,
     )  # fmt: skip
     held_now = started(lend(cache.groups, gms))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.compress.below import over_below
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.select import Fresh
 from kvjax.grammar.calls import met, observations
@@ -30,7 +31,7 @@ from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
 from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
 from kvjax.steps.shared.fitted_arrays import lend, taught_groups
 from kvjax.steps.shared.rotate import attend_turned, rope_of_keys, turned_keys, turned_queries, turns_of
-from kvjax.steps.shared.run import Run, answered, held
+from kvjax.steps.shared.run import Run, answered, below_taken, held
 
 
 class Prompt(NamedTuple):
@@ -92,7 +93,10 @@ class _Reading(NamedTuple):
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
         x = marked(layer, x, self.marks, self.params)
-        past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
+        held, rows = state, None
+        if gm.sees_below or "decoded" in layer.publishes:
+            held, rows = over_below(gm, state, layer.taken.get("below"))
+        past = past_sets(layer, completed(self.states, layer.group, held), self.pools)
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
         stands, meets = standing(layer, self.marks)
@@ -127,7 +131,8 @@ class _Reading(NamedTuple):
         if run.unrotated and self.asked.meetings:
             sets = [turned_keys(rope_of_keys(layer), s, turns[0], i, at.length) for i, s in enumerate(sets)]
         fresh = self._observed(layer, state, inputs, found, sets, since)._replace(k=stored, v=x.v)
-        return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
+        left = {"decoded": rows} if "decoded" in layer.publishes else {}
+        return out, state, left | published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
         """The ids of the tokens at these positions; None where vectors were given."""
@@ -212,7 +217,7 @@ def read_with_hidden(
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
     lengths = pinned_to(lengths, on, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
-    gms, asked = taught_groups(run.groups(params), params), _asked(needs)
+    gms, asked = taught_groups(run.groups(params), params, cache), _asked(needs)
     narrow = narrowing(run, params, at, cache is None)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
@@ -222,7 +227,17 @@ def read_with_hidden(
 
     last = jnp.maximum(lengths - 1, 0)
     early = None if needs or as_steps or narrow is not None else last
-    memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow, on_mesh=on)
+    memory = Memory(
+        at.pos,
+        reading.attend,
+        reading.recur,
+        held,
+        early,
+        run.without_gpu,
+        narrow,
+        takes=below_taken(gms),
+        on_mesh=on,
+    )
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
     late = [t for t in asked.traces if getattr(t, "behind_layers", False)]
@@ -269,6 +284,8 @@ def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
     out |= narrow.needs if narrow is not None and compress else frozenset()
     for gm in run.groups(params):
         out |= {*gm.traces, *(o for trace in gm.traces for o in trace.needs)}
+        # What codecs learn cannot be taken back, as tokens can that were stored without a choice.
+        out |= {*gm.learns} if compress else set()
         if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
             out |= {*observations(gm.keep)}
     return out

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.compress.below import Decoded, over_below, seeing
 from kvjax.compress.capacity import longer, widened
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.layer_merge import Half, merge_pair
@@ -35,13 +36,13 @@ from kvjax.models.layers import Params
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages, Slots, State
-from kvjax.state.codes import encode
+from kvjax.state.codes import LEARNT, encode
 from kvjax.steps.prefilling.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.probe import with_probe
 from kvjax.steps.prefilling.read import Prompt, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
-from kvjax.steps.shared.fitted_arrays import lend, returned, taught_groups
+from kvjax.steps.shared.fitted_arrays import lend, returned, taught_groups, with_learnt
 from kvjax.steps.shared.rotate import seen_by_words
 from kvjax.steps.shared.run import Run, repeated
 
@@ -105,7 +106,9 @@ def settled(
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window. ahead:
     what a chunk of a prompt is told of the others.
     """
-    gms = taught_groups(run.groups(params), params)
+    gms = taught_groups(run.groups(params), params, cache)
+    learnt = [f.rows if isinstance(f, Fresh) else {} for f in prompt.fresh]
+    gms = tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
         tokens = pos.shape[1]
@@ -146,10 +149,14 @@ def settled(
         each = [(gms[i], views[i], kept[i]) for i in paged]
         some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
         groups |= dict(zip(paged, some, strict=True))
+    below: Decoded | None = None
     for i, view in views.items():
         if i not in groups:
-            groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, new)
+            groups[i] = _built(seeing(gms[i], below), acting[i], view, kept.get(i), sizes, i, new)
+            below = over_below(gms[i], groups[i], below)[1] if _seen(gms, i) else None
         rows = {key_of(o): fresh[i].rows[key_of(o)] for o in gms[i].carried}
+        taught = dict(gms[i].taught)
+        rows |= {key_of(o): taught[key_of(o)][LEARNT] for o in gms[i].learns if key_of(o) in taught}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     for i in fresh:
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1))
@@ -192,7 +199,7 @@ def _begun(
 ) -> _AtWork:
     """Groups that choose nothing are finished: states, merged layers, what only grows. Others form views."""
     pos, length = prompt.positions
-    out = _AtWork({}, {}, {}, {}, old_pools)
+    out, below = _AtWork({}, {}, {}, {}, old_pools), None
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
         if not isinstance(new, Fresh):
             size = next(iter(params["layers"][i].values())).shape[0]
@@ -211,7 +218,8 @@ def _begun(
             continue
         acting = run.acts(gm, compress)
         if pasts[i].parts and not acting and not gm.evicting:
-            out.groups[i] = extend(gm, pasts[i], fresh, here)
+            out.groups[i] = extend(seeing(gm, below), pasts[i], fresh, here)
+            below = over_below(gm, out.groups[i], below)[1] if _seen(gms, i) else None
             out = out._replace(pools=remember_in_pages(gm, pasts[i], out.pools, fresh.masses))
             continue
         spec = run.attention_spec(gm.first)
@@ -221,6 +229,11 @@ def _begun(
             out.shown[i] = judged_layers(gm, out.shown[i], length, spec)
             out.views[i] = out.views[i]._replace(traces=out.shown[i].traces)
     return out
+
+
+def _seen(gms: tuple[GroupMethod, ...], i: int) -> bool:
+    """Whether the codes of the group above look at group `i`."""
+    return i + 1 < len(gms) and gms[i + 1].sees_below
 
 
 def _scores(

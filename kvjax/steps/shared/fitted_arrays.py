@@ -1,4 +1,4 @@
-"""What codecs were fitted to, lent to a cache's codes while a program runs: a cache itself holds none."""
+"""What codecs were fitted to and what rows learnt for them, lent to a cache's codes while a program runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,31 @@ import jax
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.keys import key_of
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache, GroupState
-from kvjax.state.codes import Taught, lent
+from kvjax.state.codes import LEARNT, Taught, lent
 
 
-def taught_groups(gms: tuple[GroupMethod, ...], params: Params) -> tuple[GroupMethod, ...]:
-    """Groups with the arrays that their codecs' words were fitted to, of their own layers."""
+def taught_groups(
+    gms: tuple[GroupMethod, ...], params: Params, cache: Cache | None = None
+) -> tuple[GroupMethod, ...]:
+    """Groups with the arrays that their codecs' words were fitted to, of their own layers.
+
+    With those, too, that the rows of the cache have learnt.
+    """
     sizes = [next(iter(p.values())).shape[0] for p in params["layers"]]
     found = [_taught(gm, n, params) for gm, n in zip(gms, sizes, strict=True)]
-    return tuple(gm.replaced(taught=x) if x else gm for gm, x in zip(gms, found, strict=True))
+    gms = tuple(gm.replaced(taught=x) if x else gm for gm, x in zip(gms, found, strict=True))
+    if cache is None:
+        return gms
+    return tuple(with_learnt(gm, group.rows) for gm, group in zip(gms, cache.groups, strict=True))
+
+
+def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:
+    """The group with what rows carry of what its codecs learn."""
+    learnt = {key_of(o): {LEARNT: rows[key_of(o)]} for o in gm.learns if key_of(o) in rows}
+    return gm.replaced(taught=dict(gm.taught) | learnt) if learnt else gm
 
 
 def _taught(gm: GroupMethod, layers: int, params: Params) -> Taught | tuple[()]:

@@ -20,7 +20,7 @@ from kvjax.grammar.read_protocols import Reusing
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Layer
+from kvjax.models.mixer import Layer, Take
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.place.pairs import pairs_of
@@ -122,6 +122,11 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
                 f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
             )
         gm = gm.replaced(stack=stack, upper=first - 1 in lower)
+    if gm.sees_below and size > 1:
+        raise ValueError(
+            f"{run.method.id} encodes a layer by the one below it, and layers {first} to {first + size - 1} "
+            "are stacked: give layers that are not stacked"
+        )
     ids = slots is not None and slots.ids
     return gm.replaced(codecs=(gm.codecs[0], None)) if ids else gm
 
@@ -174,3 +179,8 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
     if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
         return x
     return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)
+
+
+def below_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
+    """From which layer groups take decoded slots, by the first layer of the group."""
+    return {gm.first: {"below": Take("decoded", gm.first - 1)} for gm in gms if gm.sees_below}

@@ -1,0 +1,73 @@
+"""Codes that look at the layer below: a group is encoded and decoded over what comes back of that.
+
+All groups then hold the same tokens in the same slots, since none evicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.compress.group import GroupMethod
+from kvjax.state.cache import GroupState, Slots
+from kvjax.state.codes import BELOW, Codes, Taught, dense, encode, lent
+
+# Decoded keys and values [Lg, B, K, S, H] of all slots of a body.
+Decoded = tuple[Array, Array]
+
+
+def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
+    """The group with the decoded body of the one below at hand, where its codes look at it."""
+    if not gm.sees_below:
+        return gm
+    assert below is not None
+    return gm.replaced(taught=dict(gm.taught) | {BELOW: {"key": below[0], "value": below[1]}})
+
+
+def of_granules(gm: GroupMethod, row: Int[Array, "l B K F"]) -> Taught:
+    """What codecs see where the granules `row` of a body are encoded; rows below 0 stand for any."""
+    taught = dict(gm.taught)
+    if BELOW not in taught:
+        return taught
+    within = jax.lax.broadcasted_iota(jnp.int32, (*row.shape, gm.granule), row.ndim)
+    index = (jnp.maximum(row, 0)[..., None] * gm.granule + within).reshape(*row.shape[:3], -1, 1)
+    rows = {name: jnp.take_along_axis(x, index, axis=3) for name, x in taught[BELOW].items()}
+    return taught | {BELOW: rows}
+
+
+def encoded_pair(
+    gm: GroupMethod, k: Array, v: Array | None, taught: Taught | tuple[()]
+) -> tuple[Array | Codes, Array | Codes | None]:
+    """Keys and values as the group stores them; values may look at the keys that come back."""
+    keys = encode(k, gm.codecs[0], taught)
+    if v is None:
+        return keys, None
+    return keys, encode(v, gm.codecs[1], _with_own(keys, dict(taught)))
+
+
+def _with_own(keys: Array | Codes, taught: Taught) -> Taught:
+    if BELOW not in taught:
+        return taught
+    return taught | {BELOW: taught[BELOW] | {"own key": dense(lent(keys, taught))}}
+
+
+def decoded(gm: GroupMethod, body: Slots, below: Decoded | None) -> Decoded:
+    """The keys and values that come back of a body's codes."""
+    taught = dict(seeing(gm, below).taught)
+    assert body.v is not None
+    return dense(lent(body.k, taught)), dense(lent(body.v, _with_own(body.k, taught)))
+
+
+def over_below(
+    gm: GroupMethod, state: GroupState, below: Decoded | None
+) -> tuple[GroupState, Decoded | None]:
+    """The group with its body decoded, and what came back; as it is where it holds no body yet."""
+    if not state.bodies:
+        return state, None
+    (body,) = state.bodies
+    assert isinstance(body, Slots)
+    k, v = decoded(gm, body, below)
+    return dataclasses.replace(state, bodies=(dataclasses.replace(body, k=k, v=v),)), (k, v)

@@ -1,0 +1,56 @@
+"""Keys and values of texts, as codecs meet them, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import steps
+from kvjax.api.prefill import padded
+from kvjax.compress.select import Fresh
+from kvjax.grammar import Method
+from kvjax.grammar.keys import key_of
+from kvjax.keep.observations.observe import RawKeys
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.steps import Run
+
+
+class Texts(NamedTuple):
+    """Keys and values of all tokens of all texts, one after the other."""
+
+    k: Float[np.ndarray, "L K T H"]
+    v: Float[np.ndarray, "L K T V"]
+
+
+def read_numbers(
+    model: Model,
+    batches: list[list[list[int]]],
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    raw: bool = False,
+) -> Texts:
+    """The keys and values of texts, in one reading. raw: keys before RoPE."""
+    run, k, v = Run(model.config, Method()), [], []
+    for rows in progress(batches):
+        given = padded(model, rows, None)
+        live = np.arange(given.tokens.shape[1])[None] < np.asarray(given.lengths)[:, None]
+        read = _read(run, raw, model.params, jnp.asarray(given.tokens), jnp.asarray(given.lengths))
+        for held, x in zip((k, v), read, strict=True):
+            held.append(np.moveaxis(np.asarray(x, np.float32), 1, 2)[:, :, live])
+    return Texts(np.concatenate(k, 2), np.concatenate(v, 2))
+
+
+@partial(jax.jit, static_argnames=("run", "raw"))
+def _read(
+    run: Run, raw: bool, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> tuple[Float[Array, "L B K T H"], Float[Array, "L B K T V"]]:
+    prompt = steps.observe(run, params, tokens, lengths, None, frozenset({RawKeys()}))
+    fresh = [f for f in prompt.fresh if isinstance(f, Fresh)]
+    keys = [f.observed[key_of(RawKeys())] if raw else f.k for f in fresh]
+    return jnp.concatenate(keys), jnp.concatenate([f.v for f in fresh])

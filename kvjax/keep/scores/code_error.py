@@ -1,0 +1,33 @@
+"""Scores by how well a slot can be encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from kvjax.grammar.protocols import Seen, Trace, View
+from kvjax.keep.algebra import Word
+from kvjax.keep.observations.code_error import CodeError
+from kvjax.keep.observations.trace import AtArrival
+from kvjax.state.codes import Codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Encodable(Word):
+    """score[j] = max(1 - e_j, 0), with e_j what codes were off by when the token came (`CodeError`)."""
+
+    codec: Codec
+
+    looks = False
+
+    @property
+    def error(self) -> Trace:
+        return AtArrival(CodeError(self.codec))
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({self.error})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return (1.0 - view.of(self.error)).clip(min=0.0)

@@ -1,0 +1,29 @@
+"""Quantisation behind a change of basis that a fit finds, in which channels are more alike."""
+
+from __future__ import annotations
+
+from kvjax.grammar import Method, Store
+from kvjax.grammar.fitted import as_fitted
+from kvjax.methods.papers import paper
+from kvjax.methods.shared import Bits, Fit, Group
+from kvjax.store.affine import Affine
+from kvjax.store.basis import InBasis
+
+
+@paper(
+    "QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving",
+    arxiv="2405.04532",
+    family="outlier-transform",
+    exact="deviates",
+)
+def qserve(*, bits: Bits = 4, group: Group | None = None, fitted: Fit | None = None) -> Method:
+    """The KV cache of QServe (Lin et al., 2024, arXiv:2405.04532), section 4.2: SmoothAttention, then 4 bits.
+
+    Keys are divided by lambda_c = max |k_c|^0.5, of both channels that RoPE turns together, and queries
+    multiplied; keys and values are then quantised token by token, each head of a token by itself, in groups
+    of `group` channels. fitted: lambda of every KV head, as `kvjax fit qserve` writes it. Deviation: queries
+    are multiplied online, where the paper folds lambda into the weights of keys and queries, which gives the
+    same codes; weights and other activations stay as they are.
+    """
+    codec = Affine(bits, group=group)
+    return Method(store=Store(InBasis("key", "qserve", as_fitted(fitted)) >> codec, codec))

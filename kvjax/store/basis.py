@@ -1,0 +1,122 @@
+"""Rows in a basis that a fit finds for each head: scales of channels, rotations, any matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.state.code_forms import Span, span_of
+from kvjax.state.codes import Codec, Taught, taught
+from kvjax.store.levels import untaught
+from kvjax.store.wrap import Around, Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class InBasis(Wrapper):
+    """`InBasis("key", by) >> codec` encodes z = (x - shift) M^-1 of a head's rows x.
+
+    of: whose basis. by: the method whose fit finds it. The fitted arrays are "key matrix" M and "key inverse"
+    [L, K, H, H], and "key shift" [L, K, H] where rows are shifted, or those of values. Without a shift,
+    queries meet z itself, as q M' (`kvjax.state.code_forms.Spanned`). A matrix that is diagonal, or that
+    commutes with RoPE, is the same as one folded into the model's weights. Raises ValueError for another
+    `of`.
+    """
+
+    of: Literal["key", "value"]
+    by: str
+    fitted: Fitted | None = None
+
+    def __post_init__(self):
+        if self.of not in ("key", "value"):
+            raise ValueError(f"a basis is of a 'key' or a 'value', got {self.of!r}")
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        sizes = (model.layers, model.kv_heads, model.head_dim, model.head_dim)
+        for name in (f"{self.of} matrix", f"{self.of} inverse"):
+            check_sizes(self, "basis", "layers, KV heads, channels, channels", name, sizes)
+
+    def around(self, codec: Codec) -> Based:
+        return Based(self, codec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Based(Around):
+    """What `codec` encodes of rows in the basis of `word`."""
+
+    word: InBasis
+    codec: Codec
+
+    def taught(self, arrays: Taught) -> Codec:
+        inner, fitted = taught(self.codec, arrays), self.word.fitted
+        if fitted is None or fitted.digest not in arrays:
+            return dataclasses.replace(self, codec=inner)
+        mine, of = arrays[fitted.digest], self.word.of
+        return Turned(mine[f"{of} matrix"], mine[f"{of} inverse"], mine.get(f"{of} shift"), inner)
+
+    def span(self, width: int) -> Span:
+        """Which codec holds z; the matrix is that of `Turned`."""
+        fitted = self.word.fitted
+        if fitted is None or f"{self.word.of} shift" in fitted.arrays:
+            return Span(self, np.eye(width))
+        return Span(span_of(self.codec, width).codec, np.eye(width))
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        untaught(self.word)
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        untaught(self.word)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turned(Around):
+    """(x - shift) M^-1 of rows [*l, B, K, S, H], for matrices [*l, K, H, H].
+
+    >>> from kvjax.store.affine import Affine
+    >>> twice = 2.0 * jnp.eye(2).reshape(1, 2, 2)
+    >>> codec = Turned(twice, twice / 4, None, Affine(8))
+    >>> codec.decode(codec.encode(jnp.array([1.0, 3.0]).reshape(1, 1, 1, 2)), 2, jnp.float32).ravel().tolist()
+    [1.0, 3.0]
+    """
+
+    matrix: Float[Array, "*l K H H"]
+    inverse: Float[Array, "*l K H H"]
+    shift: Float[Array, "*l K H"] | None
+    codec: Codec
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        if (x.shape[-3], x.shape[-1]) != (self.matrix.shape[-3], self.matrix.shape[-1]):
+            raise ValueError(
+                f"a basis was fitted for {self.matrix.shape[-3]} heads of {self.matrix.shape[-1]} channels, "
+                f"and these rows have {x.shape[-3]} of {x.shape[-1]}"
+            )
+        x = x.astype(jnp.float32)
+        return self.codec.encode(_by_head(x if self.shift is None else x - self._shift(), self.inverse))
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        x = _by_head(self.codec.decode(data, width, jnp.float32), self.matrix)
+        return (x if self.shift is None else x + self._shift()).astype(dtype)
+
+    def _shift(self) -> Float[Array, "*l 1 K 1 H"]:
+        assert self.shift is not None
+        return self.shift.astype(jnp.float32)[..., None, :, None, :]
+
+    def span(self, width: int) -> Span:
+        if self.shift is not None:
+            return Span(self, np.eye(width))
+        codec, matrix = span_of(self.codec, width)
+        matrix = jnp.asarray(matrix, jnp.float32)
+        inner = jnp.broadcast_to(matrix, (*self.matrix.shape[:-2], *matrix.shape[-2:]))
+        return Span(codec, jnp.matmul(inner, self.matrix, precision=jax.lax.Precision.HIGHEST))
+
+
+def _by_head(x: Float[Array, "*b S H"], matrix: Float[Array, "*l K H Z"]) -> Float[Array, "*b S Z"]:
+    """Multiplies x M, head by head."""
+    return jnp.einsum("...bksh,...khz->...bksz", x, matrix.astype(x.dtype), precision="highest")

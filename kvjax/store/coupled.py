@@ -1,0 +1,113 @@
+"""Neighbouring channels that share a code: vectors by codebooks that a fit finds for each head (CQ)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kvjax.base.errors import InputError
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.ops.base.bit_packing import pack, unpack
+from kvjax.state.codes import Codec, Taught
+from kvjax.store.levels import untaught
+
+
+@dataclasses.dataclass(frozen=True)
+class CoupledCodes:
+    """The nearest of 2^bits vectors for every `channels` channels of a row (arXiv:2405.03917, section 3.2).
+
+    of: whose vectors, the fitted array "key centroids" or "value centroids" [L, K, H / c, 2^bits, c]. A
+    number takes bits / channels bits and nothing else: rows have no scale. Stored are words [*b, S, w] of
+    H / c codes. Raises ValueError for bits outside 1 to 8, or channels below 1 or that do not divide rows.
+    """
+
+    channels: int
+    bits: int
+    of: Literal["key", "value"]
+    fitted: Fitted | None = None
+
+    granule = 1
+    by = "cq"
+
+    def __post_init__(self):
+        if self.bits not in range(1, 9):
+            raise ValueError(f"a vector's code has 1 to 8 bits, got {self.bits!r}")
+        if isinstance(self.channels, bool) or not isinstance(self.channels, int) or self.channels < 1:
+            raise ValueError(f"a vector is a whole number of channels, at least 1, got {self.channels!r}")
+        if self.of not in ("key", "value"):
+            raise ValueError(f"vectors are of a 'key' or a 'value', got {self.of!r}")
+
+    @property
+    def name(self) -> str:
+        """That of the fitted array."""
+        return f"{self.of} centroids"
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model, or of other vectors."""
+        assert self.fitted is not None
+        check_sizes(self, "vectors", "layers, KV heads", self.name, (model.layers, model.kv_heads))
+        vectors, entries, channels = self.fitted.arrays[self.name].shape[2:]
+        if (entries, channels) != (2**self.bits, self.channels):
+            raise InputError(
+                f"it was fitted with {entries} vectors of {channels} channels, and bits={self.bits}, "
+                f"channels={self.channels} ask for {2**self.bits} of {self.channels}: run "
+                f"`kvjax fit {self.by} --set bits={self.bits},channels={self.channels}`"
+            )
+        if vectors * channels != model.head_dim:
+            raise InputError(
+                f"it was fitted to heads of {vectors * channels} channels, this model's have "
+                f"{model.head_dim}: run `kvjax fit {self.by}` on this model"
+            )
+
+    def taught(self, arrays: Taught) -> Codec:
+        if self.fitted is None or self.fitted.digest not in arrays:
+            return self
+        return NearestVectors(self.bits, arrays[self.fitted.digest][self.name])
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        untaught(self)
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        untaught(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NearestVectors:
+    """The nearest of the vectors [*l, K, G, C, c] of a head, for rows [*l, B, K, S, G c].
+
+    >>> codec = NearestVectors(1, jnp.array([[[[0.0, 0.0], [1.0, 2.0]]]]))
+    >>> data = codec.encode(jnp.array([0.6, 1.4]).reshape(1, 1, 1, 2))
+    >>> codec.decode(data, 2, jnp.float32).ravel().tolist()
+    [1.0, 2.0]
+    """
+
+    bits: int
+    vectors: Float[Array, "*l K G C c"]
+
+    granule = 1
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        vectors = self.vectors.astype(jnp.float32)
+        *_, heads, groups, _, channels = vectors.shape
+        if (x.shape[-3], x.shape[-1]) != (heads, groups * channels):
+            raise ValueError(
+                f"vectors were fitted for {heads} heads of {groups * channels} channels, and these rows have "
+                f"{x.shape[-3]} heads of {x.shape[-1]}"
+            )
+        rows = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, channels)
+        # |x - c|^2 / 2 without |x|^2, which is the same for all.
+        inner = jnp.einsum("...bksgc,...kgec->...bksge", rows, vectors, precision="highest")
+        half = jnp.square(vectors).sum(-1)[..., None, :, None, :, :] / 2
+        codes = (inner - half).argmax(-1).astype(jnp.uint32)
+        return {"words": pack(codes, self.bits)}
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        groups = self.vectors.shape[-3]
+        codes = unpack(data["words"], self.bits, groups)[..., None, None]
+        vectors = self.vectors[..., None, :, None, :, :, :]
+        found = jnp.take_along_axis(vectors, codes.astype(jnp.int32), axis=-2)
+        return found.reshape(*codes.shape[:-3], width).astype(dtype)

@@ -1,0 +1,90 @@
+"""Rows in a fitted basis: what comes back, how queries meet it, and that folded weights give the same."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.base.errors import InputError
+from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.grammar import Method, Store
+from kvjax.grammar.fitted import Fitted
+from kvjax.state.code_forms import meet
+from kvjax.state.codes import Codes, dense, taught
+from kvjax.store.affine import Affine
+from kvjax.store.basis import InBasis
+from kvjax.store.rotate import Rotate
+from tests.float64.codes import affine
+from tests.methods.battery import MAIN, model, off
+
+TEXTS = [list(range(1, 40)), list(range(40, 10, -1))]
+
+
+def made_up(rng, shift=False):
+    m = rng.normal(size=(2, 2, 16, 16)) + 3 * np.eye(16)
+    arrays = {"key matrix": m, "key inverse": np.linalg.inv(m)}
+    arrays |= {"key shift": rng.normal(size=(2, 2, 16))} if shift else {}
+    return Fitted({n: x.astype(np.float32) for n, x in arrays.items()}, "InBasis", "")
+
+
+def lent(fitted):
+    return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()}}
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_rows_are_encoded_in_the_basis_of_their_head(rng, shift):
+    fitted, x = made_up(rng, shift), rng.normal(size=(2, 3, 2, 5, 16))
+    codec = taught(InBasis("key", "qserve", fitted) >> Affine(4), lent(fitted))
+    got = codec.decode(codec.encode(jnp.asarray(x, jnp.float32)), 16, jnp.float32)
+    m, inverse = (fitted.arrays[f"key {n}"][:, None].astype(float) for n in ("matrix", "inverse"))
+    by = fitted.arrays["key shift"][:, None, :, None].astype(float) if shift else 0.0
+    np.testing.assert_allclose(got, affine(4, 16)((x - by) @ inverse) @ m + by, atol=2e-3)
+
+
+@pytest.mark.parametrize("inner", [Affine(4), Rotate() >> Affine(4)])
+@pytest.mark.parametrize("shift", [False, True])
+def test_queries_meet_codes_in_their_basis_as_they_meet_what_comes_back(rng, shift, inner):
+    fitted, x = made_up(rng, shift), jnp.asarray(rng.normal(size=(2, 3, 2, 5, 16)), jnp.float32)
+    word = InBasis("key", "qserve", fitted) >> inner
+    codes = Codes(taught(word, lent(fitted)).encode(x), word, 16, "float32", lent(fitted))
+    q = jnp.asarray(rng.normal(size=(3, 4, 1, 16)), jnp.float32)
+    for layer in (0, 1):
+        met = meet(q, codes, codes, layer)
+        assert met.turned != shift
+        products = lambda q, k: jnp.einsum("bkgh,bksh->bkgs", q.reshape(3, 2, 2, 16), k)  # noqa: E731
+        want = products(q, dense(codes)[layer])
+        np.testing.assert_allclose(products(met.q, dense(met.k)[layer]), want, rtol=2e-4, atol=2e-3)
+        out = lambda p, v: jnp.einsum("bkgs,bksh->bkgh", p, v).reshape(3, 4, 1, 16)  # noqa: E731
+        back = met.back(out(jnp.abs(want), dense(met.v)[layer]))
+        np.testing.assert_allclose(back, out(jnp.abs(want), dense(codes)[layer]), rtol=2e-3, atol=0.1)
+
+
+def test_smooth_keys_are_those_of_a_model_in_whose_weights_the_scales_are_folded():
+    m = model("4/2")
+    fitted = kvjax.fit(m, "qserve", TEXTS)
+    by = np.einsum("lkhh->lkh", fitted.arrays["key matrix"])
+    most = np.abs(read_numbers(m, [TEXTS]).k).max(2)
+    np.testing.assert_allclose(by, np.sqrt(np.maximum(most, np.roll(most, 8, -1))), rtol=1e-5)
+    of_q, of_k = (np.repeat(by, n, 1).reshape(2, 1, 1, -1) for n in (2, 1))
+    each = enumerate(m.params["layers"])
+    layers = tuple(p | {"q": p["q"] * of_q[i], "k": p["k"] / of_k[i]} for i, p in each)
+    folded = dataclasses.replace(m, params=m.params | {"layers": layers})
+    online = kvjax.prefill(m, MAIN.first, method=kvjax.method("qserve", fitted=fitted), room=8)[1]
+    inside = kvjax.prefill(folded, MAIN.first, method=kvjax.method("zeroquant", bits=4), room=8)[1]
+    for token in MAIN.steps[:2]:
+        got, online = kvjax.step(m, online, token)
+        want, inside = kvjax.step(folded, inside, token)
+        assert off(got, want) < 2e-3
+
+
+def test_a_fit_of_another_model_and_an_unknown_rule_are_refused(rng):
+    fitted = Fitted({n: x[:1] for n, x in made_up(rng).arrays.items()}, "InBasis", "")
+    with pytest.raises(InputError, match=r"the \(layers, KV heads, channels, channels\) of its basis are"):
+        kvjax.prefill(model("4/2"), MAIN.first, method=kvjax.method("qserve", fitted=fitted))
+    word = InBasis("key", "nobody") >> Affine(4)
+    with pytest.raises(InputError, match="no rule is known for the basis of nobody"):
+        kvjax.fit(model("4/2"), Method(store=Store(word)), TEXTS)
+    with pytest.raises(ValueError, match="a basis is of a 'key' or a 'value'"):
+        InBasis("keys", "qserve")

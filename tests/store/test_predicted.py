@@ -1,0 +1,85 @@
+"""Codes over the layer below: what comes back in steps and turns, what a fit gains, and what is refused."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.base.errors import InputError
+from kvjax.compress.below import decoded
+from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.grammar.fitted import Fitted, with_fitted
+from kvjax.steps import Run
+from kvjax.steps.shared.fitted_arrays import taught_groups
+from kvjax.store.predicted import Predicted
+from tests.float64.codes import directions, over_below
+from tests.methods.battery import model, off
+from tests.methods.table_stores import MAPS
+
+ROW = [5, 9, 3, 7, 1, 8, 2, 6, 4, 11, 15, 12, 13]
+AQUA = kvjax.method("aqua-kv", tokens=4, residual=2, fitted=MAPS)
+TEXTS = [np.random.default_rng(i).integers(1, 40, 60).tolist() for i in range(8)]
+
+
+def bodies(cache, m, method):
+    """The keys and values that come back of every layer's body."""
+    gms = taught_groups(Run(m.config, method).groups(m.params), with_fitted(m.params, method))
+    out, below = [], None
+    for gm, group in zip(gms, cache.groups, strict=True):
+        below = decoded(gm, group.bodies[0], below)
+        out.append([np.asarray(x) for x in below])
+    return out
+
+
+def test_steps_and_turns_encode_as_one_prompt_does():
+    """A prompt, steps that fill granules, and a second turn leave the codes of the tokens read at once."""
+    m, whole = model("4/2"), kvjax.prefill(model("4/2"), [ROW], method=AQUA, room=8)[1]
+    _, cache = kvjax.prefill(m, [ROW[:4]], method=AQUA, room=20)
+    for token in ROW[4:9]:
+        _, cache = kvjax.step(m, cache, [token])
+    logits, cache = kvjax.prefill(m, [ROW[9:]], cache=cache)
+    for one, other in zip(bodies(cache, m, AQUA), bodies(whole, m, AQUA), strict=True):
+        # The first 4 tokens were read by no codes, before or after.
+        for got, want in zip(one, other, strict=True):
+            np.testing.assert_allclose(got[..., :4, :], want[..., :4, :], atol=1e-3)
+    # As many granules as residual and granule leave of 13 tokens.
+    assert [int((g.bodies[0].pos >= 0).sum()) for g in cache.groups] == [2 * 8, 2 * 8]
+    assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_without_codes_between_them_layers_predict_no_difference():
+    """At 4 bits everywhere the answer is near the uncompressed one, whatever is predicted."""
+    m = model("4/2")
+    near = kvjax.method("aqua-kv", bits=4, tokens=4, residual=2, fitted=kvjax.fit(m, "aqua-kv", TEXTS))
+    got, want = (kvjax.prefill(m, [ROW], method=method, room=8)[1] for method in (near, "full"))
+    for token in (3, 4, 5, 6):
+        (a, got), (b, want) = kvjax.step(m, got, [token]), kvjax.step(m, want, [token])
+        assert off(a, b) < 0.2
+
+
+def test_a_fit_leaves_less_of_the_texts_numbers_than_they_are():
+    m = model("4/2")
+    maps = {n: x.astype(float) for n, x in kvjax.fit(m, "aqua-kv:bits=4", TEXTS).arrays.items()}
+    read = read_numbers(m, [TEXTS], raw=True)
+    flat = lambda x: np.moveaxis(x, 0, 1).reshape(x.shape[1], -1)  # noqa: E731
+    below = directions(4)(read.k[0].astype(float)), directions(4)(read.v[0].astype(float))
+    rest = flat(read.k[1]) - flat(below[0]) @ maps["key weights"][1] - maps["key bias"][1]
+    assert np.square(rest).sum() < np.square(flat(read.k[1]) - flat(read.k[1]).mean(0)).sum()
+    # Least squares: nothing that is left goes with what is known, but for the ridge.
+    known = flat(below[0]) - flat(below[0]).mean(0)
+    assert np.abs(known.T @ rest).max() < 2e-2 * np.abs(known.T @ flat(read.k[1])).max()
+    assert not maps["key weights"][0].any() and over_below(maps, 4, 2) is not None
+
+
+def test_what_cannot_be_decoded_over_the_layer_below_is_refused():
+    m = model("4/2")
+    for other in ("snapkv(budget=0.5, window=4)", "quest(budget=0.5)", "h2o(budget=0.5)"):
+        with pytest.raises(ValueError, match="encodes a token by the same one in the layer below"):
+            kvjax.method(f"{other} + aqua-kv")
+    with pytest.raises(InputError, match="layers keep other things"):
+        three = Fitted({n: np.repeat(x[:1], 3, 0) for n, x in MAPS.arrays.items()}, "Predicted", "")
+        kvjax.prefill(model("windowed"), [ROW], method=kvjax.method("aqua-kv", fitted=three))
+    fitted = Fitted({n: x[:1] for n, x in MAPS.arrays.items()}, "Predicted", "")
+    with pytest.raises(InputError, match=r"\(layers, channels in, channels out\) of its predictor are"):
+        kvjax.prefill(m, [ROW], method=kvjax.method("aqua-kv", fitted=fitted))
+    with pytest.raises(ValueError, match="what is predicted is a 'key' or a 'value'"):
+        Predicted("keys")
