@@ -28,6 +28,8 @@ class Config:
     of the windowed layers where it differs. norm_offset: RMSNorm multiplies by (offset + weight).
     norms: "pre" (before attention and MLP), "post" (after, OLMo 2) or "both" (Gemma). qk_norm: "" or
     "head" (RMSNorm over H) or "full" (over all heads together). query_scale: logits multiply by this.
+    residual_scale: what mixers and feed-forwards add to the hidden state multiplies by this, logit_scale: the
+    last logits do (Granite; muP, arXiv:2203.03466).
 
     mixers: what mixes the tokens of each layer, words of `kvjax.models.mixers`; empty means attention with
     the heads above in every layer. mlps: the feed-forward of each layer, words of
@@ -56,6 +58,8 @@ class Config:
     mlp_bias: bool = False
     activation: str = "silu"
     embed_scale: float = 1.0
+    residual_scale: Positive = 1.0
+    logit_scale: Positive = 1.0
     query_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None

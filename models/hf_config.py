@@ -99,7 +99,7 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     name = data.get("model_type")
     if not isinstance(name, str | None):
         raise InputError(f"config.json gives model_type = {name!r:.40}, expected a text: correct it")
-    inner = [family for family, row in FAMILIES.items() if name and row.within == name]
+    inner = [family for family, row in FAMILIES.items() if name in row.within]
     if inner:
         text = data.get("text_config")
         outer = {k: data[k] for k in ("tie_word_embeddings", "eos_token_id") if k in data}

@@ -27,6 +27,11 @@ _FLOATS = (
     "final_logit_softcapping",
     "routed_scaling_factor",
     "swiglu_limit",
+    "norm_eps",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
 )
 
 

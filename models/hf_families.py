@@ -214,7 +214,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM", _SIZES, _llama, write=lambda config: {"mlp_bias": config.mlp_bias}
     ),
     "mistral": Family(
-        "MistralForCausalLM", _SIZES | _MISTRAL, _plain, windows=IN_ALL_LAYERS, within="mistral3",
+        "MistralForCausalLM", _SIZES | _MISTRAL, _plain, windows=IN_ALL_LAYERS, within=("mistral3",),
         ignored=_VISION,
     ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2, windows=_QWEN_WINDOWS),
@@ -225,7 +225,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", _GEMMA | _GEMMA_3, _gemma3, _write_gemma,
-        windows=_GEMMA_WINDOWS, local_rope="own", activation="hidden_activation", within="gemma3",
+        windows=_GEMMA_WINDOWS, local_rope="own", activation="hidden_activation", within=("gemma3",),
         ignored=_VISION,
     ),
     "phi3": Family(
@@ -272,11 +272,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM", _MISTRAL_3, _ministral3, _write_ministral3, windows=IN_ALL_LAYERS,
-        within="mistral3", ignored=_VISION,
+        within=("mistral3",), ignored=_VISION,
     ),
     **MIXED,
 }  # fmt: skip
 """Adding one here, and its cases to tests/models/hf_cases.py, adds a family."""
 
-SUPPORTED = tuple(dict.fromkeys([*FAMILIES, *(row.within for row in FAMILIES.values() if row.within)]))
+SUPPORTED = tuple(dict.fromkeys([*FAMILIES, *(name for row in FAMILIES.values() for name in row.within)]))
 """Every `model_type` that can be loaded; of "gemma3" and others with vision the language model alone."""

@@ -41,7 +41,8 @@ class Family(NamedTuple):
     local_rope: the rotation of windowed layers, where it is not that of the others: "own" parameters (Gemma
     3), or "unscaled", without the scaling of the others (OLMo 3). partial_rotary: `partial_rotary_factor` is
     obeyed; all other classes rotate whole heads. paired: channels turn in pairs of neighbours. activation:
-    the key of the activation. within: a `model_type` with vision, whose text_config is of this family.
+    the key of the activation. within: other names of a
+    `model_type`: of models with vision, whose text_config is of this family, and of the family itself.
 
     Tensors. top: the prefix of all but lm_head, and the names of the embedding and of the last norm. norms:
     the names of the norms before attention, behind it, before the feed-forward and behind it, where they are
@@ -63,7 +64,7 @@ class Family(NamedTuple):
     partial_rotary: bool = False
     paired: bool = False
     activation: str = "hidden_act"
-    within: str = ""
+    within: tuple[str, ...] = ()
     top: tuple[str, str, str] = ("model", "embed_tokens", "norm")
     norms: tuple[str, str, str, str] | None = None
     fused: Mapping[str, tuple[str, ...]] = {}

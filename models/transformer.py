@@ -80,6 +80,9 @@ def block(
     def norm(name: str, y: Array) -> Array:
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
+    def scaled(y: Array) -> Array:
+        return y if config.residual_scale == 1 else y * jnp.asarray(config.residual_scale, y.dtype)
+
     left: Left = {}
     read = added = given = None
     if layer.mixer.shapes(config):
@@ -90,14 +93,14 @@ def block(
                 # What goes from token to token goes through all of them, on every device.
                 read = pinned_to(read, memory.on_mesh, "batch", None, None)
             out, state, left = layer.mixer(p, read, layer, memory, state)
-            added = norm("attn_post_norm", out)
+            added = scaled(norm("attn_post_norm", out))
             x = x + added
             if "perturbation" in p:
                 x = x + p["perturbation"]
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
             given = norm("mlp_norm", x)
-            x = x + norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh))
+            x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
     if memory.look is not None:
         left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left
@@ -254,6 +257,7 @@ def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Ar
     x = rms_norm(x, params["norm"], config.norm_eps, config.norm_offset)
     w = params["embed"].T if config.tied else params["unembed"]
     y = jnp.matmul(x, w, preferred_element_type=wide(x))
+    y = y if config.logit_scale == 1 else y * config.logit_scale
     cap = config.logit_softcap
     return y if cap is None else cap * jnp.tanh(y / cap)
 

@@ -30,7 +30,7 @@ from kvjax.models.gguf.load import config_of_gguf
 from kvjax.models.gguf.reader import is_gguf, open_gguf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixer import SlotShape
-from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.quantised.settings import beside, quantisation_of
 from kvjax.plan.cache_sizes import abstract_params, sizes_of
 
@@ -133,10 +133,18 @@ def _block_rows(config: BlockConfig, dtype: str) -> list[tuple[str, str]]:
 
 
 def _shape_rows(config: Config) -> list[tuple[str, str]]:
+    still = sum(
+        type(word) is Attention and not word.rotates
+        for word in (mixer_of(config, i) for i in range(config.layers))
+    )
+    without = f", none in {_layers(still)}" if still else ""
     return [
         ("layers", f"{config.layers} of width {config.d_model}, MLP {config.d_ff}"),
         ("heads", f"{config.heads} query, {config.kv_heads} KV, {config.head_dim} channels each"),
-        ("positions", f"{config.max_positions}, rope {config.rope.kind}, theta {config.rope.theta:g}"),
+        (
+            "positions",
+            f"{config.max_positions}, rope {config.rope.kind}, theta {config.rope.theta:g}{without}",
+        ),
     ]
 
 
@@ -198,6 +206,23 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
     return rows
 
 
+def acts_on(config: Config | BlockConfig) -> str:
+    """Which layers a budget concerns, where these are not all."""
+    if isinstance(config, BlockConfig):
+        return ""
+    acted, windows = sum(_growing(config).values()), sum(w is not None for w in config.windows)
+    states = sum(bool(mixer_of(config, i).state(config)) for i in range(config.layers))
+    if acted == config.layers or not windows + states:
+        return ""
+    if not acted:
+        return " No layer keeps every token, so a budget changes nothing here."
+    left = [f"the windows of {windows}"] * bool(windows) + [f"the states of {states}"] * bool(states)
+    return (
+        f" A budget is a share of what {acted} of {_layers(config.layers)} keep, which have every token; "
+        f"{' and '.join(left)} stay as they are."
+    )
+
+
 def _layers(count: int) -> str:
     return f"{count} layer" if count == 1 else f"{count} layers"
 
@@ -256,4 +281,5 @@ def cache_table(config: Config | BlockConfig, dtype: str, tokens: int) -> tuple[
         f"budget is what a step visits. Hyper-parameters: preset {preset}. `kvjax explain METHOD` says "
         "what any other method weighs."
     )
+    note += acts_on(config)
     return table, "\n".join([note, *(f"– {', '.join(who)}: {why}" for why, who in refused.items())])

@@ -5,10 +5,25 @@ from __future__ import annotations
 import math
 
 from kvjax.models.hf_family import Family
-from kvjax.models.hf_mixed.deepseek import deepseek, read_deepseek, write_deepseek
+from kvjax.models.hf_mixed.deepseek import (
+    deepseek,
+    read_deepseek,
+    spell_glm4_moe_lite,
+    write_deepseek,
+    write_glm4_moe_lite,
+)
 from kvjax.models.hf_mixed.glm4_moe import glm4_moe, read_glm4_moe, write_glm4_moe
 from kvjax.models.hf_mixed.gpt_oss import gpt_oss, read_gpt_oss, write_gpt_oss
+from kvjax.models.hf_mixed.granite import (
+    granite_4,
+    read_granite,
+    read_granite_4,
+    spell_granite_4,
+    write_granite,
+    write_granite_4,
+)
 from kvjax.models.hf_mixed.kimi_linear import kimi_linear, read_kimi_linear, write_kimi_linear
+from kvjax.models.hf_mixed.lfm2 import lfm2, read_lfm2, spell_lfm2, write_lfm2
 from kvjax.models.hf_mixed.mamba2 import mamba2, read_mamba2, write_mamba2
 from kvjax.models.hf_mixed.moe import (
     minimax_m2,
@@ -75,6 +90,26 @@ _GLM = _COMMON | {
     "routed_scaling_factor": 1.0, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
     "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+_GRANITE = _COMMON | {
+    "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+    "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
+_GRANITE_4 = _GRANITE | {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "intermediate_size": 11008,
+}  # fmt: skip
+_LFM_2 = _COMMON | {
+    "max_position_embeddings": 128000, "rope_theta": 1e6, "num_key_value_heads": 8, "norm_eps": 1e-5,
+    "conv_L_cache": 3, "conv_bias": False, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True, "tie_word_embeddings": True,
+}  # fmt: skip
+_GLM_LITE = _COMMON | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1,
+}  # fmt: skip
 _MINIMAX = _COMMON | {
     "max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8,
     "num_local_experts": 256, "num_experts_per_tok": 8,
@@ -100,7 +135,12 @@ MIXED: dict[str, Family] = {
         "DeepseekV3ForCausalLM",
         _DEEPSEEK | {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "norm_topk_prob": True}
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
-        read_deepseek, write_deepseek, deepseek, more_layers=True,
+        read_deepseek, write_deepseek, deepseek, more_layers=True, within=("kimi_k2", "kimi_k25"),
+        ignored=("vision_tower.", "mm_projector."),
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", _GLM_LITE, read_deepseek, write_glm4_moe_lite, deepseek,
+        spell_glm4_moe_lite, more_layers=True,
     ),
     "mamba2": Family(
         "Mamba2ForCausalLM", _MAMBA_2, read_mamba2, write_mamba2, mamba2,
@@ -117,6 +157,14 @@ MIXED: dict[str, Family] = {
         "MiniMaxM2ForCausalLM", _MINIMAX, read_minimax_m2, write_minimax_m2, minimax_m2, spell_minimax_m2,
         partial_rotary=True, more_layers=True,
     ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM", _LFM_2, read_lfm2, write_lfm2, lfm2, spell_lfm2,
+        top=("model", "embed_tokens", "embedding_norm"),
+    ),
+    "granite": Family("GraniteForCausalLM", _GRANITE, read_granite, write_granite),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM", _GRANITE_4, read_granite_4, write_granite_4, granite_4, spell_granite_4
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM", _OSS, read_gpt_oss, write_gpt_oss, gpt_oss,
         windows=in_layers(lambda data, i: (i + 1) % 2 != 0),
@@ -127,11 +175,11 @@ MIXED: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", _QWEN_3_5, read_qwen3_5, write_qwen3_5, qwen3_next, partial_rotary=True,
-        within="qwen3_5", top=_INNER, ignored=("visual.", "mtp."),
+        within=("qwen3_5",), top=_INNER, ignored=("visual.", "mtp."),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", _QWEN_3_5 | _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next,
-        spell_qwen3_5_moe, partial_rotary=True, within="qwen3_5_moe", top=_INNER,
+        spell_qwen3_5_moe, partial_rotary=True, within=("qwen3_5_moe",), top=_INNER,
         ignored=("visual.", "mtp."),
     ),
 }  # fmt: skip

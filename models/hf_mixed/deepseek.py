@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latents, and experts of which some are shared.
+"""DeepSeek-V2 and V3, Kimi K2 and GLM-4.7-Flash: latents, and experts of which some are shared.
 
 Under YaRN with mscale_all_dim, logits multiply by (0.1 mscale_all_dim ln(factor) + 1)^2 beside the usual
 scale, in V2 as in V3: so does the authors' modeling_deepseek.py of both (read in public copies of it), and
@@ -24,7 +24,7 @@ from kvjax.ops.base.rope import Rope
 
 
 def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
-    third = data["model_type"] == "deepseek_v3"
+    third = data["model_type"] != "deepseek_v2"
     if not data.get("rope_interleave", True):
         raise InputError("rope_interleave = false is not supported: expected channels that turn in pairs")
     nope, turned = data["qk_nope_head_dim"], data["qk_rope_head_dim"]
@@ -92,6 +92,23 @@ def write_experts(config: Config) -> dict[str, Any]:
         if config.family == "deepseek_v2":
             out["topk_method"] = "greedy" if moe.groups == 1 else "group_limited_greedy"
     return out
+
+
+def spell_glm4_moe_lite(data: Json) -> dict[str, Any]:
+    """Its files name the kind of every feed-forward; the first ones are dense."""
+    kinds = data.get("mlp_layer_types") or []
+    dense = list(kinds).count("dense")
+    if kinds and list(kinds) != ["dense"] * dense + ["sparse"] * (data["num_hidden_layers"] - dense):
+        raise InputError(
+            f"mlp_layer_types {kinds} is not supported: expected dense layers, then sparse ones, "
+            f"{data['num_hidden_layers']} in all"
+        )
+    return {"first_k_dense_replace": dense} if kinds else {}
+
+
+def write_glm4_moe_lite(config: Config) -> dict[str, Any]:
+    kinds = ["sparse" if isinstance(word, MoE) else "dense" for word in config.mlps]
+    return write_deepseek(config) | {"mlp_layer_types": kinds}
 
 
 def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:

@@ -54,13 +54,17 @@ def write_mamba2(config: Config) -> dict[str, Any]:
 
 
 def mamba2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
-    word = mixer_of(config, layer)
-    sizes = word.shapes(config)
     yield "norm.weight", whole("attn_norm", config.d_model)
-    yield "mixer.in_proj.weight", behind({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})
-    yield "mixer.conv1d.weight", whole("conv", sizes["conv"][-1])
-    yield "mixer.conv1d.bias", whole("conv_bias", sizes["conv"][-1])
+    yield from mamba2_block(config, layer, "mixer")
+
+
+def mamba2_block(config: Config, layer: int, room: str) -> Iterator[tuple[str, list[Piece]]]:
+    """Tensors of a Mamba-2 layer, called `room`, without the norm before it."""
+    sizes = mixer_of(config, layer).shapes(config)
+    yield f"{room}.in_proj.weight", behind({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})
+    yield f"{room}.conv1d.weight", whole("conv", sizes["conv"][-1])
+    yield f"{room}.conv1d.bias", whole("conv_bias", sizes["conv"][-1])
     names = {"dt_bias": "dt_bias", "A_log": "a_log", "D": "skip", "norm.weight": "out_norm"}
     for name, leaf in names.items():
-        yield f"mixer.{name}", whole(leaf, sizes[leaf][-1])
-    yield "mixer.out_proj.weight", whole("o", config.d_model)
+        yield f"{room}.{name}", whole(leaf, sizes[leaf][-1])
+    yield f"{room}.out_proj.weight", whole("o", config.d_model)

@@ -30,9 +30,9 @@ def how_it_runs(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "
 
 def convolved(
     x: Float[Array, "B T C"], weight: Float[Array, "W C"], bias: Float[Array, "C"] | None, memory: Memory,
-    past: RecurrentState | None, mask: Bool[Array, "B T"],
+    past: RecurrentState | None, mask: Bool[Array, "B T"], *, active: bool = True,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:  # fmt: skip
-    """Computes silu of the short convolution of x after the state `tail`, and the new tail."""
+    """Computes the short convolution of x after `tail`, through silu where active, and the new tail."""
 
     def whole(x: Array) -> Array:
         # Tails are on every device, so that new tokens are sent there, and not the tails.
@@ -40,7 +40,7 @@ def convolved(
 
     tail = None if past is None else past["tail"]
     y, tail = short_conv(whole(x), weight, bias, tail=tail, mask=mask, segments=memory.segments)
-    return whole(jax.nn.silu(y)), tail
+    return whole(jax.nn.silu(y) if active else y), tail
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.commands.inspect_model import find_config, model_rows
+from kvjax.commands.inspect_model import acts_on, find_config, model_rows
 from kvjax.commands.main import main
 from kvjax.grammar.fitted import fitted_words
 from kvjax.io.checkpoint import save_checkpoint
@@ -22,6 +22,7 @@ from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
+from kvjax.models.hf_config import config_from_hf
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.plan.cache_sizes import Sizes
@@ -29,6 +30,7 @@ from kvjax.state.cache import nbytes
 from kvjax.steps import Run
 from tests.models import architectures
 from tests.models.conversation import parameters
+from tests.models.hf_cases import CASES
 
 CONFIG = Config(
     vocab=32, d_model=16, layers=3, heads=4, kv_heads=2, head_dim=32, d_ff=32, windows=(None, 8, None)
@@ -171,3 +173,22 @@ def test_what_quantised_a_checkpoint_is_said(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(2048))
     rows = dict(model_rows(*find_config(str(tmp_path)), "bfloat16"))
     assert rows["parameters"].endswith("(2.0 KiB on disk, quantised by gptq)")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gpt_oss", "what 1 of 3 layers keep, which have every token; the windows of 2 stay as they are"),
+        ("qwen3_next", "what 1 of 4 layers keep, which have every token; the states of 3 stay as they are"),
+        ("llama", None),
+        ("mistral", "No layer keeps every token, so a budget changes nothing here"),
+    ],
+)
+def test_a_budget_is_said_to_concern_the_layers_that_keep_every_token(name, says):
+    note = acts_on(config_from_hf(CASES[name]))
+    assert note == "" if says is None else says in note
+
+
+def test_layers_that_do_not_rotate_are_counted():
+    rows = dict(model_rows(config_from_hf(CASES["smollm3"]), None, "float32"))
+    assert rows["positions"] == "64, rope default, theta 5000, none in 1 layer"

@@ -35,6 +35,7 @@ from kvjax.models.mixers.proximal import SharedKeys
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
+from kvjax.models.mixers.short_conv import ShortConv
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.ops.base.rope import Rope
@@ -188,6 +189,7 @@ TABLE = {
         ),
         KV // 2, 1, 2 * 8 * 6 + 4 * (16 + 2 * 6),
     ),
+    "lfm2": Row(with_layers(ShortConv(3, bias=True), Attention()), KV, 2, 3 * 16),
     "jamba": Row(
         with_layers(MAMBA, Attention(), mlps=(GatedMLP(), CHOOSY)), KV, 2, 4 * 5 * 6 + 4 * (20 + 2 * 12),
     ),

@@ -78,6 +78,14 @@ _PARTIAL = {
         "mrope_interleaved": True, "mrope_section": [1, 1, 0],
     },
 }  # fmt: skip
+_GRANITE = {
+    "embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+}  # fmt: skip
+_GRANITE_STATE = {
+    "mamba_n_heads": 6, "mamba_n_groups": 1, "mamba_d_state": 5, "mamba_d_head": "auto", "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 8, "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
 _EXAONE_LLAMA_3 = {
     "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -314,5 +322,32 @@ CASES: dict[str, dict[str, Any]] = {
         "qwen3_5_moe_text", **_LINEAR, **_EXPERTS, linear_num_key_heads=4, shared_expert_intermediate_size=10,
         layer_types=["full_attention", "linear_attention", "linear_attention"], **_PARTIAL,
         tie_word_embeddings=True,
+    ),
+    "granite": _even(
+        "granite", 24, **_GRANITE, attention_bias=True, mlp_bias=True, rope_theta=1000.0,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid": _even(
+        "granitemoehybrid", 24, **_GRANITE, **_GRANITE_STATE, num_local_experts=5, num_experts_per_tok=2,
+        shared_intermediate_size=10, position_embedding_type="nope",
+        layer_types=["mamba", "attention", "mamba"],
+    ),
+    "granitemoehybrid_dense": _even(
+        "granitemoehybrid", 24, **_GRANITE, **_GRANITE_STATE, num_local_experts=0,
+        shared_intermediate_size=26, position_embedding_type="rope", rope_theta=1000.0,
+        layer_types=["attention", "mamba", "attention"], tie_word_embeddings=True,
+    ),
+    "lfm2": _even(
+        "lfm2", 24, norm_eps=1e-4, conv_L_cache=3, conv_bias=False, block_auto_adjust_ff_dim=True,
+        block_multiple_of=4, block_ffn_dim_multiplier=1.1, full_attn_idxs=[1], rope_theta=1000.0,
+        tie_word_embeddings=True,
+    ),
+    "lfm2_bias": _even(
+        "lfm2", 24, **_THREE, norm_eps=1e-4, conv_L_cache=4, conv_bias=True, block_auto_adjust_ff_dim=False,
+        layer_types=["full_attention", "conv", "conv"], tie_word_embeddings=False,
+    ),
+    "glm4_moe_lite": _case(
+        "glm4_moe_lite", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=1, topk_group=1,
+        norm_topk_prob=True, mlp_layer_types=["dense", "dense", "sparse"], rope_theta=1000.0,
     ),
 }  # fmt: skip

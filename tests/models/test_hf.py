@@ -69,6 +69,7 @@ FAMILIES = (
     "mixtral_window", "gemma3_nested", "qwen3_moe_dense_first", "olmo2", "phi3",
     "olmo3", "gpt_oss", "smollm3_windows", "exaone4", "seed_oss", "ernie4_5", "glm4", "ministral3",
     "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
+    "granite", "granitemoehybrid", "lfm2_bias",
 )  # fmt: skip
 
 
@@ -312,6 +313,8 @@ def test_numbers_are_written_in_the_types_that_transformers_declares(name):
     written = config_to_hf(config_from_hf(CASES[name] | (softcaps if name == "gemma2" else {})))
     floats = "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq partial_rotary_factor "
     floats = {*floats.split(), *softcaps, "routed_scaling_factor", "swiglu_limit"}
+    floats |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+    floats |= {"norm_eps"}
     kinds = {key: type(x) for key, x in written.items() if type(x) in (int, float)}
     assert kinds == {key: float if key in floats else int for key in kinds}
 

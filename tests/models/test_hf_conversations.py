@@ -22,6 +22,7 @@ from tests.sweep import sweep
 FAMILIES = (
     "gpt_oss", "olmo3", "qwen3_next_pattern", "gemma3_nested", "smollm3_windows", "exaone4", "ministral3",
     "qwen3_5_text", "minimax_m2", "glm4_moe",
+    "granitemoehybrid",
 )  # fmt: skip
 ROWS = np.random.default_rng(3).integers(0, 80, (3, 40)).astype(np.int32)
 FIRST, SECOND = np.array([23, 9, 17]), np.array([5, 12, 1])

@@ -1,0 +1,69 @@
+"""LFM2: gated short convolutions, and attention in a few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvjax.base.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_mixed.pieces import attention, whole
+from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.mixers.short_conv import ShortConv
+from kvjax.ops.base.rope import Rope
+
+
+def spell_lfm2(data: Json) -> dict[str, Any]:
+    """The width of feed-forwards is two thirds of what a file gives, times a factor, rounded up."""
+    width, unit = data.get("block_ff_dim", data["intermediate_size"]), data["block_multiple_of"]
+    if data["block_auto_adjust_ff_dim"]:
+        width = int(data["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width = -(-width // unit) * unit
+    tied = data.get("tie_embedding", data["tie_word_embeddings"])
+    return {"rms_norm_eps": data["norm_eps"], "intermediate_size": width, "tie_word_embeddings": tied}
+
+
+def read_lfm2(data: Json, rope: Rope) -> dict[str, Any]:
+    layers = data["num_hidden_layers"]
+    attends = data.get("full_attn_idxs", range(layers))
+    kinds = data.get("layer_types") or ["full_attention" if i in attends else "conv" for i in range(layers)]
+    if {*kinds} - {"conv", "full_attention"} or len(kinds) != layers:
+        raise InputError(f"layer_types {kinds} must name conv or full_attention for each of {layers} layers")
+    conv = ShortConv(data["conv_L_cache"], bool(data["conv_bias"]))
+    return {
+        "mixers": tuple(conv if kind == "conv" else Attention() for kind in kinds),
+        "qk_norm": "head",
+    }
+
+
+def write_lfm2(config: Config) -> dict[str, Any]:
+    conv = next((word for word in config.mixers if isinstance(word, ShortConv)), ShortConv())
+    kinds = ["conv" if isinstance(m, ShortConv) else "full_attention" for m in config.mixers]
+    return {
+        "layer_types": kinds,
+        "full_attn_idxs": [i for i, kind in enumerate(kinds) if kind != "conv"],
+        "conv_L_cache": conv.conv,
+        "conv_bias": conv.bias,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": config.norm_eps,
+    }
+
+
+def lfm2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    word, d = mixer_of(config, layer), config.d_model
+    yield "operator_norm.weight", whole("attn_norm", d)
+    yield "ffn_norm.weight", whole("mlp_norm", d)
+    for leaf, name, width in (("gate", "w1", config.d_ff), ("up", "w3", config.d_ff), ("down", "w2", d)):
+        yield f"feed_forward.{name}.weight", whole(leaf, width)
+    if not isinstance(word, ShortConv):
+        names = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+        for name, pieces in attention(config, layer):
+            room, module, kind = name.split(".")
+            yield f"{room}.{names.get(module, module)}.{kind}", pieces
+        return
+    sizes = word.shapes(config)
+    for leaf, name in (("bcx", "in_proj"), ("conv", "conv"), ("o", "out_proj")):
+        yield f"conv.{name}.weight", whole(leaf, sizes[leaf][-1])
+        if word.bias:
+            yield f"conv.{name}.bias", whole(f"{leaf}_bias", sizes[leaf][-1])
