@@ -17,7 +17,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-class _Beside:
+class _CheckoutFinder:
     """Imports the three subpackages that lie beside this one in a checkout, and nothing else there.
 
     In an installed package, setup.py has put them inside it.
@@ -38,7 +38,7 @@ class _Beside:
 
 
 if not (Path(__file__).parent / "models").is_dir():
-    sys.meta_path.append(_Beside)
+    sys.meta_path.append(_CheckoutFinder)
 
 _HOMES = {
     "load": "kvjax.io.load",

@@ -35,7 +35,7 @@ from kvjax.pure import Static, static
 _ROPE = Rope()
 
 
-class _Beside:
+class _WithoutWeights:
     """All of a model but its weights; compared by identity, as what is static in a module has to be."""
 
     def __init__(self, model: Model):
@@ -55,7 +55,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, model: Model):
         check_single(model, "take one of its decoders")
-        self.beside = _Beside(model)
+        self.beside = _WithoutWeights(model)
         self.params = _held(model.params)
 
     def __call__(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.api.chat_text import Ahead, Said, ahead, check_chat, first_messages
+from kvjax.api.chat_text import NextTurn, Said, ahead, check_chat, first_messages
 from kvjax.api.decode_loop import writing
 from kvjax.api.logit_processors import Processor, history
 from kvjax.api.nan_checks import refuse_step
@@ -112,7 +112,7 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": text}]
         return self._answer(messages, ahead(self.model, messages, self._said))
 
-    def _answer(self, messages: list[dict[str, str]], new: Ahead) -> Iterator[str]:
+    def _answer(self, messages: list[dict[str, str]], new: NextTurn) -> Iterator[str]:
         model = self.model
         room = min(self.max_new_tokens, last_position(self.method, model.config))
         logits, cache = read_prompt(
@@ -157,7 +157,7 @@ class Chat:
         return history(jnp.asarray(tokens), jnp.asarray(batch.lengths), self.max_new_tokens)
 
     def _note(
-        self, messages: list[dict[str, str]], new: Ahead, cache: Cache, past: list[int], ids: list[int]
+        self, messages: list[dict[str, str]], new: NextTurn, cache: Cache, past: list[int], ids: list[int]
     ) -> None:
         """Takes over what a turn left."""
         stop = ids[-1] if ids[-1] in self.model.stop_ids else None

@@ -25,7 +25,7 @@ class Said(NamedTuple):
     stop: int | None
 
 
-class Ahead(NamedTuple):
+class NextTurn(NamedTuple):
     """The template's text of a conversation up to the next answer, and the tokens to read for it.
 
     again: these are those of the whole text, because the cache holds another one.
@@ -48,18 +48,18 @@ def check_chat(model: Model, messages: Messages) -> None:
     render_chat(model, [*messages, {"role": "user", "content": "Hello"}])
 
 
-def ahead(model: Model, messages: Messages, said: Said | None) -> Ahead:
+def ahead(model: Model, messages: Messages, said: Said | None) -> NextTurn:
     """The tokens to read behind what the cache holds, so that it holds all messages; None holds nothing."""
     text = render_chat(model, messages)
     check_text(text, "the conversation")
     rest = None if said is None else added(model, text, said)
     if rest is None:
-        return Ahead(text, _encoded(model, text), said is not None)
+        return NextTurn(text, _encoded(model, text), said is not None)
     assert said is not None
     # Behind the token that stands before it a text is encoded as within the whole.
     before = "" if said.stop is None else model.tokenizer.id_to_token(said.stop)
     ids = _encoded(model, before + rest)
-    return Ahead(text, ids[1:] if before and ids[:1] == [said.stop] else _encoded(model, rest), False)
+    return NextTurn(text, ids[1:] if before and ids[:1] == [said.stop] else _encoded(model, rest), False)
 
 
 def added(model: Model, text: str, said: Said) -> str | None:

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from kvjax.compress.capacity import PLENTY, free_by_group, more_slots, reserve, tokens_in, widened
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.pages import list_slots, longest_list, page_of, recent_tokens, tail_slots
-from kvjax.compress.segments import AT_ONCE, Ahead, capacity_of, slots_needed
+from kvjax.compress.segments import AT_ONCE, ChunkHint, capacity_of, slots_needed
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
     tokens_bound: int
     room: int
-    ahead: Ahead = AT_ONCE
+    ahead: ChunkHint = AT_ONCE
 
 
 def plan(
@@ -81,15 +81,15 @@ def plan(
         taken = taken if word is None else fetch(word.count(jnp.asarray(taken)))
         taken = taken + more * (taken > 0)
         slots += turns.read(taken, new, room if at == chunks - 1 else new)
-    middle = Size(turns.bound, new, Ahead(lists=turns.bound))
+    middle = Size(turns.bound, new, ChunkHint(lists=turns.bound))
     first = middle
     if cache is None:
-        first = middle._replace(ahead=Ahead(tuple(slots.tolist()), turns.bound))
+        first = middle._replace(ahead=ChunkHint(tuple(slots.tolist()), turns.bound))
     else:
         each = zip(turns.gms, cache.groups, slots.tolist(), strict=True)
         groups = tuple(widened(gm, group, more) if more else group for gm, group, more in each)
         cache = dataclasses.replace(cache, groups=groups)
-    last = Size(turns.bound, room, Ahead(lists=turns.listed))
+    last = Size(turns.bound, room, ChunkHint(lists=turns.listed))
     return cache, [first, *[middle] * (chunks - 2), last]
 
 

@@ -119,7 +119,7 @@ def generate(
     chosen = method_of(model, method, cache)
     model = made(model, chosen)
     last = last_position(chosen, model.config)
-    asked = _Asked(
+    asked = _Options(
         max_new_tokens, jax.random.key(0) if key is None else prng_key(key), sampler or Sampler(),
         callables("processors", processors), model.stop_ids if stop is None else stop, stop_strings,
         samples, beams, on_token, implementation,
@@ -143,7 +143,7 @@ def generate(
     return _written(model, (tokens, lengths), logits, cache, asked, stops)
 
 
-class _Asked(NamedTuple):
+class _Options(NamedTuple):
     """What is asked for beside the prompt, as `generate` takes it."""
 
     new: int
@@ -160,7 +160,7 @@ class _Asked(NamedTuple):
 
 def _written(
     model: Model, prompt: tuple[TokenIds, Lengths | None], logits: Float[Array, "B V"], cache: Cache,
-    asked: _Asked, stops: Int[Array, "S"],
+    asked: _Options, stops: Int[Array, "S"],
 ) -> Generated:  # fmt: skip
     """The texts behind a prompt that was read."""
     chosen, state, copies = cache.method, bare_cache(cache), max(asked.samples, asked.beams)
@@ -247,7 +247,7 @@ def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> 
     return history(jnp.asarray(batch.tokens), jnp.asarray(batch.lengths), new)
 
 
-def _checked(asked: _Asked) -> Int[Array, "S"]:
+def _checked(asked: _Options) -> Int[Array, "S"]:
     """Checks options and returns the stop tokens, -1 for none.
 
     InputError for numbers of texts that mean nothing, and for options that exclude each other.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.api.chunks import bucket
 from kvjax.api.forced import Given, Scored, force, scored
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
-from kvjax.api.prefill import Batch, check_reach, method_of, padded, prefill
+from kvjax.api.prefill import PaddedTokens, check_reach, method_of, padded, prefill
 from kvjax.api.prepare import made
 from kvjax.api.types import Lengths, TokenIds, has_verbs
 from kvjax.base.checks import id_array, whole_number
@@ -143,12 +143,12 @@ def room_for(model: Model, method: Method, tokens: int) -> int:
     return max(tokens, min(bucket(tokens), last_position(method, model.config)))
 
 
-def _after(batch: Batch, starts: Int[np.ndarray, "B"]) -> Batch:
+def _after(batch: PaddedTokens, starts: Int[np.ndarray, "B"]) -> PaddedTokens:
     """What stands after the context of each row, right-padded."""
     count = batch.lengths - starts
     at = np.minimum(starts[:, None] + np.arange(count.max()), batch.tokens.shape[1] - 1)
     tokens = np.take_along_axis(batch.tokens, at, axis=1)
-    return Batch(np.where(np.arange(tokens.shape[1]) < count[:, None], tokens, 0), count)
+    return PaddedTokens(np.where(np.arange(tokens.shape[1]) < count[:, None], tokens, 0), count)
 
 
 def _forced(implementation: str | None) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
         raise InputError(f"texts hold what the tokenizer cannot read ({error}): give others") from error
 
 
-def _bytes(model: Model, fed: Batch) -> int | None:
+def _bytes(model: Model, fed: PaddedTokens) -> int | None:
     """The bytes of the text that was scored."""
     if (tokenizer := getattr(model, "tokenizer", None)) is None:
         return None
@@ -211,8 +211,8 @@ def _bytes(model: Model, fed: Batch) -> int | None:
 
 
 def _scored(
-    model: Model, method: Method, cache: Cache, fed: Batch, logits: Float[Array, "B V"], chunk: int | None,
-    implementation: str | None,
+    model: Model, method: Method, cache: Cache, fed: PaddedTokens, logits: Float[Array, "B V"],
+    chunk: int | None, implementation: str | None,
 ) -> Scored:  # fmt: skip
     """The scores of all tokens after the context, on the host; values after a row's end mean nothing.
 

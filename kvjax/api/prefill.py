@@ -52,14 +52,14 @@ from kvjax.steps import Run
 ROOM = 128
 
 
-class Batch(NamedTuple):
+class PaddedTokens(NamedTuple):
     """Right-padded tokens on the host, with their lengths."""
 
     tokens: np.ndarray
     lengths: np.ndarray
 
 
-def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> Batch:
+def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> PaddedTokens:
     """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
     if is_rows(tokens):
         if lengths is not None:
@@ -88,7 +88,7 @@ def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int =
     size = -(-bucket(array.shape[1]) // parts) * parts
     ids = np.zeros((array.shape[0], size), np.int32)
     ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
-    return Batch(ids, length.astype(np.int32))
+    return PaddedTokens(ids, length.astype(np.int32))
 
 
 def check_cache(model: Model, cache: Cache) -> None:
@@ -266,7 +266,7 @@ def _check_lengths(
         check_budget(method, {int(n) for rows in new for n in before + rows})
 
 
-def in_turn_width(model: Model, batch: Batch) -> Batch:
+def in_turn_width(model: Model, batch: PaddedTokens) -> PaddedTokens:
     """The batch padded as a turn's is."""
     parts = 1 if model.on_mesh is None else model.on_mesh.devices("tokens")
     width = -(-turn_width(int(batch.lengths.max())) // parts) * parts
@@ -283,7 +283,7 @@ def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, row
 
 
 def _read_chunks(
-    run: Run, params: Params, batch: Batch, cache: Cache | None, sizes: Sequence[Size], width: int,
+    run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[Size], width: int,
     compress: bool, last: int,
 ) -> tuple[Float[Array, "B V"], Cache, list[Array]]:  # fmt: skip
     """Logits [B, V] at each row's last token, the cache, and per chunk the lists whose scores were none.
@@ -322,7 +322,7 @@ def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
     return last
 
 
-def _question(batch: Batch, last: int, read: int) -> tuple[Array, Array] | None:
+def _question(batch: PaddedTokens, last: int, read: int) -> tuple[Array, Array] | None:
     """The last tokens of rows that are longer than `read` tokens, and their number; None where none is."""
     ahead = batch.lengths > read
     if not ahead.any():
@@ -383,10 +383,10 @@ def method_of(model: Model, method: Method | str | None, cache: Cache | None) ->
     return cache.method or Method()
 
 
-def _chunks(batch: Batch, chunk: int) -> list[Batch]:
+def _chunks(batch: PaddedTokens, chunk: int) -> list[PaddedTokens]:
     out = []
     for start in range(0, int(batch.lengths.max()), chunk):
         part = batch.tokens[:, start : start + chunk]
         part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
-        out.append(Batch(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
+        out.append(PaddedTokens(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
     return out

@@ -22,7 +22,7 @@ from kvjax.api.rows import nothing_carried
 from kvjax.compat.max_length import last_position
 from kvjax.compress.capacity import more_slots, widened
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.segments import Ahead, slots_needed
+from kvjax.compress.segments import ChunkHint, slots_needed
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
@@ -102,7 +102,7 @@ def plan_turn(
     seen = 0 if cache is None else int(fetch(cache.next).max())
     need, held, room = capacity_of(run.method, seen, tokens, room, most)
     # Lists in pages are of so many slots, whatever pages they were in before.
-    size = Size(held - room, room, Ahead(lists=held - room))
+    size = Size(held - room, room, ChunkHint(lists=held - room))
     if cache is None and begins_empty(run.method):
         cache = placed(empty_cache(run, params, *batch, size), run.on_mesh)
     return (None if cache is None else _grown(run, params, cache, need, size)), size

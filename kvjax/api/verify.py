@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax import steps
 from kvjax.api.chunks import bucket, tokens_that_fit
-from kvjax.api.prefill import Batch, bare_cache, check_cache, noted, padded, there
+from kvjax.api.prefill import PaddedTokens, bare_cache, check_cache, noted, padded, there
 from kvjax.api.prepare import made
 from kvjax.api.program_limit import bound_programs
 from kvjax.api.rollback import more_added
@@ -98,7 +98,7 @@ def _width(tokens: int) -> int:
 
 
 def passes(
-    run: Run, params: dict, cache: Cache, batch: Batch, size: int
+    run: Run, params: dict, cache: Cache, batch: PaddedTokens, size: int
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """Logits at all tokens and the cache behind them; a pass ends where a step would flush a tail."""
     gms = run.groups(params)

@@ -17,7 +17,7 @@ from kvjax.commands.terminal import BOX, console, pairs, print_text, size
 from kvjax.plan.layouts import read_rules
 from kvjax.plan.named import Named, named, names
 from kvjax.plan.picture import curve, tokens_in_words, write_picture
-from kvjax.plan.planning import Asked, Planner
+from kvjax.plan.planning import Planner, PlanRequest
 from kvjax.plan.topologies import topology_of
 
 # Bytes per second of a link of 16 lanes of PCIe 4, where nothing else is known.
@@ -47,7 +47,7 @@ def plan_all(args: argparse.Namespace) -> int:
     topology, changed = topology_of(args.topology), read_rules(args.rule)
     model = find_model(args.model)
     asked = [
-        Asked(
+        PlanRequest(
             model.name, model.config, topology, args.context, args.batch, method, args.preset, args.mesh,
             changed, args.dtype, args.chunk,
         )

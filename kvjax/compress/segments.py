@@ -36,7 +36,7 @@ from kvjax.state.write import pad_slots, write_blocks, write_slots
 TILE, LANES, SUBLANES = 32, 128, 8
 
 
-class Ahead(NamedTuple):
+class ChunkHint(NamedTuple):
     """What one chunk of a prompt is told of the others (static); nothing for a prompt that is read at once.
 
     slots: by group, how many empty slots a group that keeps everything gets for later chunks. lists: of how
@@ -47,7 +47,7 @@ class Ahead(NamedTuple):
     lists: int = 0
 
 
-AT_ONCE = Ahead()
+AT_ONCE = ChunkHint()
 
 
 # --- building ------------------------------------------------------------------------------------------

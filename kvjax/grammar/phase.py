@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-class Meeting(NamedTuple):
+class PairRule(NamedTuple):
     """Which queries meet which keys, where distances between tokens do not say so, and how much that weighs.
 
     queries, keys: where they stand for causal order and windows, -1 where they meet nobody. sharpness:
@@ -31,8 +31,8 @@ class Meeting(NamedTuple):
     weight: Float[Array, "B T"]
 
 
-class Turn(NamedTuple):
-    """What queries and keys turn by, for pairs of them that are some number of tokens apart.
+class PairRotation(NamedTuple):
+    """What queries and keys are rotated by, for pairs of them that are some number of tokens apart.
 
     keys: one array for each set of keys. behind: how many tokens a key lies behind a query at least. reach:
     at how many distances from there on, which are all further ones where it is None. meeting: which pairs
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     keys: tuple[Int[Array, "B #K _"], ...]
     behind: int = 0
     reach: int | None = None
-    meeting: Meeting | None = None
+    meeting: PairRule | None = None
 
     def window(self, window: int | None) -> int | None:
         """The window of a layer's queries, seen from `behind`; nothing is visible where it is not above 0."""
@@ -79,14 +79,16 @@ class Phase(Protocol):
     @property
     def counts(self) -> str: ...
 
-    def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
+    def turns(
+        self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
+    ) -> tuple[PairRotation, ...]:
         """By what queries and all slots that they may see turn.
 
         q_pos: positions of the queries, -1 on padding. sets: those of the slots, -1 where one is empty. Among
         many queries, the last set is new tokens in a row, and where it is the only one, there were none
-        before. Turns do not overlap: every pair of a query and a slot that it sees belongs to one. A single
-        query has one `Turn`, or several that differ in their `meeting` alone; in the first one, nothing is
-        sharper or weighs more.
+        before. Rotations do not overlap: every pair of a query and a slot that it sees belongs to one. A
+        single query has one `PairRotation`, or several that differ in their `meeting` alone; in the first
+        one, nothing is sharper or weighs more.
         """
         ...
 
@@ -113,9 +115,11 @@ class ByPosition:
     name = "position"
     counts = "tokens"
 
-    def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
+    def turns(
+        self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
+    ) -> tuple[PairRotation, ...]:
         """Their positions."""
-        return (Turn(q_pos[:, None], tuple(sets)),)
+        return (PairRotation(q_pos[:, None], tuple(sets)),)
 
     def most_behind(self, slots: int) -> int:
         return 2**30
@@ -144,14 +148,16 @@ class ByRank:
     name = "rank"
     counts = "slots"
 
-    def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
+    def turns(
+        self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
+    ) -> tuple[PairRotation, ...]:
         """The ranks of slots, and of queries as if each stood in a list of its own."""
         lists = max(pos.shape[1] for pos in sets)
         each = [jnp.broadcast_to(pos, (pos.shape[0], lists, pos.shape[2])) for pos in sets]
         held = jnp.concatenate(each, -1) if lists > 1 or len(sets) > 1 else each[0]
         asked = jnp.broadcast_to(q_pos[:, None], (q_pos.shape[0], lists, q_pos.shape[1]))
         queries, *keys = older(held, asked, *each)
-        return (Turn(queries, tuple(keys)),)
+        return (PairRotation(queries, tuple(keys)),)
 
     def most_behind(self, slots: int) -> int:
         return slots
@@ -190,19 +196,21 @@ class Clamped:
                 f"the largest distance must be a whole number of tokens >= 1, got {self.distance!r}"
             )
 
-    def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
+    def turns(
+        self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
+    ) -> tuple[PairRotation, ...]:
         """One for near and one for far pairs; a single query sees all keys in one."""
         most, new = self.distance, q_pos.shape[1]
         if new == 1:
             keys = [jnp.clip(pos - q_pos[:, None] + most, 0, most) for pos in sets]
-            return (Turn(jnp.full_like(q_pos[:, None], most), tuple(keys)),)
+            return (PairRotation(jnp.full_like(q_pos[:, None], most), tuple(keys)),)
         if len(sets) == 1 and sets[0].shape[-1] <= most + 1:
-            return (Turn(q_pos[:, None], tuple(sets)),)
+            return (PairRotation(q_pos[:, None], tuple(sets)),)
         start = (q_pos[:, :1] - most)[:, None] if len(sets) > 1 else 0
         keys = [jnp.maximum(pos - start, 0) for pos in sets]
-        near = Turn(q_pos[:, None] - start, tuple(keys), reach=most + 1)
+        near = PairRotation(q_pos[:, None] - start, tuple(keys), reach=most + 1)
         zeros = tuple(jnp.zeros_like(pos) for pos in sets)
-        return near, Turn(jnp.full_like(q_pos[:, None], most), zeros, behind=most + 1)
+        return near, PairRotation(jnp.full_like(q_pos[:, None], most), zeros, behind=most + 1)
 
     def most_behind(self, slots: int) -> int:
         return self.distance
@@ -283,13 +291,15 @@ class SharedRanges:
             moved = moved + jnp.where(pos >= start, jump, 0)
         return jnp.maximum(moved, 0)
 
-    def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
+    def turns(
+        self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
+    ) -> tuple[PairRotation, ...]:
         """One for what is no context, one for a context's own tokens, and one for contexts seen from behind.
 
         A single query is of one kind, and has the last two in one.
         """
         if self.one_turn:
-            return (Turn(self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)),)
+            return (PairRotation(self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)),)
         last = -(-len(self.contexts) // self.together)
         mine, ones = self._block(q_pos), jnp.ones(q_pos.shape, jnp.float32)
         whose = [self._block(pos) for pos in sets]
@@ -299,8 +309,10 @@ class SharedRanges:
         weight = jnp.where(behind, self.scale * self.temperature, ones)
         queries, keys = self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)
 
-        def turn(asking: Array, held: Sequence[Array], *weighs: Array, reach: int | None = None) -> Turn:
-            return Turn(queries, keys, reach=reach, meeting=Meeting(asking, tuple(held), *weighs))
+        def turn(
+            asking: Array, held: Sequence[Array], *weighs: Array, reach: int | None = None
+        ) -> PairRotation:
+            return PairRotation(queries, keys, reach=reach, meeting=PairRule(asking, tuple(held), *weighs))
 
         def shown(pos: Array, there: Array) -> Array:
             return jnp.where(there, pos, -1)

@@ -21,7 +21,7 @@ _HEARTBEAT = 30
 _SHUTDOWN = 7 * 24 * 3600
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where processes meet: the address of the first with a port, how many there are, which one this is.
 
     All are None where JAX is to find them in its surroundings.
@@ -68,11 +68,11 @@ def start_hosts(
         watch(_found_address().rsplit(":", 1)[0].strip("[]"))
 
 
-def meeting_of(hosts: str | None, processes: int | None, process: int | None) -> Meeting:
+def meeting_of(hosts: str | None, processes: int | None, process: int | None) -> Rendezvous:
     """Where processes meet, from what is given and from the environment. Raises InputError for a wrong value.
 
     >>> meeting_of("10.0.0.1:1234", 2, 0)
-    Meeting(address='10.0.0.1:1234', processes=2, process=0)
+    Rendezvous(address='10.0.0.1:1234', processes=2, process=0)
     """
     hosts = hosts or os.environ.get("KVJAX_HOSTS") or AUTO
     processes = _number("KVJAX_PROCESSES") if processes is None else processes
@@ -83,7 +83,7 @@ def meeting_of(hosts: str | None, processes: int | None, process: int | None) ->
                 f"hosts is {AUTO!r}, and processes={processes}, process={process} were given, "
                 "expected one of both: leave them out, or give hosts as ADDRESS:PORT of the first process"
             )
-        return Meeting(None, None, None)
+        return Rendezvous(None, None, None)
     found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})", hosts)
     if found is None or not 0 < int(found[2]) < 2**16:
         raise InputError(
@@ -97,7 +97,7 @@ def meeting_of(hosts: str | None, processes: int | None, process: int | None) ->
         )
     processes = whole_number("processes", processes, 1, "processes in all")
     what = "of the processes come before this one"
-    return Meeting(hosts, processes, whole_number("process", process, 0, what, processes - 1))
+    return Rendezvous(hosts, processes, whole_number("process", process, 0, what, processes - 1))
 
 
 def _number(name: str) -> int | None:
@@ -109,7 +109,7 @@ def _number(name: str) -> int | None:
     return int(text)
 
 
-def _check_address(meeting: Meeting) -> None:
+def _check_address(meeting: Rendezvous) -> None:
     """InputError where a port is taken, or a name means no machine."""
     if meeting.address is None:
         return
@@ -126,7 +126,7 @@ def _check_address(meeting: Meeting) -> None:
         ) from error
 
 
-def _join(meeting: Meeting, wait_seconds: float | int) -> None:
+def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
     """Meets the others. InputError where they have not all come in time."""
     # SIGTERM ends a process: without this, JAX takes it for a notice and goes on.
     jax.config.update("jax_enable_preemption_service", False)
@@ -156,7 +156,7 @@ def _join(meeting: Meeting, wait_seconds: float | int) -> None:
         raise InputError(_refused(meeting, failed[0])) from failed[0]
 
 
-def _not_all(meeting: Meeting, seconds: float | int) -> str:
+def _not_all(meeting: Rendezvous, seconds: float | int) -> str:
     address = meeting.address or _found_address() or "the address that the surroundings name"
     many = meeting.processes or "all"
     me = "" if meeting.process is None else f" (this is process {meeting.process})"
@@ -167,7 +167,7 @@ def _not_all(meeting: Meeting, seconds: float | int) -> str:
     )
 
 
-def _refused(meeting: Meeting, error: Exception) -> str:
+def _refused(meeting: Rendezvous, error: Exception) -> str:
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "before" in said:
         return "hosts were started after JAX had looked for its devices: call kvjax.start_hosts first of all"

@@ -15,7 +15,7 @@ TRIALS, NEAR = 3, 0.01
 Compile = Callable[[int, int], dict[str, Any]]
 
 
-class Beside(NamedTuple):
+class Overhead(NamedTuple):
     """Bytes beside weights and cache on one device, in a program of so many rows and tokens."""
 
     batch: int
@@ -31,18 +31,18 @@ class Largest(NamedTuple):
     confirmed: bool
 
 
-def beside(batch: int, context: int, found: dict[str, Any]) -> Beside | None:
+def beside(batch: int, context: int, found: dict[str, Any]) -> Overhead | None:
     """What a compiled program takes beside its weights and cache; None where that is not known."""
     needs = found.get("needs")
     return (
-        None if needs is None else Beside(batch, context, max(needs - found["weights"] - found["cache"], 0))
+        None if needs is None else Overhead(batch, context, max(needs - found["weights"] - found["cache"], 0))
     )
 
 
 class Search:
     """Fits by sizes: what lies beside weights and cache is taken to grow as the cache does."""
 
-    def __init__(self, sizes: Sizes, on: OnMesh, memory: int, measured: Beside | None):
+    def __init__(self, sizes: Sizes, on: OnMesh, memory: int, measured: Overhead | None):
         self.sizes, self.on, self.memory, self.measured = sizes, on, memory, measured
         self.weights = sizes.weights(on)
 

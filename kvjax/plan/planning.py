@@ -18,7 +18,7 @@ from kvjax.models.axes import left_whole, without_axes
 from kvjax.models.config import Config
 from kvjax.plan.children import in_child, missing
 from kvjax.plan.job import Job
-from kvjax.plan.largest import Beside, Search, beside, largest_rows, largest_tokens
+from kvjax.plan.largest import Overhead, Search, beside, largest_rows, largest_tokens
 from kvjax.plan.layouts import AUTO, Layout, check_preset, layout
 from kvjax.plan.prompts import in_words
 from kvjax.plan.roofline import NOTE
@@ -32,7 +32,7 @@ Said = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A model on a topology. model: its name. context: tokens per row, batch: rows. method: as text.
 
     preset, mesh, changed: as of `kvjax.plan.layouts.layout`. chunk: tokens of a prefill to compile.
@@ -85,7 +85,7 @@ class Asked:
 class Planner:
     """Answers of one question, found once each. Raises InputError for what cannot be split so."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: PlanRequest):
         method, config = asked.sentence, asked.config
         if method.make is not None:
             config, method = config_of(method, config), dataclasses.replace(method, make=None)
@@ -127,7 +127,7 @@ class Planner:
         if self.asked.topology.memory is None:
             return None
         rows = [beside(b, c, found) for (b, c, _), found in self._found.items() if "weights" in found]
-        measured: Beside | None = max((one for one in rows if one), key=lambda one: one.bytes, default=None)
+        measured: Overhead | None = max((one for one in rows if one), key=lambda one: one.bytes, default=None)
         return Search(self.sizes, self.layout.on, self.asked.topology.memory, measured)
 
     def plan(

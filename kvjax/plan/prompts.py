@@ -28,7 +28,7 @@ _WORDS = {
 }
 
 
-class Meeting(NamedTuple):
+class LayerTraffic(NamedTuple):
     """How some layers' new tokens meet each other, and what was read before.
 
     nbytes: that a device is sent in each of these layers, of hidden states, keys, values, queries, outputs.
@@ -42,7 +42,7 @@ class Meeting(NamedTuple):
 
 def meetings(
     config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0, dtype: Any = jnp.float32
-) -> list[Meeting]:
+) -> list[LayerTraffic]:
     """What layers do in a prefill of some tokens, behind `past` slots; none where tokens are whole.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
@@ -69,7 +69,7 @@ def meetings(
     alike: dict[tuple[str, str, int], list[int]] = {}
     for layer, said in sorted(found.items()):
         alike.setdefault(said, []).append(layer)
-    return [Meeting(tuple(layers), *said) for said, layers in alike.items()]
+    return [LayerTraffic(tuple(layers), *said) for said, layers in alike.items()]
 
 
 class _Listening(NamedTuple):

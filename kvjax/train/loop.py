@@ -46,7 +46,7 @@ from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
 from kvjax.train.data.packing import HeldOut, Place, Rows, Stream
-from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.sources import Source, Words, source_of, words_of
 from kvjax.train.data.texts import Column, Files
 from kvjax.train.devices import places, rows_placed
@@ -56,7 +56,7 @@ from kvjax.train.run_folder import LOG, alone, check_folder, clock, learned_file
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
 from kvjax.train.step import (
-    Beside,
+    Companions,
     Found,
     Pair,
     Parts,
@@ -101,7 +101,7 @@ def train(
     source, held = source_of(run.data, words, run.loop, segments=segments, workers=run.devices.workers)
     if left_out := _left_out(source):
         console.print(left_out, soft_wrap=True)
-    closing = contextlib.closing(source) if isinstance(source, Ahead) else contextlib.nullcontext()
+    closing = contextlib.closing(source) if isinstance(source, Prefetcher) else contextlib.nullcontext()
     with closing, alone(folder, resume):
         _open(folder, run, config, resume)
         steps = optimiser(run.optimiser, run.loop)
@@ -278,7 +278,7 @@ class _Session:
     console: Console
     fixed: Fixed | None
     on: OnMesh | None
-    beside: Beside
+    beside: Companions
 
     def go(
         self,

@@ -72,7 +72,7 @@ class Frozen:
     config: Config
 
 
-class Beside(NamedTuple):
+class Companions(NamedTuple):
     """What a step computes beside the model: a teacher, and a reader of the start of every row.
 
     The reader is an encoder, or a method that leaves a part of the model's own cache.
@@ -90,7 +90,7 @@ class Pair(NamedTuple):
     other: Any
 
 
-def parted(trained: Any, beside: Beside) -> tuple[Any, Beside]:
+def parted(trained: Any, beside: Companions) -> tuple[Any, Companions]:
     """What learns of the model, and what stands beside it, as it has learned."""
     if not isinstance(trained, Pair):
         return trained, beside
@@ -114,7 +114,7 @@ class Read(NamedTuple):
     layers: list[dict[str, Any]]
 
 
-ALONE = Beside()
+ALONE = Companions()
 
 
 def told(part: Parts, loop: Loop) -> Parts:
@@ -128,7 +128,7 @@ def total_loss(
     config: Config | BlockConfig,
     loop: Loop,
     on: OnMesh | None = None,
-    beside: Beside = ALONE,
+    beside: Companions = ALONE,
 ) -> Float[Array, ""]:
     """The summed loss of the rows [B, T + 1] of one part, in nats."""
     logits = _read(params, part, config, loop, on, beside=beside).logits
@@ -141,7 +141,7 @@ def learned_loss(
     part: Parts,
     config: Config | BlockConfig,
     loop: Loop,
-    beside: Beside = ALONE,
+    beside: Companions = ALONE,
     on: OnMesh | None = None,
 ) -> Float[Array, ""]:
     """What is made small: `total_loss`, in part the divergence from a teacher, and what layers add.
@@ -192,7 +192,7 @@ def _read(
     loop: Loop,
     on: OnMesh | None,
     asked: tuple[str, ...] = (),
-    beside: Beside = ALONE,
+    beside: Companions = ALONE,
 ) -> Read:
     none = jnp.zeros((), jnp.float32)
     if isinstance(config, BlockConfig):
@@ -259,7 +259,7 @@ def make_step(
     """
 
     def step(
-        state: TrainState, parts: Parts, beside: Beside = ALONE, fixed: Fixed | None = None
+        state: TrainState, parts: Parts, beside: Companions = ALONE, fixed: Fixed | None = None
     ) -> tuple[TrainState, Found]:
         count = jnp.maximum(told(parts, loop).weights[:, :, 1:].sum(), 1.0)
 
@@ -291,7 +291,7 @@ def make_step(
 
 
 def fault(
-    params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside = ALONE
+    params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Companions = ALONE
 ) -> str:
     """The first array with NaN or inf, in words: a layer's output, the logits, a gradient or a weight."""
     beside = beside._replace(teacher=None)
@@ -311,7 +311,7 @@ def fault(
 
 
 def _fault_ahead(
-    params: Params, part: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside
+    params: Params, part: Parts, config: Config | BlockConfig, loop: Loop, beside: Companions
 ) -> str | None:
     """The same without the gradients."""
     if isinstance(config, BlockConfig):

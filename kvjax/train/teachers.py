@@ -18,18 +18,18 @@ from kvjax.models.params import init
 from kvjax.train.compressed import Compressor, compressor
 from kvjax.train.data.sources import Words
 from kvjax.train.settings import OF_WORDS, Training
-from kvjax.train.step import Beside, Frozen
+from kvjax.train.step import Companions, Frozen
 
 
-def beside(run: Training, config: Config | BlockConfig, params: Params, words: Words) -> Beside:
+def beside(run: Training, config: Config | BlockConfig, params: Params, words: Words) -> Companions:
     """What a run's settings name; InputError where it does not fit the model or its tokenizer."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     if run.loop.method is not None:
-        return Beside(teacher, None, _compressor(run, run.loop.method, config, params))
-    return Beside(teacher, _encoder(run, config, words))
+        return Companions(teacher, None, _compressor(run, run.loop.method, config, params))
+    return Companions(teacher, _encoder(run, config, words))
 
 
-def learning(run: Training, others: Beside) -> Any:
+def learning(run: Training, others: Companions) -> Any:
     """What of it learns with the model: parameters of an encoder, or what learned tokens have; or None."""
     if others.compressor is not None:
         return others.compressor.learns

@@ -34,8 +34,8 @@ from kvjax.eval.report.cells import Cell, summarise
 from kvjax.eval.report.folder import read_results
 from kvjax.eval.report.leaderboard import (
     DATA,
+    BoardRun,
     Leaderboard,
-    Run,
     Speed,
     about_of,
     leaderboard_text,
@@ -206,12 +206,12 @@ def collect(models: list[Path], folders: list[Path], old: Leaderboard | None = N
     return leaderboard_text(runs, fast, about if fast else {})
 
 
-def _found(folder: Path, model: str) -> Run:
+def _found(folder: Path, model: str) -> BoardRun:
     found = read_results(folder)
-    return Run(about_of(found.metrics) | {"model": model}, tuple(summarise(found.rows)))
+    return BoardRun(about_of(found.metrics) | {"model": model}, tuple(summarise(found.rows)))
 
 
-def _added(run: Run, other: Run) -> Run:
+def _added(run: BoardRun, other: BoardRun) -> BoardRun:
     """A run with the cells that another has of other methods, asked the same questions of the same model."""
     mine = {cell.method for cell in run.cells}
     if mine >= {cell.method for cell in other.cells}:
@@ -226,7 +226,7 @@ def _added(run: Run, other: Run) -> Run:
     order = {id: i for i, id in enumerate(METHODS)}
     cells = sorted((*run.cells, *(c for c in other.cells if c.method not in mine)), key=_place(order))
     revisions = dict.fromkeys([*other.about["git_revision"].split(", "), run.about["git_revision"]])
-    return Run(other.about | {"git_revision": ", ".join(revisions)}, tuple(cells))
+    return BoardRun(other.about | {"git_revision": ", ".join(revisions)}, tuple(cells))
 
 
 def _place(order: dict[str, int]) -> Callable[[Cell], tuple[str, int]]:

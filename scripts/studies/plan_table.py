@@ -80,11 +80,13 @@ def compile_prompts() -> None:
 
 def _planner(topology: str, context: str, model: str, method: str, chunk: int) -> Any:
     from kvjax.plan.named import named
-    from kvjax.plan.planning import Asked, Planner
+    from kvjax.plan.planning import Planner, PlanRequest
     from kvjax.plan.topologies import topology_of
 
     config = named(model).config
-    return Planner(Asked(model, config, topology_of(topology), CONTEXTS[context], ROWS, method, chunk=chunk))
+    return Planner(
+        PlanRequest(model, config, topology_of(topology), CONTEXTS[context], ROWS, method, chunk=chunk)
+    )
 
 
 def _plan(topology: str, context: str, model: str, method: str) -> dict[str, Any]:

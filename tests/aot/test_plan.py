@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.aot.probe import available
 from kvjax.plan.named import named
-from kvjax.plan.planning import Asked, Planner
+from kvjax.plan.planning import Planner, PlanRequest
 from kvjax.plan.topologies import topology_of
 from tests.sweep import sweep
 
@@ -20,7 +20,7 @@ needs_gpu = pytest.mark.skipif(bool(available("gpu")), reason=available("gpu"))
 def planned(model, topology, context, batch, layers=None, method="full"):
     config = named(model).config
     config = config if layers is None else dataclasses.replace(config, layers=layers)
-    return Planner(Asked(model, config, topology_of(topology), context, batch, method, chunk=0))
+    return Planner(PlanRequest(model, config, topology_of(topology), context, batch, method, chunk=0))
 
 
 @needs_tpu

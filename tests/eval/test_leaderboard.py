@@ -5,7 +5,7 @@ import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import summarise
-from kvjax.eval.report.leaderboard import Run, Speed, leaderboard_text, lines_of, read_leaderboard
+from kvjax.eval.report.leaderboard import BoardRun, Speed, leaderboard_text, lines_of, read_leaderboard
 from tests.eval.rows import TASKS, comparison
 
 SETTINGS = {"samples": 12, "length": 512, "protocols": ["agnostic", "aware"], "seed": 0}
@@ -27,7 +27,7 @@ def board(tmp_path):
     """Two models of the same rows, the second of which answers nothing right in one task."""
     rows = comparison()
     worse = [{**row, "score": 0.0} if row["task"] == "get" else row for row in rows]
-    runs = [Run(about(name), tuple(summarise(each))) for name, each in (("a", rows), ("b", worse))]
+    runs = [BoardRun(about(name), tuple(summarise(each))) for name, each in (("a", rows), ("b", worse))]
     file = tmp_path / "board.json"
     speed = {"snapkv": Speed(1.25, 0.5), "full": Speed(1.0, 1.0)}
     file.write_text(

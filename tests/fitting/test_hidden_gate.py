@@ -13,7 +13,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.fitting.gates.head_gates import distilled
-from kvjax.fitting.merges.residue import Batch, missed
+from kvjax.fitting.merges.residue import ResidueBatch, missed
 from kvjax.fitting.statistics.levels import felt
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import SHIPPED, Fitted
@@ -184,7 +184,7 @@ def missed_by_hand(tokens, cut, kept, kernels=None):
 def test_what_kernels_miss_is_what_it_is_by_hand():
     row, cut, rng = [*MAIN.first[0], *MAIN.second[0]], 12, np.random.default_rng(1)
     kept = rng.random((2, 1, 2, len(row))) < 0.4
-    batch = Batch(
+    batch = ResidueBatch(
         jnp.asarray([row], jnp.int32), jnp.asarray([len(row)], jnp.int32), jnp.asarray([cut], jnp.int32),
         jnp.asarray(kept),
     )  # fmt: skip

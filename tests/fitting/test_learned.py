@@ -12,14 +12,13 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.commands.texts import read_texts
 from kvjax.eval.tasks.sample import ForcedSample
-from kvjax.fitting.gates.hidden_gate import Batch, guessed, read
+from kvjax.fitting.gates.hidden_gate import GateBatch, guessed, read
 from kvjax.fitting.gates.retaining_heads import looked_at, missed
 from kvjax.fitting.gates.write_gates import Texts, distilled, kept
 from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.merges.convolutions import drawn, surprise
-from kvjax.fitting.merges.residue import Batch as Cut
+from kvjax.fitting.merges.residue import ResidueBatch, kept_before
 from kvjax.fitting.merges.residue import cut as cut_texts
-from kvjax.fitting.merges.residue import kept_before
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import SHIPPED, as_fitted, fitted_words, shipped_for, with_fitted
 from kvjax.keep.budgets.budget import AcrossLayers, Uniform
@@ -84,7 +83,7 @@ def test_the_entropy_of_sink_gates_and_scores_is_what_it_is_by_hand(rng):
     for layer in range(2):
         said, y = learned.sink_gate(x[layer, 0, :5], layer), scores[layer, 0, :, :5]
         want -= (y * np.log(said) + (1 - y) * np.log(1 - said)).mean() / 2
-    batch = Batch(jnp.asarray(x, jnp.float32), jnp.asarray(scores, jnp.float32), jnp.asarray(live))
+    batch = GateBatch(jnp.asarray(x, jnp.float32), jnp.asarray(scores, jnp.float32), jnp.asarray(live))
     assert abs(guessed(arrays_of(learned.SINK_GATE), batch) / want - 1) < 1e-4
 
 
@@ -156,7 +155,7 @@ def surprise_by_hand(tokens, cut, kept):
 def test_how_unlikely_a_text_is_behind_what_was_mixed_is_what_it_is_by_hand():
     tokens, cut, m = [*MAIN.first[0], *MAIN.second[0]][:24], 13, model("4/2")
     kept = np.random.default_rng(3).random((2, 1, 2, len(tokens))) < 0.5
-    batch = Cut(
+    batch = ResidueBatch(
         jnp.asarray([tokens], jnp.int32), jnp.asarray([len(tokens)], jnp.int32),
         jnp.asarray([cut], jnp.int32), jnp.asarray(kept),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import kvjax
 from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.commands.texts import read_texts
-from kvjax.fitting.prompts.distilled import Aim, Batch, distilled, hidden_at
+from kvjax.fitting.prompts.distilled import Aim, DistilledBatch, distilled, hidden_at
 from kvjax.fitting.prompts.imitation import imitated
 from kvjax.fitting.prompts.memory_tokens import run_of, surprise
 from kvjax.fitting.prompts.questions import asked, read_by
@@ -159,7 +159,7 @@ def test_the_loss_of_scorer_and_weights_is_what_it_is_by_hand():
     part = float(jax.random.uniform(share, minval=AIM.least, maxval=AIM.most))
     noise = np.asarray(jax.random.logistic(draw, batch.context.shape), np.float64)
     want = np.concatenate([by_hand(s, part, x, None) for s, x in zip(samples, noise, strict=True)]).mean()
-    given = Batch(batch, hidden_at(m.config, marked.SCORER_LAYER, m.params, batch))
+    given = DistilledBatch(batch, hidden_at(m.config, marked.SCORER_LAYER, m.params, batch))
     loss = jax.jit(distilled, static_argnums=(0, 4))
     assert abs(loss(m.config, m.params, arrays_of(marked.DISTILLED), given, AIM) / want - 1) < 1e-4
 
@@ -264,7 +264,7 @@ def test_a_fit_of_kv_distill_finds_what_unfitted_scores_and_weights_lose(tiny):
     seen, short = samples_of(tiny, 96, 32), dict(rate=0.0, epochs=1)
     fits = [kvjax.fit(tiny, "kv-distill", seen, **x) for x in (short, dict(epochs=8))]
     batch = batch_of(tiny, samples_of(tiny, 16, 8))
-    given = Batch(batch, hidden_at(tiny.config, 1, tiny.params, batch))
+    given = DistilledBatch(batch, hidden_at(tiny.config, 1, tiny.params, batch))
     loss = jax.jit(distilled, static_argnums=(0, 4))
     start, end = (loss(tiny.config, tiny.params, arrays_of(x), given, AIM) for x in fits)
     assert end < 0.6 * start

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
-from kvjax.ops.decode.turning import Turn
+from kvjax.ops.decode.turning import KeyRotation
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 from tests.kernels.test_stacked_decode import turned_by_hand
@@ -60,7 +60,7 @@ def draw(
     options["bias"] = None if numbers is None else jnp.asarray(numbers, jnp.float32)
     options["turn"] = None
     if turned is not None:
-        options["turn"] = Turn(turned, jnp.asarray(rng.integers(0, 40, (B, K, most)), jnp.int32))
+        options["turn"] = KeyRotation(turned, jnp.asarray(rng.integers(0, 40, (B, K, most)), jnp.int32))
     return (q, k, None if packed else v, jnp.asarray(starts), jnp.asarray(length)), options
 
 

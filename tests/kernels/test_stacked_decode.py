@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
-from kvjax.ops.decode.turning import Turn
+from kvjax.ops.decode.turning import KeyRotation
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 from tests.sweep import sweep
@@ -77,7 +77,7 @@ def sizes(seed, slots):
 def turn(seed, slots, **rope):
     """Keys that are yet to turn, by phases in no order."""
     phase = np.random.default_rng(seed).integers(0, 40, (B, K, slots))
-    return Turn(Rope(**rope), jnp.asarray(phase, jnp.int32))
+    return KeyRotation(Rope(**rope), jnp.asarray(phase, jnp.int32))
 
 
 def turned_by_hand(keys, turn, phase):

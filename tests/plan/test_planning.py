@@ -17,7 +17,7 @@ from kvjax.plan.compiling import compiled, refused
 from kvjax.plan.largest import Search, beside, largest_rows, largest_tokens, last
 from kvjax.plan.layouts import abstract
 from kvjax.plan.picture import curve, tokens_in_words
-from kvjax.plan.planning import Asked, Planner
+from kvjax.plan.planning import Planner, PlanRequest
 from kvjax.plan.sizes import Sizes
 from kvjax.plan.topologies import topology_of
 
@@ -28,7 +28,7 @@ MIB = 2**20
 
 def asked(**changed):
     given = dict(model="tiny", config=CONFIG, topology=EIGHT, context=512, batch=8, dtype="float32", chunk=32)
-    return Asked(**{**given, **changed})
+    return PlanRequest(**{**given, **changed})
 
 
 @pytest.fixture

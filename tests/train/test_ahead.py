@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.train.data.packing import Place
-from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.sources import Pairs, source_of, words_of
 from kvjax.train.settings import Data, Devices, Loop
 
@@ -23,7 +23,7 @@ def same(got, want):
 
 
 def test_stages_and_places_give_the_rows_of_the_source():
-    ahead, alone = Ahead(Pairs(seed=3), workers=1), Pairs(seed=3)
+    ahead, alone = Prefetcher(Pairs(seed=3), workers=1), Pairs(seed=3)
     try:
         for rows, length in ((2, 16), (2, 16), (3, 16), (2, 32), (2, 32)):
             same(ahead.next(rows, length), alone.next(rows, length))
@@ -39,11 +39,11 @@ def test_stages_and_places_give_the_rows_of_the_source():
 
 RUN = """
 import multiprocessing, time
-from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.sources import Pairs
 
 if __name__ == "__main__":
-    Ahead(Pairs(seed=0), workers=1).next(2, 16)
+    Prefetcher(Pairs(seed=0), workers=1).next(2, 16)
     print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(100)
 """
@@ -73,11 +73,11 @@ def lives(process):
 def test_a_run_of_tasks_has_workers_and_one_of_texts_has_none():
     for data in (Data(kind="recall"), Data(kind="pairs")):
         source, _ = source_of(data, words_of(data), Loop(length=16), segments=False, workers=2)
-        assert isinstance(source, Ahead) and source.depth == 4
+        assert isinstance(source, Prefetcher) and source.depth == 4
         source.close()
     data = Data(kind="python")
     source, _ = source_of(data, words_of(data), Loop(), segments=False, workers=2)
-    assert not isinstance(source, Ahead)
+    assert not isinstance(source, Prefetcher)
 
 
 @pytest.mark.parametrize("workers", (-1, 1.5, True))

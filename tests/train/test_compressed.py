@@ -19,7 +19,7 @@ from kvjax.train.compressed import compressor, read_and_said
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training
-from kvjax.train.step import Beside, Parts, learned_loss, parted
+from kvjax.train.step import Companions, Parts, learned_loss, parted
 
 CONFIG = Config(vocab=257, d_model=16, layers=2, heads=2, kv_heads=2, head_dim=8, d_ff=24)
 LOOP = dict(batch=2, length=24, context=12, compute="float32", log_every=1, evaluate_rows=2)
@@ -83,7 +83,7 @@ def test_slopes_are_those_of_differences(model, method):
 
     @jax.jit
     def loss(params, arrays):
-        return learned_loss(params, part, CONFIG, loop, Beside(compressor=by.taught(arrays)))
+        return learned_loss(params, part, CONFIG, loop, Companions(compressor=by.taught(arrays)))
 
     at = (model.params, by.learns)
     keys = iter(jax.random.split(jax.random.key(5), 64))
@@ -146,7 +146,7 @@ def test_numbers_that_are_none_end_a_run_and_say_where(model, tmp_path):
 
 def test_words_that_were_fitted_before_go_on_from_there(model):
     first = compressor(MEMORY[0], model, 3)
-    trained, beside = first.learns, Beside(compressor=first)
+    trained, beside = first.learns, Companions(compressor=first)
     moved = jax.tree.map(lambda x: x + 1, trained)
     assert parted((None, moved), beside)[1] is beside
     assert np.array_equal(first.taught(moved).learns["memory"], trained["memory"] + 1)

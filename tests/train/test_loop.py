@@ -24,7 +24,7 @@ from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import CONFIG
 from kvjax.train.settings import Data, Loop, training
-from kvjax.train.step import Beside, Frozen, Parts, TrainState, fault, learned_loss, make_step
+from kvjax.train.step import Companions, Frozen, Parts, TrainState, fault, learned_loss, make_step
 from kvjax.train.trained import check_finite
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
@@ -291,7 +291,7 @@ def test_a_run_learns_from_a_teacher_as_much_as_it_is_told(texts, tmp_path):
     of_text = -np.log(np.take_along_axis(q, tokens[:, 1:, None], -1)).sum()
     for share in (0.0, 0.3, 1.0):
         loop = dataclasses.replace(run.loop, distil=share)
-        found = learned_loss(student, part, run.config, loop, Beside(Frozen(teacher, run.config)))
+        found = learned_loss(student, part, run.config, loop, Companions(Frozen(teacher, run.config)))
         assert float(found) == pytest.approx((1 - share) * of_text + share * divergence, rel=1e-5)
     other = settings(texts, model={"vocab": 300}, steps=1)
     first = train(settings(texts, steps=1), tmp_path / "first")

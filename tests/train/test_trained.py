@@ -17,7 +17,7 @@ from kvjax.train.data.packing import Rows
 from kvjax.train.loop import begin, in_parts, train
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
-from kvjax.train.step import Beside, Frozen, Parts, learned_loss, make_step
+from kvjax.train.step import Companions, Frozen, Parts, learned_loss, make_step
 from kvjax.train.trained import groups_of, joined, kinds
 
 MODEL = dict(layers=3, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24, vocab=264)
@@ -159,8 +159,8 @@ def test_a_run_learns_from_a_teachers_hidden_states_and_attention_outputs():
     ):
         plain, asked = (dataclasses.replace(run.loop, distil=0.0, **more) for more in ({}, names))
         given = (part, config)
-        base = learned_loss(student, *given, plain, Beside(Frozen(teacher, deep)))
-        found = learned_loss(student, *given, asked, Beside(Frozen(teacher, deep)))
+        base = learned_loss(student, *given, plain, Companions(Frozen(teacher, deep)))
+        found = learned_loss(student, *given, asked, Companions(Frozen(teacher, deep)))
         assert float(found - base) == pytest.approx(want, rel=1e-4)
 
 

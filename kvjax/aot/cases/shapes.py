@@ -29,7 +29,7 @@ from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.picked_decode import picked_decode
 from kvjax.ops.decode.stacked_decode import stacked_decode
-from kvjax.ops.decode.turning import Turn
+from kvjax.ops.decode.turning import KeyRotation
 from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
 from kvjax.ops.recurrent.log_linear_decode import log_linear_decode
 from kvjax.ops.recurrent.log_linear_levels import LevelState
@@ -103,7 +103,15 @@ def turned(payload: str, h: int) -> Iterator[Call]:
 
     def run(q: Any, k: Any, v: Any, lengths: Any, pos: Any, phase: Any, *sizes: Any) -> Any:
         return stacked_decode(
-            q, k, v, lengths, pos, scale=1.0, turn=Turn(Rope(), phase), sizes=sizes, implementation="tpu"
+            q,
+            k,
+            v,
+            lengths,
+            pos,
+            scale=1.0,
+            turn=KeyRotation(Rope(), phase),
+            sizes=sizes,
+            implementation="tpu",
         )
 
     yield run, (q, rows, rows, shape(1, HEADS, dtype=INT32), shape(1, 1, dtype=INT32), *of_slots)

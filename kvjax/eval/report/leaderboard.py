@@ -47,7 +47,7 @@ class Speed(NamedTuple):
     decode: float
 
 
-class Run(NamedTuple):
+class BoardRun(NamedTuple):
     """One model's comparison: what ran where, and its cells in the order of the table."""
 
     about: dict[str, Any]
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 class Leaderboard(NamedTuple):
     """Runs on one or several models, and what was timed, with what it was timed on."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[BoardRun, ...]
     speed: dict[str, Speed]
     timed: dict[str, Any]
 
@@ -80,12 +80,12 @@ def read_leaderboard(path: Path = DATA) -> Leaderboard:
     found = json.loads(path.read_text())
     if found.get("schema") != SCHEMA:
         raise InputError(f"{path} has schema {found.get('schema')!r}, expected {SCHEMA}: make it anew")
-    runs = tuple(Run(run["about"], tuple(_cell(*row) for row in run["cells"])) for run in found["runs"])
+    runs = tuple(BoardRun(run["about"], tuple(_cell(*row) for row in run["cells"])) for run in found["runs"])
     speed = {name: Speed(*pair) for name, pair in found["speed"].items()}
     return Leaderboard(runs, speed, found["timed"])
 
 
-def leaderboard_text(runs: Sequence[Run], speed: Mapping[str, Speed], timed: Mapping[str, Any]) -> str:
+def leaderboard_text(runs: Sequence[BoardRun], speed: Mapping[str, Speed], timed: Mapping[str, Any]) -> str:
     """The file's text, one cell per line."""
     parts = []
     for run in runs:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
-from kvjax.api.prefill import Batch
+from kvjax.api.prefill import PaddedTokens
 from kvjax.api.verify import one_pass_refused, passes
 from kvjax.eval.tasks.rows import Rows, targets_of
 from kvjax.eval.tasks.sample import Sample, new_tokens
@@ -113,7 +113,7 @@ def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Row
         found = _stepped(run, params, cache, *given, targets)
         return Expected(*map(fetch, found))
     if not again.any():
-        logits, _ = passes(run, params, cache, Batch(tokens, count), tokens.shape[1])
+        logits, _ = passes(run, params, cache, PaddedTokens(tokens, count), tokens.shape[1])
         return Expected(*map(fetch, _expected(logits, jnp.asarray(count), targets)))
     # The prompt's last token is asked again, and stored no second time.
     logits, cache = _asked_again(run, params, cache, jnp.asarray(tokens[:, 0]))
@@ -121,7 +121,7 @@ def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Row
     if (count < 2).all():
         rest = Expected(np.full_like(tokens[:, 1:], -1), np.zeros(tokens[:, 1:].shape, np.float32))
     else:
-        logits, _ = passes(run, params, cache, Batch(tokens[:, 1:], count - 1), tokens.shape[1] - 1)
+        logits, _ = passes(run, params, cache, PaddedTokens(tokens[:, 1:], count - 1), tokens.shape[1] - 1)
         rest = _expected(logits, jnp.asarray(count - 1), targets[:, 1:])
     pairs = zip(map(fetch, first), map(fetch, rest), strict=True)
     return Expected(*(np.concatenate(pair, 1) for pair in pairs))

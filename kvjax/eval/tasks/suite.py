@@ -12,7 +12,7 @@ from kvjax.eval.tasks import recall, recall_tasks
 from kvjax.eval.tasks.functions import Task, is_function, of_functions
 from kvjax.eval.tasks.local_data import read_local
 from kvjax.eval.tasks.plain_english import make_words
-from kvjax.eval.tasks.published.catalogue import Asked, asked_of, names_form
+from kvjax.eval.tasks.published.catalogue import BenchmarkFile, asked_of, names_form
 from kvjax.eval.tasks.published.suite import Published, read_published
 from kvjax.eval.tasks.published.tables import KINDS, files_of
 from kvjax.eval.tasks.reader import speaks_recall
@@ -196,9 +196,9 @@ def notes_of(suite: Suite) -> tuple[str, ...]:
     return tuple(note for part in parts if isinstance(part, Published) for note in part.notes)
 
 
-def _files(tasks: Sequence[str]) -> tuple[list[Asked], tuple[Path, ...]]:
+def _files(tasks: Sequence[str]) -> tuple[list[BenchmarkFile], tuple[Path, ...]]:
     """The files of benchmarks, and the paths of RULER and LongBench in their own form."""
-    benchmarks: list[Asked] = []
+    benchmarks: list[BenchmarkFile] = []
     paths: list[Path] = []
     for task in tasks:
         found = asked_of(task)

@@ -26,7 +26,7 @@ from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 
 
-class Batch(NamedTuple):
+class ControllerBatch(NamedTuple):
     """The inputs of layers, and whether the query behind token t looks most at token j [L, B, K, T, T].
 
     counts: the pairs of which something is learned: j is no newer than t, and a query stands behind t.
@@ -76,7 +76,7 @@ def fit_controller(
     return Fitted(found, "Controller", model.signature)
 
 
-def _read(model: Model, share: float, batches: Iterable[list[Sample]]) -> Iterator[Batch]:
+def _read(model: Model, share: float, batches: Iterable[list[Sample]]) -> Iterator[ControllerBatch]:
     for samples in batches:
         given = answers(model, samples)
         yield looked_at(model.config, share, model.params, given.tokens, given.lengths)
@@ -85,7 +85,7 @@ def _read(model: Model, share: float, batches: Iterable[list[Sample]]) -> Iterat
 @partial(jax.jit, static_argnums=(0, 1))
 def looked_at(
     config: Config, share: float, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
-) -> Batch:
+) -> ControllerBatch:
     """What layers make of texts, and which tokens the next query looks at most."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     order = jnp.arange(tokens.shape[1])
@@ -103,10 +103,10 @@ def looked_at(
 
     ran = read_whole(config, params, tokens, at, attention, "controllers")
     hidden, most = (jnp.concatenate(part) for part in zip(*ran.collected, strict=True))
-    return Batch(hidden.astype(jnp.float32), most, counts)
+    return ControllerBatch(hidden.astype(jnp.float32), most, counts)
 
 
-def missed(arrays: Arrays, batch: Batch) -> Float[Array, ""]:
+def missed(arrays: Arrays, batch: ControllerBatch) -> Float[Array, ""]:
     """The mean binary cross-entropy of a controller's scores, over pairs of tokens, heads and layers."""
     score = jax.vmap(scores, in_axes=(0, 0, None))(arrays, batch.hidden, batch.counts.any(2))
     counts = batch.counts[None, :, None]

@@ -33,7 +33,7 @@ LEAST = 1e-6
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 
-class Batch(NamedTuple):
+class GateBatch(NamedTuple):
     """What the layers of a model saw of a batch, and KVzip's scores of it: L layers with slots."""
 
     hidden: Float[Array, "L B T D"]
@@ -69,7 +69,7 @@ def fit_gate(
         "out_bias": jnp.zeros((c.layers, c.kv_heads)),
     }
 
-    def loss(arrays: Arrays, batch: Batch, _: Any) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: GateBatch, _: Any) -> Float[Array, ""]:
         said = jax.vmap(gated)(arrays, batch.hidden)
         error = jnp.square(said - jnp.moveaxis(jnp.log(jnp.maximum(batch.scores, LEAST)), 2, 3))
         return _mean(jnp.moveaxis(error, 3, 2), batch.live)
@@ -113,7 +113,7 @@ def fit_sink_gate(
     return Fitted(found, "SinkGate", model.signature)
 
 
-def guessed(arrays: Arrays, batch: Batch, _: Any = ()) -> Float[Array, ""]:
+def guessed(arrays: Arrays, batch: GateBatch, _: Any = ()) -> Float[Array, ""]:
     """The mean binary cross-entropy of gates and KVzip's scores, over tokens, heads and layers."""
     said = jnp.clip(jax.vmap(sink_gate)(arrays, batch.hidden), LEAST, 1 - LEAST)
     entropy = batch.scores * jnp.log(said) + (1 - batch.scores) * jnp.log1p(-said)
@@ -126,7 +126,9 @@ def _mean(x: Float[Array, "L B K T"], live: Bool[Array, "B T"]) -> Float[Array, 
     return jnp.where(live[None, :, None], x, 0.0).sum() / count
 
 
-def read(model: Model, batches: list[list[list[int]]], epochs: int, progress: Progress) -> Iterator[Batch]:
+def read(
+    model: Model, batches: list[list[list[int]]], epochs: int, progress: Progress
+) -> Iterator[GateBatch]:
     """What the model saw of every batch of texts, `epochs` times, and KVzip's scores."""
     check_whole(model, "gates")
     run = Run(model.config, bind(build_method("kvzip", budget=1.0, sinks=0), model))
@@ -136,16 +138,16 @@ def read(model: Model, batches: list[list[list[int]]], epochs: int, progress: Pr
 
 
 @partial(jax.jit, static_argnames="run")
-def _read(run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Batch:
+def _read(run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> GateBatch:
     needs = steps.needs_of(run, params) | {Hidden()}
     prompt = steps.observe(run._replace(method=Method()), params, tokens, lengths, None, needs)
     scores = steps.scored(run, params, prompt)
     hidden = jnp.concatenate([f.observed[key_of(Hidden())] for f in prompt.fresh if isinstance(f, Fresh)])
     each, live = jnp.concatenate([scores[i] for i in sorted(scores)]), prompt.positions.pos >= 0
-    return Batch(hidden.astype(jnp.float32), jnp.where(live[None, :, None], each, 0.0), live)
+    return GateBatch(hidden.astype(jnp.float32), jnp.where(live[None, :, None], each, 0.0), live)
 
 
-def _solved(batches: Iterable[Batch], ridge: float) -> dict[str, np.ndarray]:
+def _solved(batches: Iterable[GateBatch], ridge: float) -> dict[str, np.ndarray]:
     """Least squares of every layer, from sums in float64 over the batches."""
     squares, products = 0.0, 0.0
     for batch in batches:

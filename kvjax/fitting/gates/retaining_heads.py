@@ -24,7 +24,7 @@ from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys, weigh
 
 
-class Batch(NamedTuple):
+class RetainingBatch(NamedTuple):
     """What the layers made of texts, and the largest logit that answers gave every token before them."""
 
     q: Float[Array, "L B N T H"]
@@ -74,7 +74,7 @@ def fit_retaining_heads(
     return Fitted(found, "RetainingHead", model.signature)
 
 
-def looked_at(config: Config, params: Params, given: Answers) -> Batch:
+def looked_at(config: Config, params: Params, given: Answers) -> RetainingBatch:
     """What the layers make of texts, and how much the answers look at what is before them."""
     at = positions(given.tokens, given.lengths, jnp.zeros_like(given.lengths))
 
@@ -86,10 +86,10 @@ def looked_at(config: Config, params: Params, given: Answers) -> Batch:
     ran = read_whole(config, params, given.tokens, at, attention, "retaining heads")
     q, k, v, largest = (jnp.concatenate(part) for part in zip(*ran.collected, strict=True))
     first = jnp.where(given.said, at.pos, at.pos.shape[1]).min(1)
-    return Batch(q, k, v, largest, (at.pos >= 0) & (at.pos <= first[:, None]))
+    return RetainingBatch(q, k, v, largest, (at.pos >= 0) & (at.pos <= first[:, None]))
 
 
-def missed(arrays: Arrays, batch: Batch, smooth: float) -> Float[Array, ""]:
+def missed(arrays: Arrays, batch: RetainingBatch, smooth: float) -> Float[Array, ""]:
     """The loss of retaining heads on what answers looked at."""
     said = jax.vmap(retained)(arrays, batch.q, batch.k, batch.v)
     counts = batch.counts[None, :, None]

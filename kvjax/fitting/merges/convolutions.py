@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from kvjax.fitting.loops.cuts import Left, behind
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
-from kvjax.fitting.merges.residue import Batch, cut, kept_before
+from kvjax.fitting.merges.residue import ResidueBatch, cut, kept_before
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.protocols import Inputs
@@ -53,7 +53,7 @@ def fit_convolutions(
     run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
     newest = method.keep.merge.newest
 
-    def loss(arrays: Arrays, batch: Batch, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: ResidueBatch, params: Params) -> Float[Array, ""]:
         return surprise(model.config, newest, params, arrays, batch)
 
     read = (cut(model, run, rows, draw) for rows in progress([x for _ in range(epochs) for x in batches]))
@@ -72,7 +72,7 @@ def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
 
 
 def surprise(
-    config: Config, newest: int, params: Params, arrays: Arrays | None, batch: Batch
+    config: Config, newest: int, params: Params, arrays: Arrays | None, batch: ResidueBatch
 ) -> Float[Array, ""]:
     """The mean negative log-likelihood of the tokens behind the cuts, over what is left of those before.
 

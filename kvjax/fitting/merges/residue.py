@@ -31,7 +31,7 @@ from kvjax.pure import bind
 from kvjax.steps.shared.run import Run
 
 
-class Batch(NamedTuple):
+class ResidueBatch(NamedTuple):
     """Texts, the tokens in which each is cut, and which slots stay of what is before the cut."""
 
     tokens: Int[Array, "B T"]
@@ -66,7 +66,7 @@ def fit_residue(
         raise InputError(f"hidden is {hidden}, expected at least 1: kernels have a hidden layer")
     run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
 
-    def loss(arrays: dict[str, Array], batch: Batch, params: Params) -> Float[Array, ""]:
+    def loss(arrays: dict[str, Array], batch: ResidueBatch, params: Params) -> Float[Array, ""]:
         return missed(run, params, arrays, batch).sum()
 
     read = (cut(model, run, rows, draw) for rows in progress([x for _ in range(epochs) for x in batches]))
@@ -90,14 +90,14 @@ def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) ->
     return Run(model.config, bind(Method(dataclasses.replace(keep, merge=None, when=PREFILL_END)), model))
 
 
-def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator) -> Batch:
+def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator) -> ResidueBatch:
     """Texts, each cut at a place between a quarter and three quarters, and what stays before it."""
     given = padded(model, rows, None)
     lengths = np.asarray(given.lengths)
     share = draw.uniform(0.25, 0.75, len(lengths))
     cuts = jnp.asarray(np.maximum((lengths * share).astype(np.int32), 1))
     tokens = jnp.asarray(given.tokens)
-    return Batch(tokens, jnp.asarray(lengths), cuts, _kept(run, model.params, tokens, cuts))
+    return ResidueBatch(tokens, jnp.asarray(lengths), cuts, _kept(run, model.params, tokens, cuts))
 
 
 def _drawn(model: Model, rank: int, hidden: int, seed: int) -> dict[str, Array]:
@@ -136,7 +136,7 @@ def _kept(
     return jax.vmap(jax.vmap(jax.vmap(mark)))(at)
 
 
-def missed(run: Run, params: Params, arrays: dict[str, Array], batch: Batch) -> Float[Array, "L"]:
+def missed(run: Run, params: Params, arrays: dict[str, Array], batch: ResidueBatch) -> Float[Array, "L"]:
     """The mean square of what every layer's output misses behind the cuts, when the rest is asked by kernels.
 
     Layers see what the layers below give with all slots.

@@ -17,7 +17,7 @@ from kvjax.compress.select import Fresh
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
-from kvjax.fitting.prompts.questions import Asked, adapter, asked, divergence, mean_said, said_behind
+from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, divergence, mean_said, said_behind
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
@@ -48,10 +48,10 @@ class Aim(NamedTuple):
     forward: float
 
 
-class Batch(NamedTuple):
+class DistilledBatch(NamedTuple):
     """Questions, and the inputs of the layer whose scores choose."""
 
-    asked: Asked
+    asked: AnswerBatch
     hidden: Float[Array, "B T D"]
 
 
@@ -93,7 +93,7 @@ def fit_distilled(
     }
     layer, aim = method.reread.after(c.layers), Aim(least, most, tau, forward)
 
-    def loss(arrays: Arrays, batch: Batch, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: DistilledBatch, params: Params) -> Float[Array, ""]:
         return distilled(c, params, arrays, batch, aim)
 
     found = descended(
@@ -106,13 +106,13 @@ def fit_distilled(
     return Fitted(found, "TokenScorer", model.signature)
 
 
-def _read(model: Model, batches: Iterable[Asked], layer: int) -> Iterator[Batch]:
+def _read(model: Model, batches: Iterable[AnswerBatch], layer: int) -> Iterator[DistilledBatch]:
     for batch in batches:
-        yield Batch(batch, hidden_at(model.config, layer, model.params, batch))
+        yield DistilledBatch(batch, hidden_at(model.config, layer, model.params, batch))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def hidden_at(config: Config, layer: int, params: Params, batch: Asked) -> Float[Array, "B T D"]:
+def hidden_at(config: Config, layer: int, params: Params, batch: AnswerBatch) -> Float[Array, "B T D"]:
     """The inputs of a layer on contexts."""
     run, needs = Run(config, Method()), frozenset({Hidden()})
     prompt = steps.read_tokens(run, params, batch.context, batch.lengths, None, needs)
@@ -120,7 +120,9 @@ def hidden_at(config: Config, layer: int, params: Params, batch: Asked) -> Float
     return found[layer]
 
 
-def distilled(config: Config, params: Params, arrays: Arrays, batch: Batch, aim: Aim) -> Float[Array, ""]:
+def distilled(
+    config: Config, params: Params, arrays: Arrays, batch: DistilledBatch, aim: Aim
+) -> Float[Array, ""]:
     """The loss of scorer and weights on a batch."""
     given = batch.asked
     odds, last = decided(judged({n: x[0] for n, x in arrays.items()}, batch.hidden), given, aim)
@@ -140,7 +142,7 @@ def distilled(config: Config, params: Params, arrays: Arrays, batch: Batch, aim:
 
 
 def decided(
-    score: Float[Array, "B T"], given: Asked, aim: Aim
+    score: Float[Array, "B T"], given: AnswerBatch, aim: Aim
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """The log-odds that tokens stay, of decisions that are relaxed, and which token stays in any case."""
     share, noise = jax.random.split(jax.random.key(given.seed))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import steps
 from kvjax.compress.select import Fresh
 from kvjax.fitting.loops.descent import Arrays, descended, warmed_up
-from kvjax.fitting.prompts.questions import Asked, read_by
+from kvjax.fitting.prompts.questions import AnswerBatch, read_by
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import RawKeys
@@ -23,11 +23,11 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Prompt, Run
 
-Loss = Callable[[Params, Prompt, Asked], Float[Array, ""]]
+Loss = Callable[[Params, Prompt, AnswerBatch], Float[Array, ""]]
 
 
 def taught(
-    model: Model, run: Run, start: Arrays, batches: Iterator[Asked], loss: Loss,
+    model: Model, run: Run, start: Arrays, batches: Iterator[AnswerBatch], loss: Loss,
     *, rate: float, imitate: int, alike: float,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Embeddings and weights of memory tokens that make loss(params, prompt, batch) small.
@@ -40,11 +40,11 @@ def taught(
     assert word.fitted is not None
     digest = word.fitted.digest
 
-    def far(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
+    def far(arrays: Arrays, batch: AnswerBatch, params: Params) -> Float[Array, ""]:
         params = params | {"fitted": {digest: arrays}}
         return imitated(run, params, read_by(run, params, batch), batch)
 
-    def both(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
+    def both(arrays: Arrays, batch: AnswerBatch, params: Params) -> Float[Array, ""]:
         params = params | {"fitted": {digest: arrays}}
         prompt = read_by(run, params, batch)
         return loss(params, prompt, batch) + alike * imitated(run, params, prompt, batch)
@@ -54,7 +54,7 @@ def taught(
     return descended(both, first, batches, model.params, rate=rate, rule=warmed_up)
 
 
-def imitated(run: Run, params: Params, prompt: Prompt, batch: Asked) -> Float[Array, ""]:
+def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Float[Array, ""]:
     """How far the memory of contexts is from slots of the tokens that it stands for (`stands_for`).
 
     The mean, over layers and over keys and values, of squared distances over squared lengths. A token's slot
@@ -83,7 +83,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: Asked) -> Float[Ar
     return jnp.concatenate(off).mean()
 
 
-def _stood_for(word: MemoryTokens, batch: Asked) -> tuple[Int[Array, "B C M"], Bool[Array, "B C M"]]:
+def _stood_for(word: MemoryTokens, batch: AnswerBatch) -> tuple[Int[Array, "B C M"], Bool[Array, "B C M"]]:
     """For which tokens of a context the memory of every chunk stands, and which memory there is."""
     t, text = batch.context.shape[1], jnp.maximum(batch.lengths - 1, 0)
     size = word.chunk(t)

@@ -16,7 +16,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.prompts.imitation import taught
-from kvjax.fitting.prompts.questions import Asked, adapter, asked, left_of, mean_said, said_behind
+from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, left_of, mean_said, said_behind
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.keep.prompts.memory_tokens import MemoryTokens, RunMemory
@@ -79,12 +79,12 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
     return Run(model.config, dataclasses.replace(method, reread=word))
 
 
-def surprise(run: Run, params: Params, prompt: Prompt, batch: Asked) -> Float[Array, ""]:
+def surprise(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens behind what a method leaves of contexts that it has read."""
     return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
 
 
-def surprise_over(run: Run, params: Params, cache: Cache, batch: Asked) -> Float[Array, ""]:
+def surprise_over(run: Run, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens over what a cache holds of contexts."""
     said = said_behind(run.config, params, cache, batch)
     return mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)

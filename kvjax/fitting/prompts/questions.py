@@ -23,7 +23,7 @@ from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
 
-class Asked(NamedTuple):
+class AnswerBatch(NamedTuple):
     """Contexts, the questions and answers behind them, and where and what answers say.
 
     told: what the model says with all slots, in log-probabilities. seed: of what is drawn.
@@ -42,11 +42,11 @@ class Asked(NamedTuple):
 def asked(
     model: Model, batches: list[list[Sample]], epochs: int, seed: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
-) -> Iterator[Asked]:  # fmt: skip
+) -> Iterator[AnswerBatch]:  # fmt: skip
     """Batches of samples, `epochs` times; the model itself answers once."""
     draw, every = np.random.default_rng(seed), [one for samples in batches for one in samples]
     sizes = [bucket(max(len(x) for x in part)) for part in ([s.context for s in every], map(_tail, every))]
-    found: list[Asked] = []
+    found: list[AnswerBatch] = []
     for i in progress(range(epochs * len(batches))):
         if len(found) < len(batches):
             found.append(_asked(model, batches[len(found)], sizes))
@@ -58,7 +58,7 @@ def _tail(sample: Sample) -> list[int]:
     return [*sample.question, *sample.answer[:-1]]
 
 
-def _asked(model: Model, samples: list[Sample], sizes: list[int]) -> Asked:
+def _asked(model: Model, samples: list[Sample], sizes: list[int]) -> AnswerBatch:
     context, tail = (
         np.array([[*row, *[0] * (size - len(row))] for row in rows], np.int32)
         for rows, size in zip(([s.context for s in samples], map(_tail, samples)), sizes, strict=True)
@@ -72,40 +72,40 @@ def _asked(model: Model, samples: list[Sample], sizes: list[int]) -> Asked:
         answer[row, at], said[row, at] = sample.answer[-len(at) :], True
     nothing = jnp.zeros(())
     each = (jnp.asarray(x) for x in (context, lengths, tail, tails, said, answer))
-    given = Asked(*each, told=nothing, seed=nothing)  # pyright: ignore[reportCallIssue]
+    given = AnswerBatch(*each, told=nothing, seed=nothing)  # pyright: ignore[reportCallIssue]
     return given._replace(told=_told(model.config, model.params, given))
 
 
 @partial(jax.jit, static_argnums=0)
-def _told(config: Config, params: Params, batch: Asked) -> Float[Array, "B Q V"]:
+def _told(config: Config, params: Params, batch: AnswerBatch) -> Float[Array, "B Q V"]:
     return said_behind(config, params, left_by(Run(config, Method()), params, batch), batch)
 
 
-def left_by(run: Run, params: Params, batch: Asked) -> Cache:
+def left_by(run: Run, params: Params, batch: AnswerBatch) -> Cache:
     """What a method leaves of the contexts, with room for what stands behind them."""
     return left_of(run, params, read_by(run, params, batch), batch)
 
 
-def read_by(run: Run, params: Params, batch: Asked) -> steps.Prompt:
+def read_by(run: Run, params: Params, batch: AnswerBatch) -> steps.Prompt:
     """The contexts as a method reads them."""
     needs = steps.needs_of(run, params)
     return steps.observe(run, params, batch.context, batch.lengths, None, needs)
 
 
-def left_of(run: Run, params: Params, prompt: steps.Prompt, batch: Asked) -> Cache:
+def left_of(run: Run, params: Params, prompt: steps.Prompt, batch: AnswerBatch) -> Cache:
     """What a method leaves of contexts that it has read."""
     sizes: dict[str, Any] = dict(tokens=batch.context.shape[1], room=batch.tail.shape[1])
     return steps.settle(run, params, prompt, None, compress=True, **sizes)
 
 
-def said_behind(config: Config, params: Params, cache: Cache, batch: Asked) -> Float[Array, "B Q V"]:
+def said_behind(config: Config, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, "B Q V"]:
     """Log-probabilities of what follows every token behind the contexts, over what a cache holds of these."""
     run = Run(config, Method())
     read = steps.read_tokens(run, params, batch.tail, batch.tails, cache, frozenset(), as_steps=True)
     return jax.nn.log_softmax(read.logits.astype(jnp.float32))
 
 
-def mean_said(x: Float[Array, "B Q"], batch: Asked) -> Float[Array, ""]:
+def mean_said(x: Float[Array, "B Q"], batch: AnswerBatch) -> Float[Array, ""]:
     """The mean over the tokens at which answers are said."""
     return jnp.where(batch.said, x, 0.0).sum() / jnp.maximum(batch.said.sum(), 1).astype(jnp.float32)
 

@@ -14,7 +14,15 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays, descended
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.prompts.memory_tokens import embeddings
-from kvjax.fitting.prompts.questions import Asked, adapter, asked, divergence, left_by, mean_said, said_behind
+from kvjax.fitting.prompts.questions import (
+    AnswerBatch,
+    adapter,
+    asked,
+    divergence,
+    left_by,
+    mean_said,
+    said_behind,
+)
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.models.layers import Params
@@ -54,7 +62,7 @@ def fit_restored(
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "RestoreTokens", model.signature)
     run = run_of(model, method, first)
 
-    def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: AnswerBatch, params: Params) -> Float[Array, ""]:
         return restored(run, params | {"fitted": {first.digest: arrays}}, batch)
 
     read = asked(model, batches, epochs, seed, progress)
@@ -70,7 +78,7 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
     return Run(model.config, bind(full, model))
 
 
-def restored(run: Run, params: Params, batch: Asked) -> Float[Array, ""]:
+def restored(run: Run, params: Params, batch: AnswerBatch) -> Float[Array, ""]:
     """KL in both directions between what is said with all slots and with what a method leaves."""
     said = said_behind(run.config, params, left_by(run, params, batch), batch)
     return mean_said(divergence(batch.told, said), batch)

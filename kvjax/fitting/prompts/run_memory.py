@@ -17,7 +17,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays, descended
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.prompts.memory_tokens import embeddings, run_of, surprise
-from kvjax.fitting.prompts.questions import Asked, adapter, asked, read_by
+from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, read_by
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.protocols import View
@@ -62,7 +62,7 @@ def fit_repetition(
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "RunMemory", model.signature)
     run = run_of(model, method, first)
 
-    def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: AnswerBatch, params: Params) -> Float[Array, ""]:
         said, runs = losses(run, params | {"fitted": {first.digest: arrays}}, batch)
         return runs + answers * said
 
@@ -71,7 +71,7 @@ def fit_repetition(
     return Fitted(found, "RunMemory", model.signature)
 
 
-def losses(run: Run, params: Params, batch: Asked) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def losses(run: Run, params: Params, batch: AnswerBatch) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The means of -log p: of answers' tokens behind contexts' memory, of runs' tokens from theirs alone."""
     prompt = read_by(run, params, batch)
     said = surprise(run, params, prompt, batch)

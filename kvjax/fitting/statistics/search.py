@@ -26,7 +26,7 @@ from kvjax.models.model import Model
 from kvjax.steps import Run
 
 
-class Asked(NamedTuple):
+class SearchBatch(NamedTuple):
     """Prompts with their questions, and what is read and said behind them.
 
     fed: the first answers' tokens but the last, of which `said` are the whole answers; -1 says nothing.
@@ -127,18 +127,18 @@ def _run(model: Model, method: Method) -> tuple[Run, Fitted]:
     return Run(model.config, acting), any_importance
 
 
-def _asked(model: Model, samples: list[Sample]) -> Asked:
+def _asked(model: Model, samples: list[Sample]) -> SearchBatch:
     given = padded(model, [[*s.context, *s.question] for s in samples], None)
     most = max(len(s.answer) for s in samples)
     fed, said = np.zeros((len(samples), most), np.int32), np.full((len(samples), most), -1, np.int32)
     for i, sample in enumerate(samples):
         said[i, : len(sample.answer)] = sample.answer
         fed[i, : len(sample.answer) - 1] = sample.answer[:-1]
-    return Asked(*(jnp.asarray(x) for x in (given.tokens, given.lengths, fed, said)))
+    return SearchBatch(*(jnp.asarray(x) for x in (given.tokens, given.lengths, fed, said)))
 
 
 @partial(jax.jit, static_argnames=("run",))
-def _right(run: Run, params: Params, asked: Asked) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def _right(run: Run, params: Params, asked: SearchBatch) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """How many tokens of the answers the model says behind compressed prompts, and how many there are."""
     tokens, lengths, fed, said = asked
     prompt = steps.observe(run, params, tokens, lengths, None, steps.needs_of(run, params))

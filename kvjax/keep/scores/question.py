@@ -18,7 +18,7 @@ from kvjax.keep.scores.score import probabilities
 from kvjax.ops.attention.union import NEG_INF, Keys, logits
 
 
-class Asked(NamedTuple):
+class QuestionQueries(NamedTuple):
     """What a question asked behind a chunk: its queries, their positions (-1: none), and its own keys."""
 
     q: Float[Array, "*layers B N W H"]
@@ -46,11 +46,11 @@ class Question(Probe):
 
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
-    ) -> Asked:
+    ) -> QuestionQueries:
         """The question's queries and keys."""
         assert keys is not None
         q, q_pos = observed[key_of(Queries(self.last))]
-        return Asked(q, q_pos, keys)
+        return QuestionQueries(q, q_pos, keys)
 
 
 # What is subtracted from the number of positions that a query sees, itself included, to weigh its attention.

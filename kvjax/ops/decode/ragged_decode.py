@@ -20,7 +20,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.stacked_decode import KEPT_NUMBERS, slots_per_step, tile_rows
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
-from kvjax.ops.decode.turning import Turn, in_kernel, no_tiles, turned, turning
+from kvjax.ops.decode.turning import KeyRotation, in_kernel, no_tiles, turned, turning
 from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
@@ -48,7 +48,7 @@ def ragged_decode(
     scale: float,
     values: int | None = None,
     bias: Float[Array, "B K S"] | None = None,
-    turn: Turn | None = None,
+    turn: KeyRotation | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
@@ -104,7 +104,7 @@ def rows_of(x: Array | CodedRows) -> Array:
 
 
 def sides_of(
-    k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None, turn: Turn | None = None
+    k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None, turn: KeyRotation | None = None
 ) -> dict[str, Array]:
     """What the slots of a list are given, [B, K, S], by the names of the kernel."""
     given = {} if bias is None else {"bias": bias}
@@ -151,7 +151,7 @@ def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int,
 
 def _reference(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, scale: float, values: int, bias: Array | None, turn: Turn | None, softcap: float | None,
+    most: int, scale: float, values: int, bias: Array | None, turn: KeyRotation | None, softcap: float | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     slot = jnp.arange(most, dtype=jnp.int32)[None, None]
     live = slot < lengths[..., None]
@@ -175,7 +175,7 @@ def _reference(
 
 def _on_gpu(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, values: int, bias: Array | None, turn: Turn | None, **options: Any,
+    most: int, values: int, bias: Array | None, turn: KeyRotation | None, **options: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     every = jnp.full((q.shape[0], q.shape[2]), ALWAYS, jnp.int32)
     sides = {name: x[None] for name, x in sides_of(k, v, bias, turn).items()}
@@ -189,8 +189,9 @@ def _on_gpu(
 
 def tpu_ragged_decode(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, aligned: int, scale: float, values: int, bias: Array | None = None, turn: Turn | None = None,
-    softcap: float | None = None, block: int | None = None, cores: int | None = None, interpret: Any = False,
+    most: int, aligned: int, scale: float, values: int, bias: Array | None = None,
+    turn: KeyRotation | None = None, softcap: float | None = None,
+    block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `ragged_decode`. block: slots per step."""
     b, n, t, h = q.shape

@@ -20,7 +20,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.append import append
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
-from kvjax.ops.decode.turning import Turn, in_kernel, no_tiles, turned, turning
+from kvjax.ops.decode.turning import KeyRotation, in_kernel, no_tiles, turned, turning
 from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
@@ -53,7 +53,7 @@ def stacked_decode(
     pos: Int[Array, "L B K S"] | None = None,
     bias: Float[Array, "L B K S"] | None = None,
     sizes: Sizes = (None, None),
-    turn: Turn | None = None,
+    turn: KeyRotation | None = None,
     values: int | None = None,
     first: int | None = None,
     window: int | None = None,
@@ -114,7 +114,7 @@ def rows_of(x: Array | Coded) -> Array:
 
 def sides_of(
     k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
-    sizes: Sizes = (None, None), turn: Turn | None = None,
+    sizes: Sizes = (None, None), turn: KeyRotation | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """What the slots are given, [1 or L, B, K, S], by the names of the kernel."""
     given = {"pos": pos, "bias": bias}
@@ -129,7 +129,7 @@ def sides_of(
 
 def refusals(
     q: Array, k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
-    sizes: Sizes = (None, None), turn: Turn | None = None, *, mass: bool = False,
+    sizes: Sizes = (None, None), turn: KeyRotation | None = None, *, mass: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """Why the kernel of each platform cannot take these operands."""
     rows = (rows_of(k), None if v is None else rows_of(v))
@@ -143,7 +143,7 @@ def refusals(
 
 
 def refusal(
-    q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array], turn: Turn | None, *,
+    q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array], turn: KeyRotation | None, *,
     mass: bool = False,
 ) -> str:  # fmt: skip
     """Why the TPU kernel cannot take these operands; empty where it can. given: as `sides_of` makes it."""
@@ -238,7 +238,7 @@ def stacked_append(
 def _reference(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None, bias: Array | None, mass: bool, sizes: Sizes, turn: Turn | None,
+    pos: Array | None, bias: Array | None, mass: bool, sizes: Sizes, turn: KeyRotation | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
     heads, slots, dtype = *rows_of(k).shape[2:4], wide(q)
@@ -274,7 +274,7 @@ def _plain(x: Array | Coded, size: Array | None, layer: Array, dtype: Any) -> Ar
 
 def _on_gpu(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    pos: Array | None, bias: Array | None, sizes: Sizes, turn: Turn | None, **options: Any,
+    pos: Array | None, bias: Array | None, sizes: Sizes, turn: KeyRotation | None, **options: Any,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     layers, b, heads, slots, _ = rows_of(k).shape
     keys, rows = (None if x is None else rows_of(x).reshape(layers, b * heads * slots, -1) for x in (k, v))
@@ -290,7 +290,7 @@ def tpu_stacked_decode(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None = None, bias: Array | None = None, sizes: Sizes = (None, None),
-    turn: Turn | None = None, mass: bool = False, block: int | None = None, cores: int | None = None,
+    turn: KeyRotation | None = None, mass: bool = False, block: int | None = None, cores: int | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `stacked_decode`. block: slots per step."""

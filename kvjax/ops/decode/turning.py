@@ -13,7 +13,7 @@ from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 from kvjax.pallas_kernels.turning import Turning
 
 
-class Turn(NamedTuple):
+class KeyRotation(NamedTuple):
     """By what keys turn: a rotation, and a whole number for every slot of a layer; queries come turned."""
 
     rope: Rope
@@ -48,7 +48,7 @@ def no_tiles(rope: Rope | None, h: int) -> str:
     return f"{2 * which.half} channels from {which.start} turn, expected multiples of {SUBLANES}"
 
 
-def in_kernel(turn: Turn | None, h: int) -> tuple[Turning | None, tuple[Array, ...]]:
+def in_kernel(turn: KeyRotation | None, h: int) -> tuple[Turning | None, tuple[Array, ...]]:
     """What a TPU's kernel turns of h channels, and what it is given for that, [half, 128]."""
     which = None if turn is None else turning(turn.rope, h)
     if turn is None or which is None:
@@ -56,7 +56,7 @@ def in_kernel(turn: Turn | None, h: int) -> tuple[Turning | None, tuple[Array, .
     return which, (jnp.asarray(np.repeat(turns(turn.rope, h)[:, None], LANES, 1)),)
 
 
-def turned(turn: Turn, k: Float[Array, "B K S H"], dtype: jnp.dtype) -> Float[Array, "B K S H"]:
+def turned(turn: KeyRotation, k: Float[Array, "B K S H"], dtype: jnp.dtype) -> Float[Array, "B K S H"]:
     """Keys turned by their phases, in `dtype`."""
     turned = angles(turn.rope, turn.phase, k.shape[-1], dtype=dtype)
     return rotate(k.astype(dtype), *turned, turn.rope.start)

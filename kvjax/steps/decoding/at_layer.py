@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import of_layer
-from kvjax.grammar.phase import Turn
+from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import Inputs
 from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
@@ -59,7 +59,7 @@ class AtLayer(NamedTuple):
     q: Float[Array, "B N 1 H"]
     state: GroupState
     past: Past
-    others: tuple[Turn, ...] = ()
+    others: tuple[PairRotation, ...] = ()
     found: Found | None = None
     parts: tuple[Part, ...] = ()
     out: Float[Array, "B N 1 V"] | None = None

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.calls import met, shaped
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.phase import Turn
+from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Read, Resting
 from kvjax.models.attending import attend_at_once, in_lists, turned
@@ -24,7 +24,7 @@ from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
-from kvjax.ops.decode.turning import Turn as TurnInKernel
+from kvjax.ops.decode.turning import KeyRotation
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
@@ -69,7 +69,7 @@ def attend_past(
 
 def attend_turn(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    turn: Turn,
+    turn: PairRotation,
 ) -> Part:  # fmt: skip
     """(out, lse) of one query over the slots that it meets in a further turn, for `attend_past`."""
     x = x._replace(q=sharpened(x.q, turn), extra=None)
@@ -185,7 +185,7 @@ def _in_kernel(
         return attended_on_each(split, call, slots, x.q, pos, past.index, picks)
     call = partial(_attend_slots, run, layer, bool(past.gm.masses), implementation)
     turn = turn_in_kernel(past, layer, i)
-    beside = Beside(*sizes, None if turn is None else turn.phase)
+    beside = KernelOperands(*sizes, None if turn is None else turn.phase)
     return attended_on_each(split, call, slots, q, when, past.index, beside)
 
 
@@ -194,9 +194,9 @@ def _in_their_bases(
 ) -> tuple[Past, list[tuple[Met, Factors]]]:
     """The segments in the bases that codecs store them in, where each can be attended apart, and the queries.
 
-    Beside these, what multiplies the keys and the values of every slot, where codes are such products. Pages
-    turn where they are attended. What is attended with others at once, or asked for its mass, is turned back
-    instead.
+    Also what multiplies the keys and the values of every slot, where codes are such products. Pages are
+    rotated where they are attended. Segments that are attended with others at once, or whose mass is needed,
+    are rotated back instead.
     """
     bases = []
     for i, segment in enumerate(past.parts):
@@ -319,7 +319,7 @@ def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B 
     return None if bias is None else bias.reshape(bias.shape[0], lists, -1, bias.shape[-1])
 
 
-class Beside(NamedTuple):
+class KernelOperands(NamedTuple):
     """What a kernel is given of a layer's slots beside these: what multiplies keys and values, and phases."""
 
     keys: Float[Array, "B K S"] | None
@@ -347,7 +347,7 @@ def _attend_picked(
 
 def _attend_slots(
     run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int, beside: Beside,
+    index: Int[Array, ""] | int, beside: KernelOperands,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
     """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
@@ -362,7 +362,7 @@ def _attend_slots(
         )  # fmt: skip
         return out, lse, None
     k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
-    turn = None if beside.phase is None else TurnInKernel(rope_of_keys(layer), beside.phase)
+    turn = None if beside.phase is None else KeyRotation(rope_of_keys(layer), beside.phase)
     return stacked_decode(
         q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
         sizes=(beside.keys, beside.values), turn=turn,

@@ -11,7 +11,7 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, Sizes, refusals
-from kvjax.ops.decode.turning import Turn
+from kvjax.ops.decode.turning import KeyRotation
 from kvjax.place.common import lists_of
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Form, groups_of, is_rows
@@ -57,7 +57,7 @@ def form_of(
             return form("attention over slots", run.implementation, q, slots, **_nowhere(why))
         # Of what lies beside the slots, shapes alone are asked.
         keys, values = (slots.pos[0] if one else None for one in sized)
-        turn = Turn(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
+        turn = KeyRotation(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
         each = _refusals(past, layer, picking(past, i), slots, q, (keys, values), turn)
         return form("attention over slots", run.implementation, q, slots, **each)
 
@@ -65,7 +65,13 @@ def form_of(
 
 
 def _refusals(
-    past: Past, layer: Layer, read: Read | None, slots: Slots, q: Array, sizes: Sizes, turn: Turn | None
+    past: Past,
+    layer: Layer,
+    read: Read | None,
+    slots: Slots,
+    q: Array,
+    sizes: Sizes,
+    turn: KeyRotation | None,
 ) -> dict[str, str]:
     """Why no kernel can read slots that are attended apart from all else, by platform."""
     if read is not None:
@@ -95,13 +101,13 @@ def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: 
     return form_over_turned(run.on_mesh, x.q, own, pool, turn, run.implementation) != "reference"
 
 
-def turn_in_kernel(past: Past, layer: Layer, i: int) -> Turn | None:
+def turn_in_kernel(past: Past, layer: Layer, i: int) -> KeyRotation | None:
     """By what the keys of segment `i` turn when they are read, slot by slot of every list."""
     if past.turn is None or not past.turn.keys:
         return None
     part, phase = past.parts[i], past.turn.keys[i]
     lists = (part.lengths if isinstance(part, Paged) else part.pos).shape[1:3]
-    return Turn(rope_of_keys(layer), jnp.broadcast_to(phase, (*lists, phase.shape[-1])))
+    return KeyRotation(rope_of_keys(layer), jnp.broadcast_to(phase, (*lists, phase.shape[-1])))
 
 
 def _nowhere(why: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from kvjax.steps.decoding.attend import attend_past, attend_turn, met_by
 from kvjax.steps.decoding.evict_now import Now, evict_hidden, evict_one
 from kvjax.steps.decoding.past import past_of_others
 from kvjax.steps.decoding.prefetch import arrived, next_one
-from kvjax.steps.decoding.update_traces import Asked, carried, weights_of
+from kvjax.steps.decoding.update_traces import LayerRecords, carried, weights_of
 from kvjax.steps.shared.rotate import turned_queries, turns_over
 from kvjax.steps.shared.run import answered
 
@@ -128,7 +128,7 @@ def publish(here: AtLayer) -> AtLayer:
 
 def leave_all_received(here: AtLayer) -> AtLayer:
     """Leaves what slots received to the end of the step, where all layers that read them have."""
-    return here.leaving(collected=Asked(here.received, here.q, {}))
+    return here.leaving(collected=LayerRecords(here.received, here.q, {}))
 
 
 def carry_rows(here: AtLayer) -> AtLayer:
@@ -154,7 +154,7 @@ def evict(here: AtLayer) -> AtLayer:
 def leave_to_end(here: AtLayer) -> AtLayer:
     """Leaves what the end of the step needs of this layer."""
     received = () if here.gm.at_once else here.received
-    return here.leaving(collected=Asked(received, None, here.rows))
+    return here.leaving(collected=LayerRecords(received, None, here.rows))
 
 
 def broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:

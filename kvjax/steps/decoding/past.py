@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.grammar.phase import Turn
+from kvjax.grammar.phase import PairRotation
 from kvjax.models.mixer import Layer
 from kvjax.state.cache import GroupState, Segment, Slots
 
@@ -39,7 +39,7 @@ class Past(NamedTuple):
     parts: tuple[Segment, ...]
     values: tuple[Slots, ...] | None = None
     above: bool = False
-    turn: Turn | None = None
+    turn: PairRotation | None = None
 
     @property
     def tail(self) -> Slots:

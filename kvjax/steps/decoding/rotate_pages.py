@@ -10,14 +10,14 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode import ragged_decode as ragged
-from kvjax.ops.decode.turning import Turn
+from kvjax.ops.decode.turning import KeyRotation
 from kvjax.state.cache import Paged, Pages
 from kvjax.state.codes import Codes
 from kvjax.steps.decoding.per_device import on_all, said_of_all
 
 
 def form_over_turned(
-    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: Turn, implementation: str | None
+    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: KeyRotation, implementation: str | None
 ) -> str:
     """In which form pages are attended to; NotImplementedError where a kernel is forced and cannot run."""
 
@@ -38,7 +38,7 @@ def _refusals(q: Array, pages: Paged, pool: Pages, rope: Rope) -> dict[str, str]
 
 
 def attend_turned_pages(
-    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: Turn, *, scale: float,
+    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: KeyRotation, *, scale: float,
     softcap: float | None, implementation: str | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Attention of the query of a step over one layer's pages, each list as it lies: (out, lse)."""
@@ -57,6 +57,6 @@ def _attend(
     assert k is not None
     return ragged.ragged_decode(
         q, k, v, pages.first * page, pages.lengths, most=pages.most * page, aligned=page, scale=scale,
-        values=pool.shared or None, bias=bias, turn=Turn(rope, phase), softcap=softcap,
+        values=pool.shared or None, bias=bias, turn=KeyRotation(rope, phase), softcap=softcap,
         implementation=implementation,
     )  # fmt: skip

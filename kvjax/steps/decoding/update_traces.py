@@ -20,7 +20,7 @@ from kvjax.steps.decoding.at_layer import Received
 from kvjax.steps.shared.run import Run
 
 
-class Asked(NamedTuple):
+class LayerRecords(NamedTuple):
     """What a layer leaves for the end of the step.
 
     received: what the slots of each part received of the query. q: the rotated query, where several layers
@@ -55,7 +55,7 @@ def remember(
     """Traces and rows of all groups behind a token; where a slot leaves at once, its layer has grown them."""
     out = list(groups)
     for i, (gm, asked) in enumerate(zip(gms, seen, strict=True)):
-        if not isinstance(asked, Asked) or gm.kind != "slots":
+        if not isinstance(asked, LayerRecords) or gm.kind != "slots":
             continue
         group = dataclasses.replace(groups[i], rows=groups[i].rows | asked.rows)
         if asked.received and gm.traces and not gm.at_once:

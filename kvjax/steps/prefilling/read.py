@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
     question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None
 
 
-class _Asked(NamedTuple):
+class _Recorded(NamedTuple):
     """What is observed of new tokens, by how it is found. meetings: how queries meet keys."""
 
     masses: tuple[Mass, ...]
@@ -61,8 +61,8 @@ class _Asked(NamedTuple):
     traces: tuple[Trace, ...]
 
 
-def _asked(needs: frozenset) -> _Asked:
-    return _Asked(
+def _asked(needs: frozenset) -> _Recorded:
+    return _Recorded(
         masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=key_of)),
         meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=key_of)),
         others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting | Hiding)),
@@ -84,7 +84,7 @@ class _Reading(NamedTuple):
     gms: tuple[GroupMethod, ...]
     states: tuple[GroupState, ...]
     pools: tuple[Pages, ...]
-    asked: _Asked
+    asked: _Recorded
     narrows: bool
     as_steps: bool
     on: OnMesh | None

@@ -15,7 +15,7 @@ from kvjax.compress.capacity import longer, widened
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.layer_merge import Half, merge_pair
 from kvjax.compress.pages import build_group_pages
-from kvjax.compress.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, with_empty_tier
+from kvjax.compress.segments import AT_ONCE, ChunkHint, build, extend, remember_in_pages, with_empty_tier
 from kvjax.compress.select import (
     Fresh,
     choose,
@@ -98,7 +98,7 @@ def settled(
     tokens: int,
     room: int,
     compress: bool,
-    ahead: Ahead = AT_ONCE,
+    ahead: ChunkHint = AT_ONCE,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
     """The cache that a prefill leaves, and the layers in which a live slot's score is not a number (NaN).
 
@@ -169,7 +169,7 @@ class _Sizes(NamedTuple):
 
     tokens: int
     room: int
-    ahead: Ahead
+    ahead: ChunkHint
 
 
 class _AtWork(NamedTuple):
@@ -320,7 +320,7 @@ def prefill(
     tokens_bound: int,
     room: int,
     compress: bool,
-    ahead: Ahead = AT_ONCE,
+    ahead: ChunkHint = AT_ONCE,
     watched: bool = False,
 ) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
     """Logits at each row's last new token, and the cache after storing (and compressing) them.

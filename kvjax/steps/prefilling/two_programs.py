@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.compress.segments import Ahead
+from kvjax.compress.segments import ChunkHint
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
 from kvjax.grammar.fitted import fitted_words
@@ -70,7 +70,7 @@ def compress(
     *,
     tokens: int,
     room: int,
-    ahead: Ahead,
+    ahead: ChunkHint,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
     """The cache of a prompt, and the layers in which a score is not a number.
 
@@ -90,7 +90,7 @@ def prefill_apart(
     *,
     tokens_bound: int,
     room: int,
-    ahead: Ahead,
+    ahead: ChunkHint,
     question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
     """`kvjax.steps.prefill(..., compress=True, watched=True)` in two programs.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.phase import Turn
+from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import View, over_layers
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, attend_sets, rotary, turned
@@ -22,23 +22,23 @@ from kvjax.steps.shared.run import Run
 
 def turns_of(
     run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]], layer: int | None = None
-) -> tuple[Turn, ...]:
+) -> tuple[PairRotation, ...]:
     """What queries and the keys of all sets turn by; keys that are stored turned do so no more.
 
     layer: one that a first prompt runs through, where not all layers meet it alike.
     """
     phase = run.phase if layer is None else run.phase_in(layer)
-    return phase.turns(q_pos, sets) if run.unrotated else (Turn(q_pos[:, None], ()),)
+    return phase.turns(q_pos, sets) if run.unrotated else (PairRotation(q_pos[:, None], ()),)
 
 
-def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> Turn:
+def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> PairRotation:
     """By what one query per row and the slots turn; where it has several turns, these differ in who meets."""
     return turns_of(run, at[:, None], sets)[0]
 
 
 def turns_over(
     run: Run, at: Int[Array, "B"], parts: Sequence[Segment], index: int | Array, pools: tuple[Pages, ...] = ()
-) -> tuple[Turn, ...]:
+) -> tuple[PairRotation, ...]:
     """The turns of one query per row over one layer of some parts."""
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
@@ -49,7 +49,9 @@ def turns_over(
     return turns_of(run, at[:, None], found)
 
 
-def turned_queries(layer: Layer, q: Float[Array, "B N T H"], turn: Turn, length: Int[Array, "B"]) -> Array:
+def turned_queries(
+    layer: Layer, q: Float[Array, "B N T H"], turn: PairRotation, length: Int[Array, "B"]
+) -> Array:
     """Queries with their rotation; those of a group turn as its list says."""
     phase = turn.queries
     if phase.shape[1] > 1:
@@ -63,7 +65,7 @@ def rope_of_keys(layer: Layer) -> Rope:
     return layer.rope if source is None else mixer_of(layer.config, source).rope(layer.config, source)
 
 
-def turned_keys(rope: Rope, keys: Keys, turn: Turn, i: int, length: Int[Array, "B"]) -> Keys:
+def turned_keys(rope: Rope, keys: Keys, turn: PairRotation, i: int, length: Int[Array, "B"]) -> Keys:
     """Set `i` of the keys as queries meet it."""
     if not turn.keys or keys.pos is None:
         return keys
@@ -71,12 +73,12 @@ def turned_keys(rope: Rope, keys: Keys, turn: Turn, i: int, length: Int[Array, "
     return keys._replace(k=turned(rope, keys.k, turn.keys[i], length), pos=pos)
 
 
-def sharpened(q: Float[Array, "B N T H"], turn: Turn) -> Float[Array, "B N T H"]:
+def sharpened(q: Float[Array, "B N T H"], turn: PairRotation) -> Float[Array, "B N T H"]:
     """Queries whose logits are as sharp as a turn says."""
     return q if turn.meeting is None else (q * turn.meeting.sharpness[:, None, :, None]).astype(q.dtype)
 
 
-def weighed(lse: Float[Array, "B N T"], turn: Turn) -> Float[Array, "B N T"]:
+def weighed(lse: Float[Array, "B N T"], turn: PairRotation) -> Float[Array, "B N T"]:
     """The weight of one part of a union, as a turn says."""
     return lse if turn.meeting is None else lse * turn.meeting.weight[:, None]
 
@@ -87,7 +89,7 @@ def attend_turned(
     x: Projected,
     new: Keys,
     past: Sequence[Keys],
-    turns: Sequence[Turn],
+    turns: Sequence[PairRotation],
     length: Int[Array, "B"],
     more: Sequence[tuple[Array, Array]] = (),
     *,
@@ -124,7 +126,7 @@ def attend_turned(
 
 
 def _met(
-    layer: Layer, x: Projected, sets: Sequence[Keys], turn: Turn, length: Int[Array, "B"]
+    layer: Layer, x: Projected, sets: Sequence[Keys], turn: PairRotation, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
     keys = [turned_keys(rope_of_keys(layer), s, turn, i, length) for i, s in enumerate(sets)]
     return turned_queries(layer, x.q, turn, length), keys

@@ -37,7 +37,7 @@ WORDS: dict[str, Callable[[int, int, int], Mixer]] = {
 ROWS, RATE = 2, 3e-3
 
 
-class Seen(NamedTuple):
+class OriginalOutputs(NamedTuple):
     """What the original's layers were given, what their mixers added, its logits; lengths of the texts."""
 
     inputs: Float[Array, "L B T D"]
@@ -127,7 +127,9 @@ def _replaced(params: Params, config: Config, word: Mixer, made: dict[int, Param
 
 
 @partial(jax.jit, static_argnames="config")
-def seen_by(params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config) -> Seen:
+def seen_by(
+    params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config
+) -> OriginalOutputs:
     """What every layer of a model is given and adds, over some texts."""
 
     def look(passed: Passed) -> tuple[Array, Array]:
@@ -137,11 +139,15 @@ def seen_by(params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"],
     scale = jnp.asarray(config.embed_scale, params["embed"].dtype)
     outs = [out[0] for _, out in ran.collected]
     inputs = jnp.stack([params["embed"][tokens] * scale, *outs[:-1]])
-    return Seen(inputs, jnp.stack([x[0] for x, _ in ran.collected]), unembed(params, ran.x, config), lengths)
+    return OriginalOutputs(
+        inputs, jnp.stack([x[0] for x, _ in ran.collected]), unembed(params, ran.x, config), lengths
+    )
 
 
 @partial(jax.jit, static_argnames="config")
-def _divergence(params: Params, tokens: Int[Array, "B T"], seen: Seen, config: Config) -> Float[Array, ""]:
+def _divergence(
+    params: Params, tokens: Int[Array, "B T"], seen: OriginalOutputs, config: Config
+) -> Float[Array, ""]:
     """The mean over real tokens of KL(original || this model)."""
     ran = run_layers(params, tokens, config, seen.lengths)
     mine, theirs = (
@@ -153,7 +159,7 @@ def _divergence(params: Params, tokens: Int[Array, "B T"], seen: Seen, config: C
     )
 
 
-def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: Seen, steps: int) -> Params:
+def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalOutputs, steps: int) -> Params:
     """The parameters of a layer whose attention was replaced, its feed-forward as it was."""
     alone = dataclasses.replace(
         config, layers=1, mixers=(word,), mlps=(NoMLP(),), windows=(), inputs=(), vocab=1

@@ -25,11 +25,11 @@ class Made(Protocol):
     def batch(self, number: int, rows: int, length: int) -> Rows: ...
 
 
-class Ahead:
+class Prefetcher:
     """A source that has two batches per process under way; the same rows as those of the source itself.
 
     >>> from kvjax.train.data.sources import Pairs
-    >>> ahead = Ahead(Pairs(seed=0), workers=1)
+    >>> ahead = Prefetcher(Pairs(seed=0), workers=1)
     >>> ahead.next(2, 16).tokens.shape
     (2, 17)
     >>> ahead.close()

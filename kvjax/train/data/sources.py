@@ -14,7 +14,7 @@ from kvjax.eval.tasks.recall_tasks import MIX, training_batch
 from kvjax.io.load import load_text
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.data.packing import HeldOut, Place, Rows, Stream, held_out_rows
-from kvjax.train.data.prefetch import Ahead
+from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.texts import read_texts
 from kvjax.train.settings import OF_WORDS, Data, Loop
 
@@ -97,7 +97,7 @@ def source_of(
     """
     if data.kind in OF_WORDS:
         source = _of_tasks(data, loop, place)
-        return (Ahead(source, workers) if workers else source), None
+        return (Prefetcher(source, workers) if workers else source), None
     texts = read_texts(data)
 
     def encode(text: str) -> Sequence[int]:

@@ -36,7 +36,7 @@ NEW = "max_new_tokens"
 _SHOWN = 20
 
 
-class Asked(NamedTuple):
+class BenchmarkFile(NamedTuple):
     """One file, how it is read, and what was said about it. max_new_tokens: in place of the published one."""
 
     form: Form
@@ -55,7 +55,7 @@ def names_form(task: str) -> bool:
     return bool(colon) and name in FORMS
 
 
-def asked_of(task: str) -> list[Asked]:
+def asked_of(task: str) -> list[BenchmarkFile]:
     """The files that "FORM:PATH,option=value" or a path names; of a path only those whose fields are known.
 
     Raises InputError for unknown options, paths that do not exist, and fields that are another form's.
@@ -65,7 +65,7 @@ def asked_of(task: str) -> list[Asked]:
     if not names_form(task):
         path = Path(task)
         forms = [(_form_of(file), file) for file in (files_of(path) if path.exists() else ())]
-        return [Asked(form, file, {}) for form, file in forms if form is not None]
+        return [BenchmarkFile(form, file, {}) for form, file in forms if form is not None]
     name, _, rest = task.partition(":")
     form = FORMS[name]
     place, *given = re.split(r",(?=\w+=)", rest.removeprefix("file="))
@@ -85,7 +85,7 @@ def asked_of(task: str) -> list[Asked]:
         raise InputError(f"{place or repr(task)} {what}, expected {name}:FILE or {name}:FOLDER: check it")
     for file in files:
         _check_fields(form, next(read_rows(file)))
-    return [Asked(form, file, options, None if new is None else int(new)) for file in files]
+    return [BenchmarkFile(form, file, options, None if new is None else int(new)) for file in files]
 
 
 def _form_of(file: Path) -> Form | None:

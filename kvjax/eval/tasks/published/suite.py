@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvjax.base.errors import InputError
-from kvjax.eval.tasks.published.catalogue import Asked
+from kvjax.eval.tasks.published.catalogue import BenchmarkFile
 from kvjax.eval.tasks.published.prompts import Chats, Encoder, TooLong
 from kvjax.eval.tasks.published.record import Record, Score, Source
 from kvjax.eval.tasks.reader import Reader
@@ -92,7 +92,7 @@ class _Made:
 
 
 def read_published(
-    model: Model, asked: Sequence[Asked], *, length: int | None = None, contexts: int = 32
+    model: Model, asked: Sequence[BenchmarkFile], *, length: int | None = None, contexts: int = 32
 ) -> Published:
     """The questions of benchmarks' files; at most `contexts` records per task, in the order of the files.
 
@@ -117,7 +117,7 @@ def read_published(
     )
 
 
-def _read(made: _Made, one: Asked, chats: Chats, length: int | None, contexts: int) -> None:
+def _read(made: _Made, one: BenchmarkFile, chats: Chats, length: int | None, contexts: int) -> None:
     """Adds the records of one file."""
     form = one.form
     encoder = Encoder(chats, form, length, one.max_new_tokens)
