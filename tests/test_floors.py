@@ -30,7 +30,7 @@ def linted(folder):
 
 def test_imports_run_down_and_never_in_circles(package):
     code, said = linted(package)
-    assert code == 0 and "Contracts: 5 kept, 0 broken." in said, said
+    assert code == 0 and "Contracts: 7 kept, 0 broken." in said, said
 
 
 def test_an_upward_import_inside_a_function_is_found(package):
@@ -38,3 +38,10 @@ def test_an_upward_import_inside_a_function_is_found(package):
         file.write("\n\ndef planted():\n    from kvjax.api import generate\n    return generate\n")
     code, said = linted(package)
     assert code == 1 and "kvjax.ops is not allowed to import kvjax.api" in said, said
+
+
+def test_jax_below_a_policy_is_found(package):
+    with (package / "kvjax/serve/systems/static.py").open("a") as file:
+        file.write("\n\ndef planted():\n    from kvjax.base.checks import listed\n    return listed\n")
+    code, said = linted(package)
+    assert code == 1 and "kvjax.serve is not allowed to import jax" in said, said

@@ -1,0 +1,60 @@
+"""`kvjax systems`: every serving system with its paper, or the card of one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+HELP = "list the serving systems that `kvjax simulate` runs, or print one's card: paper, sentence, claim"
+EXAMPLE = """examples:
+  kvjax systems
+  kvjax systems sarathi
+  kvjax systems --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", metavar="ID", help="whose card to print (default: list all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead: an array, or one card")
+
+
+def run(args: argparse.Namespace) -> None:
+    from kvjax.commands.terminal import BOX, console, pairs
+    from kvjax.serve.systems import SYSTEMS, resolve
+
+    found = [card(id) for id in ([resolve(args.id)] if args.id else SYSTEMS)]
+    if args.json:
+        print(json.dumps(found[0] if args.id else found, indent=1))
+    elif args.id:
+        console().print(pairs([(name, text) for name, text in found[0].items() if text]), highlight=False)
+    else:
+        from rich.table import Table
+
+        table = Table("system", "paper", "what the simulator shows", box=BOX)
+        for one in found:
+            table.add_row(one["system"], one["paper"], one["claim"])
+        console().print(table)
+
+
+def card(id: str) -> dict[str, Any]:
+    """What is known of a system, by what it is called on its card."""
+    import inspect
+
+    from kvjax.serve.systems import SYSTEMS
+
+    function = SYSTEMS[id]
+    known = function.paper
+    defaults = ", ".join(
+        f"{name}={one.default}" for name, one in inspect.signature(function).parameters.items()
+    )
+    return {
+        "system": id,
+        "paper": f"{known.title} ({known.url})" if known.url else known.title,
+        "about": inspect.cleandoc(function.__doc__ or ""),
+        "call": f"{id}({defaults})",
+        "sentence": str(function()),
+        "claim": known.claim,
+        "reverses": known.reverses,
+        "tested": f"tests/serve/test_claims.py::{known.tested}",
+        "run": f'kvjax simulate --system "{id}()" --synthetic azure-conv',
+    }

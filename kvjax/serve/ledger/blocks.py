@@ -1,0 +1,112 @@
+"""`Ledger`: who holds which page. Pages are numbers here; what they hold lies on a device."""
+
+from __future__ import annotations
+
+
+class Ledger:
+    """A free list, a count of holders for every page, and a table of pages for every sequence.
+
+    Pages that the tree holds count it as a holder; `idle` of them have no other.
+
+    >>> ledger = Ledger(4)
+    >>> ledger.take(7, 2)
+    [0, 1]
+    >>> ledger.free
+    2
+    """
+
+    def __init__(self, pages: int):
+        self.pages = pages
+        self.counts = [0] * pages
+        self.tables: dict[int, list[int]] = {}
+        self.kept: set[int] = set()
+        self.idle = 0
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def free_list(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    def take(self, owner: int, count: int) -> list[int]:
+        """Appends `count` free pages to a table. MemoryError where there are fewer."""
+        if count > len(self._free):
+            raise MemoryError(f"{count} pages were asked for, {len(self._free)} of {self.pages} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self.counts[page] = 1
+        self.tables.setdefault(owner, []).extend(taken)
+        return taken
+
+    def share(self, owner: int, pages: list[int]) -> None:
+        """Appends pages that others hold to a table."""
+        for page in pages:
+            self._hold(page)
+        self.tables.setdefault(owner, []).extend(pages)
+
+    def fork(self, owner: int, child: int) -> None:
+        """A second sequence with all pages of a first one (samples of one prompt)."""
+        if child in self.tables:
+            raise ValueError(f"sequence {child} has a table already")
+        self.share(child, list(self.tables[owner]))
+
+    def write(self, owner: int, at: int) -> tuple[int, int] | None:
+        """Before a token is written into page `at` of a table: (from, to) where it must be copied first.
+
+        Copy on write: a page that others hold too stays theirs.
+        """
+        table = self.tables[owner]
+        old = table[at]
+        if self.counts[old] == 1:
+            return None
+        (new,) = self.take(owner, 1)
+        table[at] = table.pop()
+        self._drop(old)
+        return old, new
+
+    def trim(self, owner: int, count: int) -> None:
+        """Gives back the pages behind the first `count` of a table."""
+        table = self.tables[owner]
+        while len(table) > count:
+            self._drop(table.pop())
+
+    def release(self, owner: int) -> None:
+        """Gives back all pages of a sequence, which is forgotten."""
+        for page in reversed(self.tables.pop(owner)):
+            self._drop(page)
+
+    def gives(self, owner: int) -> int:
+        """Pages that would be free, or could be evicted, if a sequence gave back its own."""
+        return sum(self.counts[page] == 1 + (page in self.kept) for page in self.tables.get(owner, ()))
+
+    # --- the tree's pages ---
+
+    def keep(self, page: int) -> None:
+        """The tree holds a page, too."""
+        if page in self.kept:
+            raise ValueError(f"the tree holds page {page} already")
+        self.counts[page] += 1
+        self.kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """The tree no longer holds a page."""
+        self.kept.remove(page)
+        self.idle -= self.counts[page] == 1
+        self._drop(page)
+
+    def _hold(self, page: int) -> None:
+        if self.counts[page] == 0:
+            raise ValueError(f"page {page} is free, and cannot be shared")
+        self.idle -= self.counts[page] == 1 and page in self.kept
+        self.counts[page] += 1
+
+    def _drop(self, page: int) -> None:
+        self.counts[page] -= 1
+        if self.counts[page] == 0:
+            self._free.append(page)
+        elif self.counts[page] == 1 and page in self.kept:
+            self.idle += 1

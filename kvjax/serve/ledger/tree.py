@@ -1,0 +1,113 @@
+"""`PrefixTree`: which pages hold which prefix, and the one that was used longest ago leaves first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
+
+from kvjax.serve.ledger.blocks import Ledger
+
+
+class Node:
+    """A page behind the prefix of its parents."""
+
+    __slots__ = ("key", "page", "parent", "children", "used")
+
+    def __init__(self, key: Hashable, page: int, parent: Node | None):
+        self.key, self.page, self.parent = key, page, parent
+        self.children: dict[Hashable, Node] = {}
+        self.used = 0
+
+
+class PrefixTree:
+    """RadixAttention's tree (arXiv:2312.07104, section 3.1) of whole pages.
+
+    A node is a page, and what names it is the page's tokens, or their hash. Whoever holds a page holds all
+    before it, so pages that the tree alone holds are evicted leaf by leaf.
+
+    >>> ledger = Ledger(4)
+    >>> tree = PrefixTree(ledger)
+    >>> tree.insert("ab", ledger.take(0, 2))
+    >>> tree.match("abc")
+    [0, 1]
+    """
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.root = Node(None, -1, None)
+        self._clock = count(1)
+        # (when a node was used, a number that no two have, the node): perhaps a leaf that may leave.
+        self._leaves: list[tuple[int, int, Node]] = []
+
+    def match(self, keys: Sequence[Hashable]) -> list[int]:
+        """The pages of the longest prefix of `keys` that is there."""
+        return [node.page for node in self._path(keys)]
+
+    def use(self, keys: Sequence[Hashable]) -> None:
+        """Notes that the longest prefix of `keys` was used now."""
+        now, node = next(self._clock), None
+        for node in self._path(keys):
+            node.used = now
+        if node is not None:
+            self._offer(node)
+
+    def insert(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
+        """Keeps `pages` under `keys`; where a prefix is there already, its own pages stay."""
+        now, node = next(self._clock), self.root
+        for key, page in zip(keys, pages, strict=True):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node(key, page, node)
+                self.ledger.keep(page)
+            child.used, node = now, child
+        if node is not self.root:
+            self._offer(node)
+
+    def released(self, keys: Sequence[Hashable]) -> None:
+        """Notes that a sequence which held these pages gave them back: the last of them may leave."""
+        for node in self._path(keys):
+            last = node
+        if keys and self.root.children.get(keys[0]):
+            self._offer(last)
+
+    def evict(self, wanted: int) -> int:
+        """Frees up to `wanted` pages that the tree alone holds; how many it were."""
+        done = 0
+        while done < wanted and self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            gone = node.page < 0 or node.children or self.ledger.counts[node.page] > 1
+            if gone:
+                continue
+            if node.used != used:
+                self._offer(node)
+                continue
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            self.ledger.forget(node.page)
+            node.page, done = -1, done + 1
+            if parent is not self.root and not parent.children:
+                self._offer(parent)
+        return done
+
+    def pages(self) -> Iterator[int]:
+        """Every page of the tree."""
+        todo = [self.root]
+        while todo:
+            node = todo.pop()
+            todo += node.children.values()
+            if node is not self.root:
+                yield node.page
+
+    def _path(self, keys: Sequence[Hashable]) -> Iterator[Node]:
+        node = self.root
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                return
+            yield child
+            node = child
+
+    def _offer(self, node: Node) -> None:
+        heapq.heappush(self._leaves, (node.used, next(self._clock), node))

@@ -1,0 +1,88 @@
+"""Systems that decide anew every iteration."""
+
+from __future__ import annotations
+
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import (
+    Blocks,
+    Chunked,
+    Iterations,
+    Lanes,
+    Never,
+    PrefillFirst,
+    Recompute,
+    Shortest,
+    SkipJoin,
+    Swap,
+)
+from kvjax.serve.systems.papers import paper
+
+
+@paper(
+    "Orca: A Distributed Serving System for Transformer-Based Generative Models (OSDI 2022)",
+    claim="at most 0.55 of the iterations of static batches of as many rows, where outputs differ",
+    reverses="outputs of one length: as many iterations as static batches",
+    tested="test_orca_needs_about_half_of_the_iterations_of_static_batches",
+)
+def orca(rows: int = 8, longest: int = 8192) -> System:
+    """Orca (Yu et al., OSDI 2022), section 3: scheduling by iterations, room for the longest request."""
+    return System(place=Lanes("max", longest), batch=Iterations(rows), preempt=Never())
+
+
+@paper(
+    "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    arxiv="2309.06180",
+    claim="waste below 4% at pages of 16 to 64; more requests per second than worst-case room in equal bytes",
+    reverses="memory for every request at once: paging admits nobody more",
+    tested="test_pages_serve_more_than_worst_case_room_in_equal_bytes",
+)
+def vllm(page: int = 16, rows: int = 256, tokens: int = 8192) -> System:
+    """PagedAttention (Kwon et al., 2023, arXiv:2309.06180): pages on demand, prompts first.
+
+    Its `swap` in place of recomputing is `System(..., preempt=Swap())`.
+    """
+    return System(place=Blocks(page), batch=PrefillFirst(rows, tokens), preempt=Recompute())
+
+
+@paper(
+    "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve",
+    arxiv="2403.02310",
+    claim="a lower p99 of the time between tokens than prompts first",
+    reverses="one prompt alone: its first token comes later, because weights are read for every chunk",
+    tested="test_chunks_shorten_the_longest_gap_between_tokens",
+)
+def sarathi(tokens: int = 512, page: int = 16, rows: int = 256) -> System:
+    """Sarathi-Serve (Agrawal et al., 2024, arXiv:2403.02310), section 4: chunks of prompts beside decodes."""
+    return System(place=Blocks(page), batch=Chunked(tokens, rows))
+
+
+@paper(
+    "Fast Distributed Inference Serving for Large Language Models",
+    arxiv="2305.05920",
+    claim="a lower mean completion than first come, first served, where outputs differ and rows are few",
+    reverses="outputs of one length: sharing rows makes everyone later",
+    tested="test_skip_join_queues_shorten_the_mean_completion",
+)
+def fastserve(rows: int = 8, levels: int = 6, quantum: int = 16, tokens: int = 512, page: int = 16) -> System:
+    """FastServe (Wu et al., 2023, arXiv:2305.05920), section 4: skip-join multi-level feedback queues.
+
+    Deviation: nobody is promoted for having waited long, and swaps are not started ahead of need.
+    """
+    order = SkipJoin(levels, quantum, tokens)
+    return System(place=Blocks(page), order=order, batch=Iterations(rows), preempt=Swap())
+
+
+@paper(
+    "S3: Increasing GPU Utilization during Generative Inference for Higher Throughput",
+    arxiv="2306.06000",
+    claim="more requests per second than worst-case room in equal bytes, with exact predictions",
+    reverses="outputs as long as the room: predictions free no memory",
+    tested="test_predicted_room_serves_more_than_worst_case_room",
+)
+def s3(rows: int = 256, page: int = 16) -> System:
+    """S3 (Jin et al., 2023, arXiv:2306.06000), section 3: room for the predicted bucket, shortest first.
+
+    Deviation: batches go by iterations and are not packed by first fit; who outgrows its bucket stays where
+    the next one fits.
+    """
+    return System(place=Lanes("predicted", page=page), order=Shortest(), batch=Iterations(rows))

@@ -1,0 +1,61 @@
+"""Systems that share the pages of common prefixes."""
+
+from __future__ import annotations
+
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import (
+    LRU,
+    Blocks,
+    Chunked,
+    LongestPrefix,
+    PrefillFirst,
+    PrefixGroups,
+    Tree,
+)
+from kvjax.serve.systems.papers import paper
+
+
+@paper(
+    "SGLang: Efficient Execution of Structured Language Model Programs (section 3, RadixAttention)",
+    arxiv="2312.07104",
+    claim="at least 95% of an infinite tree's hits with a tenth of its blocks",
+    reverses="prompts without a common prefix: no hit",
+    tested="test_a_tree_of_a_tenth_of_the_blocks_has_nearly_all_hits",
+)
+def radixattention(page: int = 16, rows: int = 256, tokens: int = 8192, window: int = 128) -> System:
+    """RadixAttention (Zheng et al., 2023, arXiv:2312.07104), section 3: a tree, longest match first.
+
+    Deviation: the tree is one of whole pages; the paper's pages are single tokens.
+    """
+    batch = PrefillFirst(rows, tokens)
+    return System(place=Blocks(page), share=Tree(), evict=LRU(), order=LongestPrefix(window), batch=batch)
+
+
+@paper(
+    "SGLang: Efficient Execution of Structured Language Model Programs",
+    arxiv="2312.07104",
+    claim="the first token of requests with a common prefix comes sooner than in chunks without a tree",
+    reverses="prompts without a common prefix: the iterations of sarathi",
+    tested="test_a_tree_brings_first_tokens_sooner",
+)
+def sglang(tokens: int = 2048, page: int = 16, rows: int = 256, window: int = 128) -> System:
+    """SGLang (Zheng et al., 2023, arXiv:2312.07104) as it runs today: that tree, and chunks."""
+    batch = Chunked(tokens, rows)
+    return System(place=Blocks(page), share=Tree(), evict=LRU(), order=LongestPrefix(window), batch=batch)
+
+
+@paper(
+    "BatchLLM: Optimizing Large Batched LLM Inference with Global Prefix Sharing and Throughput-oriented "
+    "Token Batching",
+    arxiv="2412.03594",
+    claim="fewer tokens read than first come, first served, where prefixes alternate and the tree is small",
+    reverses="a tree that holds all prefixes: the same hits in any order",
+    tested="test_groups_of_one_prefix_read_it_once",
+)
+def batchllm(tokens: int = 2048, page: int = 16, rows: int = 1024) -> System:
+    """BatchLLM (Zheng et al., 2024, arXiv:2412.03594), sections 4 and 5: groups of one prefix, writers first.
+
+    Deviation: groups are of the first page alone, where the paper's dynamic program chooses the level.
+    """
+    batch = Chunked(tokens, rows)
+    return System(place=Blocks(page), share=Tree(), evict=LRU(), order=PrefixGroups(), batch=batch)
