@@ -208,7 +208,7 @@ class MoE(FeedForward):
         return jnp.zeros_like(x).at[order // self.top].add(out)
 
     def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
-        """What an expert makes of its two products, before its last."""
+        """The hidden vector of an expert: its activated gate times its up projection."""
         return ACTIVATIONS[config.activation](gate) * up
 
 

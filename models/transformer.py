@@ -324,7 +324,10 @@ def run_layers(
     passes: tuple[int, int] | None = None,
     look: Callable[[Passed], Any] | None = None,
 ) -> Ran:
-    """`hidden` with all that the layers left; on_mesh, passes and look as in `Memory`."""
+    """Runs all layers as `hidden` does, and returns with the output whatever the layers collected.
+
+    on_mesh, passes and look: as in `Memory`.
+    """
     b, t = tokens.shape[:2]
     # Every device attends to whole texts here.
     on_mesh = None if on_mesh is None else on_mesh.with_whole_tokens()

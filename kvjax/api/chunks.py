@@ -100,10 +100,10 @@ def with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
 
 
 class _Turns:
-    """The sizes of a cache that is read turn by turn, on the host.
+    """The sizes of a cache that is read chunk by chunk, on the host.
 
-    bound: of the tokens of any row. listed: of how many slots the last turn chose a list in pages. free: per
-    group and row how many tokens fit, None as long as there is no cache.
+    bound: most tokens of a row. listed: how many slots per KV head the last chunk's pages were selected from.
+    free: per group and row how many tokens fit, None as long as there is no cache.
     """
 
     def __init__(self, run: Run, params: Params, cache: Cache | None, rows: int, compress: bool):

@@ -144,7 +144,7 @@ def generate(
 
 
 class _Options(NamedTuple):
-    """What is asked for beside the prompt, as `generate` takes it."""
+    """The options of `generate` besides the prompt."""
 
     new: int
     key: Array

@@ -163,7 +163,7 @@ def stop_ids(stop: Any) -> list[int]:
 
 
 def callables(name: str, given: Any) -> tuple[Any, ...]:
-    """The functions of a list of them."""
+    """Checks that an option is a list of functions, and returns them as a tuple."""
     found = tuple(given) if isinstance(given, list | tuple) else (None,)
     if not all(map(callable, found)):
         raise InputError(f"{name} is {_short(given)}, expected a list of functions: write {name}=[first]")

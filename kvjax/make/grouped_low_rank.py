@@ -52,7 +52,7 @@ class GroupedLowRank(Stating):
     rotation: Rotation | None = None
     by_fisher: bool = False
     fitted: Fitted | None = None
-    # One channel is another rank than all of them, though 1 == 1.0.
+    # rank=1 is one channel and rank=1.0 all of them; the type keeps the two words unequal, though 1 == 1.0.
     kind: type = dataclasses.field(init=False, repr=False)
 
     by = "palu"

@@ -17,8 +17,8 @@ from kvjax.read.ranked import SoftVotes
 
 # How many channels of every key are looked at.
 Channels = Annotated[int, Range(1)]
-# Hyperplanes of a hash table, whose code lies in a word of 32 bits, and how many tables there are: two must
-# have a token.
+# Planes: hyperplanes of a hash table, whose code is a word of 32 bits. Tables: how many; a token is a
+# candidate where it collides in two, so there are at least two.
 Planes = Annotated[int, Range(1, 32)]
 Tables = Annotated[int, Range(2, 4096)]
 # Centroids of a head's keys, whose number has 16 bits; parts of a key, and the bits of a part's code.

@@ -12,7 +12,7 @@ from kvjax.base.errors import InputError
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name after it, the one in 1e+3 a digit.
 _NAME_BEHIND = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
-# After it stands a method, or the digit of an exponent.
+# A + with a method, or the digit of an exponent, after it; any other + is refused.
 _GOES_ON = re.compile(r"\+(\d|\s*[^\W\d]|\s*[./~'\"])")
 _CALL = re.compile(r"[\w-]+\s*\(")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)

@@ -115,7 +115,7 @@ def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> f
             queries = mixer.query_heads(config) / table.shape[2]
             _, _, lists, over, *_ = (*table.sharding.spec, None, None, None, None)
             if lists is None and not {*(over or ())} & {*on.rules.mesh_axes("heads")}:
-                # Every device has all lists, and its own queries; all queries, where it has its own slots.
+                # Each device holds all KV heads here, and attends with its share of the query heads.
                 queries /= on.devices("heads")
             flops += 2 * slots * layers / table.shape[0] * queries * (shape.key + shape.value)
     return flops

@@ -14,7 +14,7 @@ from kvjax.prompts.text import Kept, Prompt
 
 
 class Compressor(NamedTuple):
-    """A function (model, prompt, keep, **options), and what it is."""
+    """A prompt compressor: a function (model, prompt, keep, **options), its paper and its needs."""
 
     choose: Callable[..., list[Kept]]
     title: str

@@ -94,9 +94,10 @@ class LargestChannels(ReadFacts):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """The mean of all values, and lse + log((1 - alpha) / alpha), where alpha is what was read by guess.
+        """Estimates the attention to slots that are not read, as (out, lse); out is the mean of all values.
 
-        alpha is the probability that a softmax over the guesses of all slots gives to those that are read.
+        lse is that of the read slots + log((1 - alpha) / alpha), where alpha is the probability that a
+        softmax over the approximate logits of all slots gives to those that are read.
         """
         held, newest = body.pos[layer] >= 0, tail.layer(layer).keys()
         assert newest.pos is not None

@@ -257,7 +257,7 @@ def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
 
 
 def _digest(source: Source, held: HeldOut | None) -> str:
-    """What a host says of what it reads, so that all read the same."""
+    """Hashes a host's next rows, held-out rows and place in the data, to compare hosts before they train."""
     place = copy.deepcopy(source.place)
     ahead, kept = source.next(1, 64).tokens, () if held is None else held.rows.tokens
     source.place = place

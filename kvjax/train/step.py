@@ -144,10 +144,10 @@ def learned_loss(
     beside: Companions = ALONE,
     on: OnMesh | None = None,
 ) -> Float[Array, ""]:
-    """What is made small: `total_loss`, in part the divergence from a teacher, and what layers add.
+    """The loss that training minimises: `total_loss`, divergence from a teacher, and losses of layers.
 
-    Unequal use of experts counts `loop.balance`, distance from codes `loop.codes` for every target and layer,
-    and runs that are said again `loop.repeat` for every target.
+    Losses of layers are weighed per target: `loop.balance` for unequal use of experts, `loop.codes` for the
+    distance from codes, `loop.repeat` for repeated runs of tokens.
     """
     teacher = beside.teacher
     asked = {"hidden": loop.distil_hidden, "attention": loop.distil_attention} if teacher else {}
@@ -156,7 +156,7 @@ def learned_loss(
     whole, part = part, told(part, loop)
     loss = next_token(mine.logits, part.tokens, part.weights)
     if teacher is not None:
-        # It reads the context as it is.
+        # The teacher reads the context uncompressed.
         all_of_it = dataclasses.replace(loop, context=0, method=None)
         theirs = _read(teacher.params, whole, teacher.config, all_of_it, on, tuple(asked))
         said = theirs.logits[:, loop.context :]

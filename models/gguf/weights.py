@@ -193,7 +193,7 @@ class _Finder:
         self.wrong.append(f"{name} (expected {list(expected)}, found {list(held.shape)})")
 
     def _passed_over(self, name: str) -> bool:
-        """Tables of rotations, and layers of DeepSeek-V3 beyond the last, which predict further tokens."""
+        """Whether a tensor is skipped: rotation tables, and DeepSeek-V3's layers for further tokens."""
         layer = name.split(".")[1] if name.startswith("blk.") else ""
         beyond = self.config.family == "deepseek_v3" and layer.isdigit() and int(layer) >= self.config.layers
         return name in _PASSED_OVER or _ROTATIONS in name or beyond

@@ -46,7 +46,7 @@ class Specs:
         return pl.BlockSpec(block, index)
 
     def kinds(self) -> pl.BlockSpec:
-        """Of the plan's [I X, 1, Y], in scalar memory."""
+        """Blocks of the plan's [I X, 1, Y], in scalar memory."""
         return pl.BlockSpec(
             (1, 1, self.plan.kinds.shape[2]),
             lambda b, k, x, *_: (self.row(b, k, x), 0, 0),
@@ -54,24 +54,24 @@ class Specs:
         )
 
     def q_rows(self) -> pl.BlockSpec:
-        """Of [B, C, T]."""
+        """Blocks of per-query numbers [B, C, T]."""
         return self._of_queries(1, self.rows, self.sizes.q, where=lambda b, k, n: (b, 0, n))
 
     def k_rows(self) -> pl.BlockSpec:
-        """Of [I, C, S]."""
+        """Blocks of per-slot numbers [I, C, S]."""
         return self._of_slots(1, self.rows, self.sizes.kv, where=lambda b, k, n: (self._list(b, k), 0, n))
 
     def queries(self, width: int) -> pl.BlockSpec:
-        """Of [B, K, G, T, width]."""
+        """Blocks of queries [B, K, G, T, width]."""
         block = (1, 1, self.group, self.sizes.q, width)
         return self._of_queries(*block, where=lambda b, k, n: (b, k, 0, n, 0))
 
     def per_query(self) -> pl.BlockSpec:
-        """Of [B, K, G, T]."""
+        """Blocks of numbers of a query head's queries [B, K, G, T]."""
         return self._of_queries(1, 1, self.group, self.sizes.q, where=lambda b, k, n: (b, k, 0, n))
 
     def slots(self, width: int) -> pl.BlockSpec:
-        """Of [B, K, S, width]."""
+        """Blocks of keys or values [B, K, S, width]."""
         return self._of_slots(1, 1, self.sizes.kv, width, where=lambda b, k, n: (b, k, n, 0))
 
     def all_slots(self, x: jax.Array) -> pl.BlockSpec:

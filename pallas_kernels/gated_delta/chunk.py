@@ -111,12 +111,12 @@ _down.defvjp(lambda x, rows: (_down(x, rows), None), lambda rows, _, dx: (_down(
 
 
 def _second(x: Any, half: int) -> Any:
-    """Rows of the second halves of blocks of 2 half rows; all rows where halves are no whole tiles."""
+    """Takes the second half of every block of 2 * half rows; all rows if `half` is not whole tiles."""
     return x if half % TILE_ROWS else x.reshape(-1, 2, half, x.shape[1])[:, 1].reshape(-1, x.shape[1])
 
 
 def _with_second(x: Any, rows: Any, half: int) -> Any:
-    """Appends to x the rows that `_second` takes."""
+    """Replaces the rows of x that `_second` takes by `rows`."""
     if half % TILE_ROWS:
         return rows
     first = x.reshape(-1, 2, half, x.shape[1])[:, 0]

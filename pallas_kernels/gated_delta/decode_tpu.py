@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 class Columns(NamedTuple):
-    """What a token does to the states of its heads: channels along rows, [K, heads], as in a state.
+    """A token's decays, keys and queries as columns [K, heads], with the channels along rows as in a state.
 
     decay a, key k, asked a q, erase a p or None; overlap: q'k, [heads, 1].
     """
@@ -29,7 +29,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(q: Any, k: Any, g: Any, p: Any) -> Columns:
-    """From rows [heads, K]."""
+    """Computes the columns from rows [heads, K] of queries, keys, log decays and p."""
     q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
     decay = jnp.exp(g)
     erase = None if p is None else jnp.transpose(decay * p.astype(jnp.float32))

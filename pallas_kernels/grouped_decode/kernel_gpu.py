@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
     @property
     def middle(self) -> int:
-        """Codes are taken less this, so that sums of them and of zeros do not cancel."""
+        """Half of the codes' range, which is subtracted so that sums of codes and of zeros do not cancel."""
         return 2 ** (self.bits - 1)
 
 

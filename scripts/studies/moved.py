@@ -1,4 +1,4 @@
-"""Methods that changed after the leaderboard's data was measured, and what changed."""
+"""Methods whose form in the leaderboard's data differs from the library's, and how."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 MARK = "†"
 MOVED = {
-    "sirllm": "entropy no longer fades by default (0.9 per 256 tokens before)",
-    "keyformer": "noise is drawn for every query, key, head and layer (once for a token before)",
-    "roco": "the first 4 tokens stay",
-    "nacl": "its share is of what is left beside protected tokens, so that a large window leaves draws",
-    "criticalkv": "its first stage counts the window",
-    "finch": "one set of tokens for a layer (one for a KV head before)",
-    "citrus": "the instruction alone chooses, one set for a layer (half by the newest tokens before)",
-    "chunkkv": "every layer chooses (every second of four layers copied before)",
-    "windowkv": "every layer chooses (every second of four layers copied before)",
-    "gemfilter": "layer 1 of four chooses (layer 0 before)",
-    "cam": "a value is shared out among the next 16 tokens (32 before)",
-    "zeromerge": "scores fade, and one slot takes up what leaves, with the largest score of it",
+    "sirllm": "entropy fading by 0.9 per 256 tokens; by default it does not",
+    "keyformer": "noise drawn once for a token; the library draws it for every query, key, head and layer",
+    "roco": "no protected tokens at the start; the library protects 4",
+    "nacl": "a share of the whole budget; the library's is of the slots beside protected ones",
+    "criticalkv": "a first stage without the window; the library counts it",
+    "finch": "a set of tokens for each KV head; the library has one for a layer",
+    "citrus": "half of the slots chosen by the newest tokens; in the library the instruction alone chooses",
+    "chunkkv": "every second of four layers copying; in the library every layer chooses",
+    "windowkv": "every second of four layers copying; in the library every layer chooses",
+    "gemfilter": "layer 0 choosing; in the library layer 1 of four does",
+    "cam": "a value shared out among the next 32 tokens; the library's default is 16",
+    "zeromerge": "scores that do not fade; in the library they do, and one slot takes up evicted ones",
 }
 
 
@@ -27,8 +27,8 @@ def marked(method: str) -> str:
 
 
 def changes(methods: Iterable[str]) -> str:
-    """What changed in those of these methods that have moved; empty where none has."""
+    """How these methods were measured, if otherwise than the library has them; else empty."""
     mine = [f"{method}: {MOVED[method]}" for method in dict.fromkeys(methods) if method in MOVED]
     if not mine:
         return ""
-    return f"{MARK} Measured before the method was changed. {'; '.join(mine)}."
+    return f"{MARK} Measured in another form. {'; '.join(mine)}."

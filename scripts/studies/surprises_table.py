@@ -225,10 +225,10 @@ SURPRISES = (
     Surprise(
         ("zeromerge",),
         """
-        Our form of it, which is mended. Slots that take up what leaves were those of the least attention, and
-        the newest tokens have received the least, so a question at the end of a prompt became a mean of
-        what left: ZeroMerge scored 15 where the question is seen. The authors' code keeps the newest tokens
-        as they are. So does ours now, and it scores 34; random eviction scores 32.
+        The measured form, which merges evicted slots into the kept ones of the least attention. The newest
+        tokens have received the least, so a question at the end of a prompt becomes a mean of evicted slots:
+        ZeroMerge scores 15 where the question is seen. The authors' code, and the library, keep the newest
+        tokens as they are: that form scores 34; random eviction scores 32.
         """,
         "random h2o zeromerge",
         protocol="aware-unprotected",

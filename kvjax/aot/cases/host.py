@@ -37,7 +37,7 @@ METHODS = ("full", "kivi")
 
 
 def far(device: Device | Gpu, name: str) -> Case:
-    """One token per row over 32768 tokens of each, of which the step may reuse the cache."""
+    """The case of a decode step with the cache in host memory: 4 rows of 32768 tokens, the cache donated."""
     sentence, stacked = chain(method(name), Host()), device.platform == "tpu"
     groups = plan(CONFIG, stacked=stacked)
     params = jax.eval_shape(lambda key: init(CONFIG, key, jnp.bfloat16, groups=groups), jax.random.key(0))

@@ -149,7 +149,7 @@ def check_out(out: str | Path | None) -> None:
 
 
 def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
-    """A line's unit, None where it is none."""
+    """Parses a finished unit from a line of the log; None where the line is damaged or lacks fields."""
     try:
         unit = json.loads(line)
     except (ValueError, RecursionError):

@@ -258,9 +258,9 @@ class Runner:
     def units(
         self, make: Callable[..., X], todo: list[Entry], timed: Iterable[Entry] = ()
     ) -> Iterator[tuple[Entry, X]]:
-        """(entry, make(entry)) as they finish: two at a time where a cell compiles, those to time alone.
+        """Yields (entry, make(entry)) as cells finish: two at a time, and then each of `timed` alone.
 
-        make: also takes `alone`, that nothing else runs beside it.
+        make: takes `alone` too, true where no other cell runs beside it.
         """
         if self.together:
             yield from ((entry, make(entry, alone=True)) for entry in todo)

@@ -86,7 +86,7 @@ def _read(model: Model, share: float, batches: Iterable[list[Sample]]) -> Iterat
 def looked_at(
     config: Config, share: float, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> ControllerBatch:
-    """What layers make of texts, and which tokens the next query looks at most."""
+    """Records layer inputs, and the `share` of tokens with the most attention from each next query."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     order = jnp.arange(tokens.shape[1])
     counts = (order[None, :, None] >= order[None, None]) & (order[None, :, None] < lengths[:, None, None] - 1)

@@ -62,7 +62,7 @@ def fit_convolutions(
 
 
 def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
-    """Convolutions before they are fitted: half of a slot is its mixture."""
+    """Draws the convolutions before the fit; `share` is 0.5: a slot becomes half its own, half mixture."""
     keys, width = jax.random.split(jax.random.key(seed)), 2 * config.head_dim
     return {
         "conv": uniform(keys[0], (config.layers, neighbours, width, slots), neighbours * width),

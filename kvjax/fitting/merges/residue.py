@@ -75,7 +75,7 @@ def fit_residue(
 
 
 def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) -> Run:
-    """What a method keeps of what is before cuts, whatever becomes of the rest.
+    """Builds the run that says which slots a method keeps of the tokens before a cut, without its merge.
 
     Raises InputError for a keep of unequal heads, and for a budget under which nothing leaves.
     """

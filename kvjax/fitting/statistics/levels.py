@@ -34,7 +34,7 @@ BINS = 1024
 
 
 class Numbers(NamedTuple):
-    """Keys before rotation and values of every layer, or what belongs to each of them."""
+    """Keys before rotation and values of every layer, or a number for each of theirs."""
 
     k: Float[Array, "L B K T H"]
     v: Float[Array, "L B K T V"]

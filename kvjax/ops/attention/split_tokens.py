@@ -55,18 +55,18 @@ class _Asking(NamedTuple):
     rest: dict[str, Any]
 
     def met(self, keys: Keys) -> Keys:
-        """A set as queries meet it."""
+        """A stored set as attention reads it: values cut from shared keys, latents expanded."""
         keys = keys._replace(v=keys.k[..., : self.shared]) if self.shared else keys
         return keys if self.expand is None else self.expand(keys)
 
     def handed_on(self, x: Any, by: int = 1, round_: bool = True) -> Any:
-        """What the device `by` places before has; zeros where there is none and it does not go round."""
+        """Receives x from the device `by` places before; zeros where there is none and the ring is open."""
         n = self.parts
         pairs = [(i, (i + by) % n) for i in range(n) if round_ or 0 <= i + by < n]
         return jax.tree.map(lambda y: jax.lax.ppermute(y, self.names, pairs), x)
 
     def gathered(self, keys: Keys) -> Keys:
-        """The set with the slots of all devices."""
+        """Gathers the slots of all devices."""
         return jax.tree.map(lambda x: jax.lax.all_gather(x, self.names, axis=2, tiled=True), keys)
 
 

@@ -19,7 +19,7 @@ ScanState = Float[Array, "B D N"]
 
 
 class Tokens(NamedTuple):
-    """Some tokens in a row; goes_on: whether a token reads the state that the one before it left."""
+    """Inputs of the scan for consecutive tokens; goes_on: whether a token continues the state before it."""
 
     x: Float[Array, "B T D"]
     dt: Float[Array, "B T D"]

@@ -109,7 +109,7 @@ def new_positions(
 def stored_of(
     run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"] | None, tokens: int
 ) -> tuple[int, int]:
-    """Of how many new tokens, and of how many of a row's `tokens`, something is stored at most."""
+    """The most new tokens that are stored, and the most of a row's `tokens` that are stored in all."""
     narrow = narrow_of(run)
     if narrowed is None or narrow is None or not narrow.all_layers:
         return pos.shape[1], tokens

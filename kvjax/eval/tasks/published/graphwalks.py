@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
 from kvjax.eval.tasks.published.tables import Row
 
-# In lm-evaluation-harness; models that do not reason need few of them.
+# Most new tokens, as in lm-evaluation-harness; models that do not reason write far fewer.
 _NEW = 16384
 
 

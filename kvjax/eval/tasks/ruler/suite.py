@@ -142,7 +142,7 @@ class Ruler:
 
 
 def _odd(pieces: Sequence[tuple[int, ...]], first: int = 0) -> tuple[tuple[int, int], ...]:
-    """Where the pieces at odd places lie, [start, end) of all tokens, of which `first` come before them."""
+    """Spans [start, end) of the tokens of every second piece; `first` tokens come before all pieces."""
     ends = itertools.accumulate((len(p) for p in pieces), initial=first)
     return tuple((a, b) for a, b in [*itertools.pairwise(ends)][1::2] if b > a)
 
