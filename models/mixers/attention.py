@@ -196,7 +196,7 @@ def _grown(
 ) -> Float[Array, "B N T H"]:
     """Queries times 1 + beta ln(1 + floor(pos / length))."""
     turns = (jnp.maximum(pos, 0) // length).astype(wide(q))
-    return (q * (1 + beta * jnp.log1p(turns))[:, None, :, None]).astype(q.dtype)
+    return (q.astype(wide(q)) * (1 + beta * jnp.log1p(turns))[:, None, :, None]).astype(q.dtype)
 
 
 def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:

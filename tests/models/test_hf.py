@@ -98,8 +98,9 @@ def test_every_dtype_is_converted_once(source, dtype, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
 
 
-def test_bfloat16_logits_stay_near_float32(tmp_path):
-    folder, fixture = directory("gemma3_text", tmp_path)
+@pytest.mark.parametrize("name", ["gemma3_text", "ministral3"])
+def test_bfloat16_logits_stay_near_float32(name, tmp_path):
+    folder, fixture = directory(name, tmp_path)
     out = load_hf(folder, dtype=jnp.bfloat16)(fixture.tokens)
     assert out.dtype == jnp.float32
     assert relative_error(out, fixture.logits) < 0.1
