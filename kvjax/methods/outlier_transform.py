@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Bits, Fit, Group
+from kvjax.methods.shared import Bits, Fit, Group, Ratio
 from kvjax.store.affine import Affine
 from kvjax.store.basis import InBasis
 
@@ -27,3 +27,25 @@ def qserve(*, bits: Bits = 4, group: Group | None = None, fitted: Fit | None = N
     """
     codec = Affine(bits, group=group)
     return Method(store=Store(InBasis("key", "qserve", as_fitted(fitted)) >> codec, codec))
+
+
+@paper(
+    "FlatQuant: Flatness Matters for LLM Quantization",
+    arxiv="2410.09426",
+    family="outlier-transform",
+    exact="deviates",
+)
+def flatquant(*, bits: Bits = 4, clip: Ratio = 1.0, fitted: Fit | None = None) -> Method:
+    """The KV cache of FlatQuant (Sun et al., 2024, arXiv:2410.09426), section 3: a learnt basis.
+
+    The keys of a layer, after RoPE, and its values are multiplied by one matrix for all heads, an orthogonal
+    one and scales, so that their numbers are flat; then each head of a token is quantised by itself, between
+    `clip` times its minimum and `clip` times its maximum. Queries meet keys by the inverse transpose. fitted:
+    the matrices, as `kvjax fit flatquant` learns them, by gradients that pass the round of the codes.
+    Deviation: what is learnt makes keys and values come back closest, where the paper takes the outputs of a
+    layer; `clip` is given and not learnt; the matrix of values is not folded into weights; weights and other
+    activations stay as they are.
+    """
+    found, codec = as_fitted(fitted), Affine(bits, clip=clip)
+    keys, values = (InBasis(of, "flatquant", found) >> codec for of in ("key", "value"))
+    return Method(store=Store(keys, values))

@@ -20,6 +20,7 @@ from kvjax.methods.shared import (
     Kernel,
     Layers,
     Rank,
+    Ratio,
     Seed,
     Share,
     Tokens,
@@ -29,6 +30,7 @@ from kvjax.methods.shared import (
 )
 from kvjax.state.codes import Codec
 from kvjax.store.affine import Affine
+from kvjax.store.basis import InBasis
 from kvjax.store.extremes import Extremes
 from kvjax.store.first_layers import FirstLayers
 from kvjax.store.levels import ByChannel, ByToken, Levels
@@ -38,6 +40,7 @@ from kvjax.store.predicted import Predicted
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax
+from kvjax.store.split import Split
 from kvjax.store.symmetric import Symmetric
 
 
@@ -361,3 +364,57 @@ def aqua_kv(
         FirstLayers(1, rotate >> LloydMax(first), one >> rotate >> LloydMax(bits)) for one in rest
     )
     return Method(store=Store(keys, values, residual, unrotated=True))
+
+
+@paper(
+    "ResQ: Mixed-Precision Quantization of Large Language Models with Low-Rank Residuals",
+    arxiv="2412.14363",
+    family="quant-mixed",
+    exact="deviates",
+)
+def resq(
+    *, rank: Rank = 8, high: Bits = 8, bits: Bits = 4, seed: Seed = 0, fitted: Fit | None = None
+) -> Method:
+    """The KV cache of ResQ (Saxena et al., 2024, arXiv:2412.14363), section 4: main directions in more bits.
+
+    A head's rows are taken to the eigenvectors of their second moments. The `rank` directions of the largest
+    moments have `high` bits, the others `bits`; each part is rotated by a Hadamard matrix before it is
+    quantised token by token. fitted: the eigenvectors, as `kvjax fit resq` finds them. Deviation: the paper's
+    share of directions, an eighth, is a number here; the basis of values is not folded into weights; weights
+    and other activations stay as they are.
+    """
+    rotate, found = Rotate("hadamard", seed), as_fitted(fitted)
+    parts = Split(((rotate >> Affine(high), rank), (rotate >> Affine(bits), None)))
+    keys, values = (InBasis(of, "resq", found) >> parts for of in ("key", "value"))
+    return Method(store=Store(keys, values))
+
+
+@paper(
+    "SKVQ: Sliding-window Key and Value Cache Quantization for Large Language Models",
+    arxiv="2405.06219",
+    family="quant-mixed",
+    exact="deviates",
+)
+def skvq(
+    *,
+    keys: Bits = 2,
+    values: Bits = 2,
+    group: Group = 32,
+    clip: Ratio = 0.95,
+    residual: Tokens = 128,
+    sinks: Tokens = 5,
+    fitted: Fit | None = None,
+) -> Method:
+    """SKVQ (Duanmu et al., 2024, arXiv:2405.06219), section 3: channels by their ranges, clipped.
+
+    A head's channels are put in order, so that the `group` channels that share a range are alike; a group is
+    quantised between `clip` times its minimum and `clip` times its maximum, token by token. The newest
+    `residual` tokens and the first `sinks` stay as computed. fitted: the orders, as `kvjax fit skvq` finds
+    them. Deviation: channels are put in order by their ranges within a head, and in groups of one size, where
+    the authors' code clusters those of all heads; `clip` is one for all groups, where the paper finds one for
+    each; scales are in float16, not in float8; there are no 1.5 bits; orders are not folded into weights.
+    """
+    found = as_fitted(fitted)
+    of_keys = InBasis("key", "skvq", found) >> Affine(keys, group=group, clip=clip)
+    of_values = InBasis("value", "skvq", found) >> Affine(values, group=group, clip=clip)
+    return Method(store=Store(of_keys, of_values, residual, sinks))

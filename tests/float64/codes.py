@@ -129,15 +129,17 @@ def in_layers(*attends):
     return lambda q, k, v, pos, at: attends[at.layer](q, k, v, pos, at)
 
 
-def of_lists(keys, values, theta=None):
+def of_lists(keys, values, theta=None, **whole):
     """Every list's own codes, token by token: keys(layer, head) and values(layer, head) give them.
 
-    theta: keys are encoded before RoPE of this theta.
+    theta: keys are encoded before RoPE of this theta. whole: which tokens stay as they are, as of `coded`.
     """
 
     def attends(q, k, v, pos, at):
         of_keys, of_values = keys(at.layer, at.number), values(at.layer, at.number)
-        k = of_keys(k) if theta is None else rope(of_keys(rope(k, -pos, theta)), pos, theta)
+        if theta is None:
+            return coded(of_keys, of_values, **whole)(q, k, v, pos, at)
+        k = rope(of_keys(rope(k, -pos, theta)), pos, theta)
         return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ of_values(v)
 
     return attends

@@ -120,6 +120,39 @@ MAPS = Fitted(
 )  # fmt: skip
 
 
+MATRICES = DRAWN.normal(size=(2, 2, 2, 16, 16)) + 3 * np.eye(16)
+TURNS = Fitted(
+    {
+        f"{of} {name}": x.astype(np.float32)
+        for of, m in zip(("key", "value"), MATRICES, strict=True)
+        for name, x in (("matrix", m), ("inverse", np.linalg.inv(m)))
+    },
+    "InBasis", "",
+)  # fmt: skip
+
+
+def based(of, code):
+    """Codes of rows in the basis of their head."""
+
+    def each(layer, head):
+        m, inverse = (TURNS.arrays[f"{of} {n}"][layer, head].astype(float) for n in ("matrix", "inverse"))
+        return lambda x: code(x @ inverse) @ m
+
+    return each
+
+
+def parts(x):
+    """ResQ's: the first 4 channels in 8 bits, the others in 4, both behind a rotation."""
+    first, rest = behind(hadamard(4, 0), affine(8, 4)), behind(hadamard(12, 0), affine(4, 12))
+    return np.concatenate([first(x[..., :4]), rest(x[..., 4:])], -1)
+
+
+def skvq_bytes(s):
+    """A word and a range for 8 channels; of a list 2 first tokens, the newest 4 and one more as they are."""
+    coded = split(everything, 1, 4, lambda s: 0, lambda s: 2 * (2 * 4 + 2 * 4) + 4)
+    return coded(s) + s.layers * s.b * s.k * 2 * plain(s)
+
+
 def think_bytes(s):
     """Behind 4 whole tokens and 4 more: 8 of a key's 16 numbers, which 8 these are for every 4 tokens."""
     return split(everything, 4, 4, lambda s: s.h // 2, lambda s: s.h // 2 * 4 + s.h * 4 + 4)(s)
@@ -250,6 +283,20 @@ STORES = [
     row(
         "qserve", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=SMOOTH),
         error=FLIPS, attends=of_lists(smooth, lambda layer, head: affine(4, 16)),
+    ),
+    row(
+        # 4 channels of 8 bits and 12 of 4: a byte each, and two words.
+        "resq", dense(everything, slot=lambda s: 2 * (4 + 4 + 8 + 4) + 4), hyper=dict(rank=4, fitted=TURNS),
+        error=FLIPS, attends=of_lists(based("key", parts), based("value", parts)),
+    ),
+    row(
+        "skvq", skvq_bytes, moves=False, error=FLIPS,
+        hyper=dict(group=8, clip=1.0, residual=4, sinks=2, fitted=TURNS),
+        attends=of_lists(*(based(of, affine(2, 8)) for of in ("key", "value")), residual=4, sinks=2),
+    ),
+    row(
+        "flatquant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=TURNS),
+        error=FLIPS, attends=of_lists(*(based(of, affine(4, 16)) for of in ("key", "value"))),
     ),
     row(
         # A row's length, and its 16 numbers in 4 bits, or above the first layer in 2.

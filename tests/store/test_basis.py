@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
+from kvjax.fitting.loops.bases import rounded
 from kvjax.fitting.loops.numbers import read_numbers
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import Fitted
@@ -88,3 +89,34 @@ def test_a_fit_of_another_model_and_an_unknown_rule_are_refused(rng):
         kvjax.fit(model("4/2"), Method(store=Store(word)), TEXTS)
     with pytest.raises(ValueError, match="a basis is of a 'key' or a 'value'"):
         InBasis("keys", "qserve")
+
+
+def through(fitted, of, x, codec):
+    """The squared error of rows that come back of codes in a basis, as a share of them, by layer."""
+    m, inverse = (fitted.arrays[f"{of} {n}"].astype(float) for n in ("matrix", "inverse"))
+    np.testing.assert_allclose(m @ inverse, np.broadcast_to(np.eye(16), m.shape), atol=1e-4)
+    return np.square(codec(x @ inverse) @ m - x).sum((1, 2, 3)) / np.square(x).sum((1, 2, 3))
+
+
+def test_a_basis_learnt_through_codes_comes_back_closer_than_a_rotation_and_than_none():
+    m, code = model("4/2"), affine(2, 16)
+    x = read_numbers(m, [TEXTS]).k.astype(float)
+    got = through(kvjax.fit(m, "flatquant:bits=2", TEXTS), "key", x, code)
+    turn = Rotate().matrix(16)
+    for other in (code(x), code(x @ turn.T) @ turn):
+        assert (got < np.square(other - x).sum((1, 2, 3)) / np.square(x).sum((1, 2, 3))).all()
+    numbers = jnp.asarray(x, jnp.float32)
+    # Ranges in float16 and in float32: a number between two codes may become the other one.
+    assert (np.abs(np.asarray(rounded(numbers, 2, 1.0)) - code(x)) < 5e-3).mean() > 0.99
+
+
+def test_orders_and_main_directions_are_those_of_the_texts():
+    m = model("4/2")
+    x = read_numbers(m, [TEXTS]).k.astype(float)
+    order = kvjax.fit(m, "skvq:group=8", TEXTS).arrays["key inverse"]
+    spread = np.ptp(x @ order, axis=2)
+    assert (np.diff(spread, axis=-1) >= 0).all() and set(np.unique(order)) == {0.0, 1.0}
+    turned = x @ kvjax.fit(m, "resq:rank=4", TEXTS).arrays["key inverse"]
+    squares = np.square(turned).sum(2)
+    singular = np.linalg.svd(x, compute_uv=False)
+    np.testing.assert_allclose(squares, singular**2, rtol=1e-3)

@@ -1,24 +1,34 @@
-"""Bases of keys and values that need no gradients: scales and shifts by what a few texts show of channels."""
+"""Bases of keys and values, by what a few texts show of a head's channels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from kvjax.base.errors import InputError
+from kvjax.fitting.loops.bases import flat
 from kvjax.fitting.loops.numbers import read_numbers
 from kvjax.fitting.statistics.levels import only_slots, words_of
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.models.model import Model
 from kvjax.ops.base.rope import Rope
+from kvjax.state.codes import Codec
 from kvjax.steps import Run
-from kvjax.store.basis import InBasis
+from kvjax.store.affine import Affine
+from kvjax.store.basis import Based
 
 Numbers = Float[np.ndarray, "L K T H"]
+
+
+class Meant(NamedTuple):
+    """What a basis is for: how keys turn, None where nothing turns behind it, and the codec in it."""
+
+    rope: Rope | None
+    codec: Codec
 
 
 def fit_basis(
@@ -30,25 +40,51 @@ def fit_basis(
 ) -> Fitted:
     """What the method's bases are of a model, by the rule of its paper, in one reading of texts.
 
-    Raises InputError for a model whose layers are not all plain attention with slots of their own.
+    Raises InputError for a model whose layers are not all plain attention with slots of their own, and for a
+    method whose rule is not known.
     """
     only_slots(model, "bases")
-    words = [word for word in words_of(method) if isinstance(word, InBasis)]
-    read = read_numbers(model, batches, progress)
+    held = [word for word in words_of(method) if isinstance(word, Based)]
+    for one in held:
+        if one.word.by not in RULES:
+            raise InputError(f"no rule is known for the basis of {one.word.by}, expected {', '.join(RULES)}")
+    raw = method.store is not None and method.store.unrotated
+    read = read_numbers(model, batches, progress, raw)
     rope = Run(model.config, Method()).attention_spec(0).rope
     found: dict[str, np.ndarray] = {}
-    for word in words:
-        if word.by not in RULES:
-            raise InputError(f"no rule is known for the basis of {word.by}, expected {', '.join(RULES)}")
-        x = read.k if word.of == "key" else read.v
-        arrays = RULES[word.by](x, rope if word.of == "key" else None)
-        found |= {f"{word.of} {name}": a.astype(np.float32) for name, a in arrays.items()}
+    for one in held:
+        of = one.word.of
+        x = read.k if of == "key" else read.v
+        arrays = RULES[one.word.by](x, Meant(rope if of == "key" and not raw else None, one.codec))
+        found |= {f"{of} {name}": a.astype(np.float32) for name, a in arrays.items()}
     return Fitted(found, "InBasis", model.signature)
 
 
-def smooth(x: Numbers, rope: Rope | None, alpha: float = 0.5) -> dict[str, np.ndarray]:
-    """QServe: lambda_c = max |x_c|^alpha, of pairs of channels that RoPE turns the larger of both."""
-    return scaled(paired(np.abs(x).max(2), rope) ** alpha)
+def smooth(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """QServe: channels over the root of their largest number, that of both channels that RoPE turns."""
+    return scaled(paired(np.abs(x).max(2), meant.rope) ** 0.5)
+
+
+def principal(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """ResQ: the eigenvectors of a head's second moments, the directions of the largest first."""
+    wide = x.astype(np.float64)
+    vectors = np.linalg.eigh(np.swapaxes(wide, -1, -2) @ wide)[1][..., ::-1]
+    return {"matrix": np.swapaxes(vectors, -1, -2), "inverse": vectors}
+
+
+def in_order(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """SKVQ: channels in the order of their ranges, so that those of one group are alike."""
+    order = np.argsort(x.max(2) - x.min(2), -1, kind="stable")
+    permutation = np.eye(x.shape[-1])[order]
+    return {"matrix": permutation, "inverse": np.swapaxes(permutation, -1, -2)}
+
+
+def learnt(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """FlatQuant: the matrix behind which the method's codes are closest, by gradients through them."""
+    codec = meant.codec
+    if not isinstance(codec, Affine) or codec.axis != "token" or codec.group is not None:
+        raise InputError(f"a basis is learnt through an Affine of whole tokens, and {codec!r} was given")
+    return flat(x, codec.bits, codec.clip)
 
 
 def paired(most: Float[np.ndarray, "*b H"], rope: Rope | None) -> Float[np.ndarray, "*b H"]:
@@ -68,4 +104,9 @@ def scaled(by: Float[np.ndarray, "L K H"]) -> dict[str, np.ndarray]:
     return {"matrix": by[..., None] * one, "inverse": one / by[..., None]}
 
 
-RULES: dict[str, Callable[[Numbers, Rope | None], dict[str, np.ndarray]]] = {"qserve": smooth}
+RULES: dict[str, Callable[[Numbers, Meant], dict[str, np.ndarray]]] = {
+    "qserve": smooth,
+    "resq": principal,
+    "skvq": in_order,
+    "flatquant": learnt,
+}
