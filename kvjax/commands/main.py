@@ -21,7 +21,8 @@ from kvjax.base.streams import escaped, printable, silence
 
 COMMANDS = (
     "compare", "report", "methods", "architectures", "explain", "generate", "shorten", "get", "fit", "train",
-    "convert", "uptrain", "inspect", "info", "aot", "plan", "systems", "lm-eval",
+    "convert", "uptrain", "inspect", "info", "aot", "plan", "simulate",
+    "systems", "lm-eval",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 # Errors of a write to a full or failing disk.

@@ -1,0 +1,153 @@
+"""`kvjax simulate`: what a serving system would do with a stream of requests, in simulated time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvjax.commands.options import DTYPES, whole
+
+if TYPE_CHECKING:
+    from kvjax.serve.sim import Costs
+
+HELP = "simulate serving systems on a stream of requests: throughput, latencies, goodput, waste"
+EXAMPLE = """examples:
+  kvjax simulate --system vllm --synthetic azure-conv:requests=500
+  kvjax simulate --system vllm --system "sarathi(tokens=256)" --synthetic azure-conv --slo ttft=1,tpot=0.05
+  kvjax simulate --system vllm --trace trace.csv --requests 2000 --compress 0.25 --memory 12
+  kvjax simulate --system sglang --synthetic tree:groups=64,rate=20 --costs costs.json
+
+Nothing is measured: iterations cost what a costs file says, or a roofline of --model on --device."""
+COLUMNS = {
+    "req/s": ("request_throughput", "{:.2f}"),
+    "TTFT p50": ("p50_ttft_ms", "{:.0f}"),
+    "p99": ("p99_ttft_ms", "{:.0f}"),
+    "TPOT p50": ("p50_tpot_ms", "{:.1f}"),
+    "p99 ": ("p99_tpot_ms", "{:.1f}"),
+    "goodput": ("request_goodput", "{:.2f}"),
+    "waste": ("waste", "{:.1%}"),
+    "preempted": ("preemptions", "{}"),
+    "hits": ("hit_rate", "{:.1%}"),
+    "refused": ("refused", "{}"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--system", action="append", metavar="SYSTEM", required=True,
+        help="as vllm or sarathi(tokens=256), see `kvjax systems`; give it again for more",
+    )  # fmt: skip
+    load = parser.add_mutually_exclusive_group(required=True)
+    load.add_argument("--trace", metavar="FILE", help="Azure's .csv or Mooncake's .jsonl")
+    load.add_argument(
+        "--synthetic", metavar="NAME:OPTION=N,...",
+        help="azure-conv or azure-code (lengths and gaps like theirs: requests, rate, cv, seed), or tree "
+        "(common prefixes: also groups, prefix, suffix, output)",
+    )  # fmt: skip
+    add("--requests", type=whole(1), metavar="N", help="the first N of a trace (default: all)")
+    add("--costs", metavar="FILE", help="a JSON file of costs, in place of --model and --device")
+    add(
+        "--model",
+        default="llama-3.1-8b",
+        metavar="NAME",
+        help="of `kvjax plan --list` (default: %(default)s)",
+    )
+    add("--device", default="h100", metavar="NAME", help="one device, as h100 or v5p (default: %(default)s)")
+    add("--dtype", default="bfloat16", choices=DTYPES, help="of weights and cache (default: %(default)s)")
+    add("--memory", type=float, metavar="GIB", help="for the cache (default: what the weights leave)")
+    add(
+        "--compress", type=float, default=1.0, metavar="SHARE",
+        help="the cache has this share of its bytes, as under int8 (0.5) or int4 (0.25) (default: 1)",
+    )  # fmt: skip
+    add("--slo", metavar="ttft=S,tpot=S", help="seconds that a request may take to count as goodput")
+    add("--json", action="store_true", help="print every figure as JSON instead")
+    add("--write-costs", metavar="FILE", help="write the costs that were used, for --costs")
+
+
+def run(args: argparse.Namespace) -> None:
+    from kvjax.base.atomic_files import check_file, write_named
+    from kvjax.serve.load.metrics import metrics
+    from kvjax.serve.load.synth import synthetic
+    from kvjax.serve.load.traces import read_trace
+    from kvjax.serve.sim import simulate
+    from kvjax.serve.systems import system
+
+    check_file(args.write_costs)
+    systems, slo = {text: system(text) for text in args.system}, slo_of(args.slo)
+    requests = read_trace(args.trace, args.requests) if args.trace else synthetic(args.synthetic)
+    costs = costs_of(args)
+    if args.write_costs:
+        write_named(args.write_costs, (json.dumps(vars(costs), indent=1) + "\n").encode())
+    load = args.trace or args.synthetic
+    rows = []
+    for text, one in systems.items():
+        figures = metrics(simulate(one, requests, costs), slo)
+        rows.append({"system": text, "simulated": True, "costs": costs.by, "load": load, **figures})
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows, len(requests))
+
+
+def show(rows: list[dict[str, Any]], count: int) -> None:
+    """Prints a line for every system, and where the seconds come from."""
+    from rich.table import Table
+
+    from kvjax.commands.terminal import BOX, console
+
+    table = Table("system", box=BOX)
+    columns = {name: known for name, known in COLUMNS.items() if known[0] in rows[0]}
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row["system"], *(form.format(row[field]) for field, form in columns.values()))
+    out = console()
+    out.print(table)
+    out.print(f"Simulated, not measured. Costs: {rows[0]['costs']}.", highlight=False)
+    out.print(f"{count} requests of {rows[0]['load']}; TTFT and TPOT in ms.", highlight=False, style="dim")
+    if most := max(row["refused"] for row in rows):
+        out.print(f"Up to {most} requests need more tokens than the pool has and were refused.")
+
+
+def costs_of(args: argparse.Namespace) -> Costs:
+    """The costs of a file, or of a model on a device, with the memory and compression that were asked for."""
+    import dataclasses
+    import math
+
+    from kvjax.base.errors import InputError
+    from kvjax.serve.sim import Costs, read_costs
+
+    if args.costs:
+        costs = read_costs(args.costs)
+    else:
+        from kvjax.plan.serving import serving_costs
+
+        costs = Costs(**serving_costs(args.model, args.device, args.dtype))
+    if args.memory is not None:
+        if not (math.isfinite(args.memory) and args.memory > 0):
+            raise InputError(f"--memory is {args.memory}, expected GiB above 0")
+        costs = dataclasses.replace(
+            costs, memory=args.memory * 2**30, by=f"{costs.by}, {args.memory:g} GiB for the cache"
+        )
+    return costs.compressed(args.compress)
+
+
+def slo_of(text: str | None) -> Any:
+    """The objective of "ttft=0.4,tpot=0.04"; None without one."""
+    from kvjax.base.errors import InputError
+    from kvjax.serve.load.metrics import Slo
+
+    if text is None:
+        return None
+    found = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if name not in Slo._fields or not found[name] > 0:
+            raise InputError(f"--slo was given {pair!r}, expected seconds above 0, as in ttft=0.4,tpot=0.04")
+    return Slo(**found)

@@ -1,0 +1,52 @@
+"""Whether a plan is legal. One that is not is a fault of its policy, and is never carried out."""
+
+from __future__ import annotations
+
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Never
+from kvjax.serve.policies.room import extra, pages
+from kvjax.serve.requests import AWAY, READING, WAITING, WRITING
+from kvjax.serve.view import Plan, View
+
+
+class IllegalPlan(AssertionError):
+    """A policy planned what cannot be done."""
+
+
+def check(system: System, plan: Plan, view: View) -> None:
+    """Raises IllegalPlan, with what is wrong, unless a plan can be carried out and gets somebody further."""
+    name = f"{system.order!r} with {system.batch!r}"
+    write, read = {id(e) for e in plan.write}, {id(e) for e, _ in plan.read}
+    out, back = {id(e) for e in plan.out}, {id(e) for e in plan.back}
+    if len(write) + len(read) < len(plan.write) + len(plan.read) or write & read or out & (write | read):
+        raise IllegalPlan(f"{name} names a request twice")
+    if not write and not read:
+        raise IllegalPlan(f"{name} runs nobody, and {len(view.waiting)} wait")
+    for entry in plan.write:
+        if entry.state != WRITING and id(entry) not in back:
+            raise IllegalPlan(f"{name} lets request {entry.request.id} write, which is {entry.state}")
+    for entry, count in plan.read:
+        have = view.match(entry).tokens if entry.state == WAITING else entry.stored
+        if entry.state not in (WAITING, READING) or not 1 <= count <= entry.goal - have:
+            raise IllegalPlan(f"{name} reads {count} tokens of request {entry.request.id}, {entry.state}")
+    if any(entry.state not in (WRITING, READING) for entry in plan.out) or plan.steps < 1:
+        raise IllegalPlan(f"{name} sends away who holds nothing, or plans {plan.steps} steps")
+    if any(entry.state != AWAY for entry in plan.back) or (plan.out and isinstance(system.preempt, Never)):
+        raise IllegalPlan(f"{name} brings back who is here, or sends away where nobody may give way")
+    need, free = needed(system, plan, view), view.free + sum(map(view.gives, plan.out))
+    if need > free:
+        raise IllegalPlan(f"{name} needs {need} pages, and {free} of {view.pages} are free")
+
+
+def needed(system: System, plan: Plan, view: View) -> int:
+    """Pages that a plan takes."""
+    place, page = system.place, system.page
+    need = sum(extra(place, e) for e in plan.write if e.stored >= e.held * page and e.state == WRITING)
+    need += sum(pages(place, entry.request, entry.stored + 1) for entry in plan.back)
+    for entry, _ in plan.read:
+        if entry.state == WAITING:
+            match = view.match(entry)
+            # Pages that someone gives back and this one shares are not free.
+            idle = match.pages if plan.out else match.idle
+            need += pages(place, entry.request, entry.goal) - match.pages + idle
+    return need

@@ -1,0 +1,245 @@
+"""`Loop`: look, decide, check, run, settle. It has no clock and no device; an interpreter has.
+
+loop = Loop(system, pages)
+effects = loop.run()
+effect = next(effects)
+while True:
+    effect = effects.send(carry_out(effect))  # StopIteration when all have ended
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Generator
+
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Swap, Whole
+from kvjax.serve.ledger.blocks import Ledger
+from kvjax.serve.ledger.tree import PrefixTree
+from kvjax.serve.loop.check import check
+from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
+from kvjax.serve.policies import decide
+from kvjax.serve.policies.room import pages
+from kvjax.serve.requests import AWAY, ENDED, READING, REFUSED, WAITING, WRITING, Entry
+from kvjax.serve.view import Match, Plan, View
+
+
+class Loop:
+    """Serves requests as a system says, in a pool of `pages` pages.
+
+    entries: all requests that came, in order. iterations: how many were made.
+
+    >>> from kvjax.serve.requests import Request
+    >>> loop = Loop(System(), 8)
+    >>> effects = loop.run()
+    >>> next(effects)
+    Wait()
+    >>> effects.send(Done(0.0, arrived=[Request(0, 0.0, 20, 1)])).read[0][1]
+    20
+    """
+
+    def __init__(self, system: System, pages: int):
+        self.system, self.ledger = system, Ledger(pages)
+        self.tree = PrefixTree(self.ledger) if system.share else None
+        self.entries: list[Entry] = []
+        self.waiting: list[Entry] = []
+        self.reading: list[Entry] = []
+        self.writing: list[Entry] = []
+        self.away: list[Entry] = []
+        self.standing: list[Entry] = []
+        self.iterations = 0
+        self._over = False
+
+    def run(self) -> Generator[Effect, Done, None]:
+        """Yields effects and is sent what came of them, until nobody is left and nobody will come."""
+        now = 0.0
+        while True:
+            if not (self.waiting or self.reading or self.writing or self.away):
+                if self._over:
+                    return
+                now = self._hear((yield Wait()))
+                continue
+            view = self.view(now)
+            plan = decide(self.system, view)
+            check(self.system, plan, view)
+            self._make_room(plan)
+            if isinstance(self.system.preempt, Swap) and (plan.out or plan.back):
+                now = self._hear((yield Move(plan.out, plan.back)))
+            done = yield Run(plan.write, plan.read, plan.steps, len(self.standing))
+            self._settle(plan, done)
+            now = self._hear(done)
+
+    def view(self, now: float) -> View:
+        """What policies see."""
+        matches: dict[int, Match] = {}
+
+        def match(entry: Entry) -> Match:
+            found = matches.get(entry.request.id)
+            if found is None:
+                found = matches[entry.request.id] = self._match(entry)
+            return found
+
+        ledger = self.ledger
+        return View(
+            now, self.system.page, ledger.pages, ledger.free + ledger.idle, self.waiting, self.reading,
+            self.writing, self.away, self.standing, match, lambda entry: ledger.gives(entry.request.id),
+        )  # fmt: skip
+
+    def _hear(self, done: Done) -> float:
+        """Notes who arrived; whoever needs more pages than there are is refused."""
+        self._over = done.arrived is None
+        for request in done.arrived or ():
+            entry = Entry(request, request.page_keys(self.system.page) if self.tree else [])
+            self.entries.append(entry)
+            if pages(self.system.place, request, request.most) > self.ledger.pages:
+                entry.state = REFUSED
+            else:
+                self._wait(entry)
+        return done.now
+
+    def _wait(self, entry: Entry) -> None:
+        entry.state = WAITING
+        insort(self.waiting, entry, key=lambda one: one.age)
+
+    def _match(self, entry: Entry) -> Match:
+        """What the tree has of an entry; its last token is read in any case, because it writes the next."""
+        if self.tree is None:
+            return Match()
+        found = self.tree.match(entry.keys[: (entry.goal - 1) // self.system.page])
+        idle = sum(self.ledger.counts[page] == 1 for page in found)
+        return Match(len(found) * self.system.page, len(found), idle)
+
+    # --- before an iteration ---
+
+    def _make_room(self, plan: Plan) -> None:
+        """Carries out who gives way, and gives pages to those that run."""
+        for entry in plan.out:
+            self._give_way(entry)
+        # Prefixes are held before anything is evicted for others.
+        new = [entry for entry, _ in plan.read if entry.state == WAITING]
+        for entry in new:
+            self._share(entry)
+        for entry in new:
+            self._take(entry, entry.goal)
+            self.waiting.remove(entry)
+            self.reading.append(entry)
+            entry.state = READING
+        for entry in plan.back:
+            self.away.remove(entry)
+            self.writing.append(entry)
+            entry.state = WRITING
+        page = self.system.page
+        for entry in plan.write:
+            if entry.stored + plan.steps > entry.held * page:
+                self._take(entry, entry.stored + 1)
+        self._take_ahead(plan)
+
+    def _take_ahead(self, plan: Plan) -> None:
+        """Pages for all steps of a plan, of which one is sure: those that are not used go back."""
+        if plan.steps == 1:
+            return
+        page, most = self.system.page, self.ledger.pages * self.system.page
+        for entry in plan.write:
+            wanted = min(entry.stored + plan.steps, entry.request.most, most)
+            if wanted > entry.held * page:
+                self._take(entry, wanted)
+
+    def _share(self, entry: Entry) -> None:
+        if self.tree is None:
+            return
+        keys = entry.keys[: (entry.goal - 1) // self.system.page]
+        found = self.tree.match(keys)
+        self.tree.use(keys)
+        self.ledger.share(entry.request.id, found)
+        entry.held, entry.stored = len(found), len(found) * self.system.page
+        if not entry.preempted:
+            entry.matched = entry.stored
+
+    def _take(self, entry: Entry, tokens: int) -> None:
+        count = pages(self.system.place, entry.request, tokens) - entry.held
+        if count <= 0:
+            return
+        if count > self.ledger.free and self.tree is not None:
+            self.tree.evict(count - self.ledger.free)
+        self.ledger.take(entry.request.id, count)
+        entry.held += count
+
+    def _give_way(self, entry: Entry) -> None:
+        """Recompute forgets what was stored; swap keeps it, unless the prompt is not yet read."""
+        entry.preempted += 1
+        swaps = isinstance(self.system.preempt, Swap) and entry.state == WRITING
+        (self.writing if entry.state == WRITING else self.reading).remove(entry)
+        self._release(entry)
+        if swaps:
+            entry.state = AWAY
+            insort(self.away, entry, key=lambda one: one.age)
+        else:
+            entry.stored = 0
+            self._wait(entry)
+
+    def _release(self, entry: Entry) -> None:
+        self.ledger.release(entry.request.id)
+        entry.held = 0
+        if self.tree is not None:
+            self.tree.released(entry.keys)
+
+    # --- after it ---
+
+    def _settle(self, plan: Plan, done: Done) -> None:
+        """Notes what was stored and written, and who ended."""
+        first, steps = self.iterations, done.steps
+        self.iterations += steps
+        for entry in self.standing:
+            entry.idle += steps
+        for entry in plan.write:
+            entry.stored += steps
+            wrote(entry, first, steps)
+        for entry, count in plan.read:
+            entry.stored += count
+            entry.computed += count
+            if entry.stored == entry.goal:
+                self._begin(entry, first)
+        for entry in done.ended:
+            self._end(entry)
+        if plan.steps > steps:
+            for entry in plan.write:
+                self._trim(entry)
+        if self.standing and not self.writing:
+            for entry in self.standing:
+                self._release(entry)
+            self.standing = []
+
+    def _begin(self, entry: Entry, iteration: int) -> None:
+        """A prompt is read: its last token has written the first new one."""
+        self.reading.remove(entry)
+        self.writing.append(entry)
+        entry.state, entry.since = WRITING, entry.stored
+        wrote(entry, iteration, 1)
+        if self.tree is not None:
+            self.tree.insert(entry.keys, self.ledger.tables[entry.request.id][: len(entry.keys)])
+
+    def _end(self, entry: Entry) -> None:
+        self.writing.remove(entry)
+        entry.state = ENDED
+        if isinstance(self.system.batch, Whole):
+            self.standing.append(entry)
+        else:
+            self._release(entry)
+
+    def _trim(self, entry: Entry) -> None:
+        """Gives back what was taken for steps that were not made."""
+        if entry.state != WRITING:
+            return
+        needed = pages(self.system.place, entry.request, entry.stored)
+        if needed < entry.held:
+            self.ledger.trim(entry.request.id, needed)
+            entry.held = needed
+
+
+def wrote(entry: Entry, first: int, count: int) -> None:
+    """Notes that an entry got a token in each of `count` iterations from `first` on."""
+    entry.written += count
+    if entry.spans and sum(entry.spans[-1]) == first:
+        entry.spans[-1][1] += count
+    else:
+        entry.spans.append([first, count])

@@ -1,0 +1,11 @@
+"""Policies: pure functions of a view. `decide` runs those that a system's words name.
+
+A policy chooses who, how much and when; it never changes what a request is answered.
+"""
+
+from __future__ import annotations
+
+from kvjax.serve.grammar import System
+from kvjax.serve.policies.batch import decide
+
+__all__ = ["System", "decide"]

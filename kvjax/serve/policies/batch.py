@@ -1,0 +1,130 @@
+"""What one iteration does: one function for each word of batch."""
+
+from __future__ import annotations
+
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Chunked, Iterations, PrefillFirst, SkipJoin, Whole
+from kvjax.serve.policies.order import ordered, queue
+from kvjax.serve.policies.preempt import Kept, give_way, reserve, steps_that_fit
+from kvjax.serve.policies.room import extra, pages
+from kvjax.serve.requests import AWAY, READING, WAITING, WRITING, Entry
+from kvjax.serve.view import Plan, View
+
+Read = list[tuple[Entry, int]]
+NO_LIMIT = 1 << 62
+
+
+def decide(system: System, view: View) -> Plan:
+    """What a system does next.
+
+    >>> from kvjax.serve.requests import Request
+    >>> from kvjax.serve.view import Match
+    >>> one = Entry(Request(0, 0.0, 700, 9))
+    >>> empty = dict(reading=[], writing=[], away=[], standing=[])
+    >>> view = View(0.0, 16, 100, 100, [one], **empty, match=lambda _: Match(), gives=lambda _: 0)
+    >>> [tokens for _, tokens in decide(System(batch=Chunked(512)), view).read]
+    [512]
+    """
+    batch = system.batch
+    if isinstance(batch, Whole):
+        return whole(system, batch, view)
+    if isinstance(system.order, SkipJoin):
+        assert isinstance(batch, Iterations)
+        return skip_join(system, system.order, batch, view)
+    kept = give_way(system, view)
+    if isinstance(batch, Iterations):
+        return iterations(system, batch, view, kept)
+    return (prefill_first if isinstance(batch, PrefillFirst) else chunked)(system, batch, view, kept)
+
+
+def whole(system: System, batch: Whole, view: View) -> Plan:
+    """Static batches: those of the last one write until all have ended, then the next are read."""
+    if view.writing:
+        return Plan(write=view.writing, steps=NO_LIMIT)
+    return Plan(read=starts(system, view, view.free, batch.rows, NO_LIMIT))
+
+
+def iterations(system: System, batch: Iterations, view: View, kept: Kept) -> Plan:
+    """Orca (OSDI 2022, algorithm 1): all write, and new prompts are read beside them."""
+    new = [] if kept.out else starts(system, view, kept.free, batch.rows - len(kept.write), NO_LIMIT)
+    return planned(system, kept, new)
+
+
+def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Kept) -> Plan:
+    """Prompts alone, where one can start, while those that write wait (vLLM's first scheduler)."""
+    if kept.out or kept.back:
+        return planned(system, kept, [])
+    new = starts(system, view, view.free, batch.rows - len(kept.write), batch.tokens)
+    return Plan(read=new) if new else planned(system, kept, [])
+
+
+def chunked(system: System, batch: Chunked, view: View, kept: Kept) -> Plan:
+    """Sarathi-Serve (arXiv:2403.02310, algorithm 3): all write, begun prompts go on, new ones fill up."""
+    tokens, going = batch.tokens - len(kept.write), []
+    for entry in kept.read:
+        count = min(entry.goal - entry.stored, tokens)
+        if count > 0:
+            going.append((entry, count))
+            tokens -= count
+    rows = batch.rows - len(kept.write) - len(kept.read)
+    new = [] if kept.out else starts(system, view, kept.free, rows, tokens, cut=True)
+    return planned(system, kept, going + new)
+
+
+def skip_join(system: System, order: SkipJoin, batch: Iterations, view: View) -> Plan:
+    """FastServe (arXiv:2305.05920, algorithm 1): the first of all queues run, whoever ran before.
+
+    Those set aside keep their pages, and go to the host, the last of them first, where pages run short.
+    """
+    place, resident = system.place, view.writing + view.reading
+    everyone = sorted(view.waiting + resident + view.away, key=lambda e: (queue(order, e)[0], e.age))
+    last, free, out, chosen = len(everyone), view.free, [], []
+    for at, entry in enumerate(everyone[: batch.rows]):
+        need = extra(place, entry) if entry.state == WRITING else 0
+        if entry.state in (WAITING, AWAY):
+            need = pages(place, entry.request, max(entry.goal, entry.stored + 1))
+        while need > free and last - 1 > at:
+            last -= 1
+            if everyone[last].state == WRITING:
+                free += view.gives(everyone[last])
+                out.append(everyone[last])
+        if need > free or at >= last:
+            break
+        free -= need
+        chosen.append(entry)
+    back = [entry for entry in chosen if entry.state == AWAY]
+    write = [entry for entry in chosen if entry.state in (WRITING, AWAY)]
+    read = [(entry, entry.goal - entry.stored) for entry in chosen if entry.state in (WAITING, READING)]
+    steps = min((queue(order, entry)[1] for entry in write), default=1)
+    return Plan(write, read, out, back, 1 if read else min(steps, steps_that_fit(system, write, free)))
+
+
+def starts(
+    system: System, view: View, free: int, rows: int, tokens: int, cut: bool = False
+) -> Read:  # fmt: skip
+    """Waiting requests that may start, in the system's order, and how many tokens of each are read.
+
+    rows, tokens: of this iteration. cut: whether a prompt may be read in part; else the first one may exceed
+    the tokens. Nobody starts before those that come back from the host.
+    """
+    new: Read = []
+    if rows <= 0 or tokens <= 0 or view.away or not view.waiting:
+        return new
+    spare = free - reserve(view) if view.writing or view.reading else free
+    for entry in ordered(system.order, view, rows):
+        match = view.match(entry)
+        todo = entry.goal - match.tokens
+        need = pages(system.place, entry.request, entry.goal) - match.pages + match.idle
+        if need > spare or (todo > tokens and not cut and new):
+            break
+        new.append((entry, min(todo, tokens) if cut else todo))
+        spare, tokens, rows = spare - need, tokens - todo, rows - 1
+        if rows <= 0 or tokens <= 0:
+            break
+    return new
+
+
+def planned(system: System, kept: Kept, read: Read) -> Plan:
+    """An iteration in which all that were kept write, and these read."""
+    steps = 1 if read else steps_that_fit(system, kept.write, kept.free)
+    return Plan(kept.write, read, kept.out, kept.back, steps)

@@ -1,0 +1,76 @@
+"""Who starts next: one function for each word of order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from kvjax.serve.grammar.words import Arrival, Bins, LongestPrefix, Order, PrefixGroups, Shortest, SkipJoin
+from kvjax.serve.requests import Entry
+from kvjax.serve.view import View
+
+
+def ordered(order: Order, view: View, rows: int) -> Sequence[Entry]:
+    """The waiting requests, the next one first; of bins, those of one batch of `rows`."""
+    if isinstance(order, Arrival | SkipJoin):
+        return view.waiting
+    if isinstance(order, Shortest):
+        return sorted(view.waiting, key=lambda entry: (entry.request.expected, entry.age))
+    if isinstance(order, LongestPrefix):
+        return longest_prefix(order, view)
+    if isinstance(order, PrefixGroups):
+        return prefix_groups(view)
+    return one_bin(order, view, rows)
+
+
+def longest_prefix(order: LongestPrefix, view: View) -> list[Entry]:
+    """RadixAttention (arXiv:2312.07104, section 3.2): by tokens that the tree has, the most first."""
+    head = sorted(view.waiting[: order.window], key=lambda entry: (-view.match(entry).tokens, entry.age))
+    return head + view.waiting[order.window :]
+
+
+def prefix_groups(view: View) -> list[Entry]:
+    """BatchLLM (arXiv:2412.03594): groups of one first page, by tokens to write for each to be read."""
+
+    def name(entry: Entry) -> str:
+        return repr(entry.keys[0]) if entry.keys else f"alone {entry.request.id}"
+
+    groups = [list(group) for _, group in groupby(sorted(view.waiting, key=name), name)]
+
+    def writes(group: list[Entry]) -> float:
+        read = sum(entry.goal - view.match(entry).tokens for entry in group)
+        return sum(entry.request.expected for entry in group) / max(read, 1)
+
+    groups.sort(key=lambda group: (-writes(group), group[0].age))
+    return [entry for group in groups for entry in sorted(group, key=lambda entry: entry.age)]
+
+
+def one_bin(order: Bins, view: View, rows: int) -> list[Entry]:
+    """Multi-Bin Batching (arXiv:2412.04504): the bin that filled a batch first, or that of the oldest."""
+    bins: dict[int, list[Entry]] = {}
+    for entry in view.waiting:
+        number = min((entry.request.expected - 1) * order.bins // order.longest, order.bins - 1)
+        bins.setdefault(number, []).append(entry)
+    full = [found for found in bins.values() if len(found) >= rows]
+    if full:
+        return min(full, key=lambda found: found[rows - 1].age)
+    return min(bins.values(), key=lambda found: found[0].age, default=[])
+
+
+def queue(order: SkipJoin, entry: Entry) -> tuple[int, int]:
+    """FastServe (arXiv:2305.05920, section 4.1): the queue that a request is in, and iterations left in it.
+
+    It joins the first queue whose quantum its prompt does not exceed, and sinks when a quantum is used up.
+
+    >>> from kvjax.serve.requests import Request
+    >>> queue(SkipJoin(quantum=4, tokens=100), Entry(Request(0, 0.0, 700, 9), written=3))
+    (1, 5)
+    """
+    level, cost = 0, -(-entry.request.prompt // order.tokens)
+    while level < order.levels - 1 and order.quantum << level < cost:
+        level += 1
+    left = (order.quantum << level) - entry.written
+    while left <= 0 and level < order.levels - 1:
+        level += 1
+        left += order.quantum << level
+    return level, left if left > 0 else entry.request.most + 1

@@ -1,0 +1,70 @@
+"""Who gives way where pages run short, and who comes back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvjax.serve.grammar import System
+from kvjax.serve.policies.room import extra, pages
+from kvjax.serve.requests import Entry
+from kvjax.serve.view import View
+
+
+class Kept(NamedTuple):
+    """Who goes on writing and reading, who gives way, who is back, and how many pages are left."""
+
+    write: list[Entry]
+    read: list[Entry]
+    out: list[Entry]
+    back: list[Entry]
+    free: int
+
+
+def give_way(system: System, view: View) -> Kept:
+    """All that run, but for the last come where those before need its pages (vLLM, section 4.5).
+
+    Whoever came first never gives way, so that everyone ends.
+    """
+    place = system.place
+    full = [entry for entry in view.writing if entry.stored >= entry.held * place.page]
+    need = sum(extra(place, entry) for entry in full)
+    if need <= view.free:
+        return come_back(system, view, Kept(view.writing, view.reading, [], [], view.free - need))
+    free, out = view.free, []
+    running = sorted(view.writing + view.reading, key=lambda entry: entry.age)
+    while need > free and len(running) > 1:
+        last = running.pop()
+        free += view.gives(last)
+        need -= extra(place, last) if last.state == "writing" else 0
+        out.append(last)
+    gone = {id(entry) for entry in out}
+    write = [entry for entry in view.writing if id(entry) not in gone]
+    read = [entry for entry in view.reading if id(entry) not in gone]
+    return Kept(write, read, out, [], free - need)
+
+
+def come_back(system: System, view: View, kept: Kept) -> Kept:
+    """The first come of those in host memory, while their pages fit beside a reserve."""
+    free, back = kept.free, []
+    for entry in view.away:
+        need = pages(system.place, entry.request, entry.stored + 1)
+        if need > free - (reserve(view) if kept.write or kept.read or back else 0):
+            break
+        free -= need
+        back.append(entry)
+    return kept._replace(write=kept.write + back, back=back, free=free) if back else kept
+
+
+def reserve(view: View) -> int:
+    """Pages that stay free for those that run, as vLLM's watermark: a hundredth."""
+    return max(1, view.pages // 100)
+
+
+def steps_that_fit(system: System, rows: list[Entry], free: int) -> int:
+    """Iterations in which these rows surely find their pages, from 1 up."""
+    if not rows:
+        return 1
+    page = system.place.page
+    held = min(entry.held * page - entry.stored for entry in rows)
+    grown = page * (free // len(rows)) if hasattr(system.place, "longest") is False else 0
+    return max(1, held, grown)

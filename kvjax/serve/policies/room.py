@@ -1,0 +1,45 @@
+"""How many pages a request holds for so many tokens, by the word of its place."""
+
+from __future__ import annotations
+
+from kvjax.serve.grammar.words import Blocks, Place
+from kvjax.serve.requests import Entry, Request
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two from `least` up.
+
+    >>> power_of_two(5), power_of_two(8)
+    (8, 8)
+    """
+    return 1 << (least - 1).bit_length()
+
+
+def room(place: Place, request: Request, tokens: int) -> int:
+    """Tokens of room that a request has when it stores `tokens`.
+
+    >>> from kvjax.serve.grammar.words import Lanes
+    >>> room(Lanes("predicted"), Request(0, 0.0, 10, 100, predicted=4), 10)
+    14
+    """
+    if isinstance(place, Blocks):
+        return tokens
+    if place.room == "max":
+        return max(place.longest, tokens)
+    if place.room == "oracle":
+        return request.prompt + request.output
+    if place.room == "pow2":
+        return request.prompt + power_of_two(request.output)
+    return request.prompt + power_of_two(max(request.expected, tokens - request.prompt))
+
+
+def pages(place: Place, request: Request, tokens: int) -> int:
+    """The same in pages."""
+    return -(-room(place, request, tokens) // place.page)
+
+
+def extra(place: Place, entry: Entry) -> int:
+    """Pages that an entry must take to store one more token."""
+    if entry.stored < entry.held * place.page:
+        return 0
+    return pages(place, entry.request, entry.stored + 1) - entry.held

@@ -1,0 +1,8 @@
+"""The loop's effects as seconds: what a system would do on a device that is not here. Nothing is measured."""
+
+from __future__ import annotations
+
+from kvjax.serve.sim.calendar import Outcome, simulate
+from kvjax.serve.sim.costs import Costs, read_costs
+
+__all__ = ["Costs", "Outcome", "read_costs", "simulate"]

@@ -1,0 +1,138 @@
+"""The calendar: carries out the loop's effects by adding their seconds. One instance, one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+from kvjax.serve.grammar import System
+from kvjax.serve.loop import Done, Loop, Move, Run, Wait
+from kvjax.serve.requests import Entry, Request
+from kvjax.serve.sim.costs import Costs
+
+
+class Outcome(NamedTuple):
+    """What became of requests: how far each came, when every iteration ended, and what was moved.
+
+    ends: seconds, [iterations]. moved: tokens to and from host memory. computed: tokens through the model,
+    and rows of static batches that stood still. costs: where the seconds come from.
+    """
+
+    entries: list[Entry]
+    ends: np.ndarray
+    moved: int
+    computed: int
+    system: System
+    costs: str
+
+
+def simulate(
+    system: System, requests: Iterable[Request], costs: Costs, *, pages: int | None = None,
+    steps: int | None = None, watch: Callable[[Loop], None] | None = None,
+) -> Outcome:  # fmt: skip
+    """Serves requests in simulated time.
+
+    Args:
+        system: whose policies run.
+        requests: in any order; they arrive when they say.
+        costs: of iterations and moves.
+        pages: of the pool (default: as many as the memory of `costs` has).
+        steps: the most iterations at a time. It changes no result, only how long the simulation takes.
+        watch: is shown the loop before every effect.
+
+    Returns:
+        An `Outcome`; `kvjax.serve.load.metrics` makes figures of it.
+
+    Raises:
+        InputError: for a pool without a page, and two requests of one id.
+
+    >>> costs = Costs("by hand", 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1e3, 1.0)
+    >>> simulate(System(), [Request(0, 0.0, 10, 3)], costs).ends.tolist()
+    [1.0, 2.0, 3.0]
+    """
+    queue = sorted(requests, key=lambda one: (one.arrived, one.id))
+    count = costs.pages(system.page) if pages is None else pages
+    if count < 1:
+        raise InputError(
+            f"{costs.memory:.3g} bytes hold no page of {system.page} tokens of {costs.slot_bytes:.3g} bytes: "
+            "give more memory, or smaller pages"
+        )
+    if len({one.id for one in queue}) < len(queue):
+        raise InputError("two requests have one id, expected an id for each: number them anew")
+    calendar, loop = _Calendar(queue, costs, steps or 1 << 62), Loop(system, count)
+    effects = loop.run()
+    effect = next(effects)
+    try:
+        while True:
+            if watch is not None:
+                watch(loop)
+            effect = effects.send(calendar.carry_out(effect))
+    except StopIteration:
+        pass
+    ends = np.array(calendar.ends)
+    return Outcome(loop.entries, ends, calendar.moved, calendar.computed, system, costs.by)
+
+
+class _Calendar:
+    """Now, and who comes next."""
+
+    def __init__(self, queue: list[Request], costs: Costs, steps: int):
+        self.queue, self.costs, self.steps = queue, costs, steps
+        self.now, self.next, self.moved, self.computed = 0.0, 0, 0, 0
+        self.ends: list[float] = []
+
+    def carry_out(self, effect: Wait | Move | Run) -> Done:
+        """Adds the seconds of an effect."""
+        if isinstance(effect, Run):
+            return self._run(effect)
+        if isinstance(effect, Move):
+            tokens = sum(entry.stored for entry in (*effect.out, *effect.back))
+            self.moved += tokens
+            self.now += tokens * self.costs.move
+        elif self.next < len(self.queue):
+            self.now = max(self.now, self.queue[self.next].arrived)
+        return Done(self.now, arrived=self._arrived())
+
+    def _arrived(self) -> list[Request] | None:
+        first = self.next
+        if first == len(self.queue):
+            return None
+        while self.next < len(self.queue) and self.queue[self.next].arrived <= self.now:
+            self.next += 1
+        return self.queue[first : self.next]
+
+    def _run(self, run: Run) -> Done:
+        """Iterations until somebody ends or arrives. Every row attends to all that it has stored."""
+        rows, write = len(run.write), run.write
+        left = min((entry.request.output - entry.written for entry in write), default=1)
+        most = min(run.steps, left, self.steps)
+        comes = self.queue[self.next].arrived if self.next < len(self.queue) else float("inf")
+        slots = sum(entry.stored for entry in write) + rows
+        pairs, tokens = slots, rows + run.standing
+        for entry, count in run.read:
+            slots += entry.stored + count
+            pairs += count * entry.stored + count * (count + 1) // 2
+            tokens += count
+        seconds, done = self.costs.seconds, 0
+        while done < most:
+            self.now += seconds(tokens, slots, pairs)
+            self.ends.append(self.now)
+            done += 1
+            slots += rows
+            pairs += rows
+            if comes <= self.now:
+                break
+        self.computed += done * tokens
+        return Done(self.now, done, _ended(run, done), self._arrived())
+
+
+def _ended(run: Run, done: int) -> list[Entry]:
+    """Those to whom the iterations gave their last token."""
+    ended = [entry for entry in run.write if entry.written + done == entry.request.output]
+    for entry, count in run.read:
+        if entry.stored + count == entry.goal and entry.written + 1 == entry.request.output:
+            ended.append(entry)
+    return ended

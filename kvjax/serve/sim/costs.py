@@ -1,0 +1,122 @@
+"""What an iteration costs: a file of numbers, from a roofline or fitted to measured iterations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of an iteration: base + max(bytes, operations), each linear in what the iteration has.
+
+    Bytes take weights + slot * (slots that are read), operations token * tokens + pair * (query, key) pairs;
+    all in seconds. move: seconds to bring one token's slots to or from host memory. memory: bytes for slots;
+    slot_bytes: of one token. by: where the numbers come from, for whoever reads a result.
+    """
+
+    by: str
+    base: float
+    weights: float
+    slot: float
+    token: float
+    pair: float
+    move: float
+    memory: float
+    slot_bytes: float
+
+    def seconds(self, tokens: int, slots: int, pairs: int) -> float:
+        """Of an iteration with so many tokens, slots that are read, and pairs of a query and a key."""
+        return self.base + max(self.weights + self.slot * slots, self.token * tokens + self.pair * pairs)
+
+    def pages(self, page: int) -> int:
+        """How many pages of `page` tokens the memory has."""
+        return int(self.memory / (self.slot_bytes * page))
+
+    def compressed(self, ratio: float) -> Costs:
+        """With slots of `ratio` times the bytes: more of them fit, and a step reads fewer bytes.
+
+        Operations stay: fewer bits are as many products, though fewer slots would be fewer.
+        """
+        if not 0 < ratio <= 1:
+            raise InputError(f"--compress is {ratio}, expected a share of the cache's bytes in (0, 1]")
+        by = self.by if ratio == 1 else f"{self.by}, slots of {ratio:g} of the bytes"
+        scaled = {name: ratio * getattr(self, name) for name in ("slot", "move", "slot_bytes")}
+        return dataclasses.replace(self, by=by, **scaled)
+
+
+@dataclass(frozen=True)
+class LinearCosts(Costs):
+    """Fitted costs: everything adds up, where a roofline takes the larger side."""
+
+    def seconds(self, tokens: int, slots: int, pairs: int) -> float:
+        return self.base + self.token * tokens + self.slot * slots + self.pair * pairs
+
+
+NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.name != "by")
+
+
+def read_costs(path: str | Path) -> Costs:
+    """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
+
+    Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
+    "move"}. Raises InputError, with the file and the field, for another shape.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"costs file {path} cannot be read ({error.strerror}): give another path") from error
+    except ValueError as error:
+        raise InputError(f"costs file {path} is no JSON ({error}): write it anew") from error
+    if not isinstance(found, dict):
+        raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
+    if "iterations" in found:
+        return fitted(found, str(path))
+    unknown = [name for name in found if name not in ("by", *NUMBERS)]
+    if unknown:
+        raise InputError(
+            f"costs file {path} has an unknown field {unknown[0]!r}, expected {', '.join(NUMBERS)}"
+        )
+    numbers = {name: _number(found, name, path) for name in NUMBERS}
+    return Costs(by=f"{path}: {found.get('by', 'source not said')}", **numbers)
+
+
+def fitted(found: dict[str, Any], path: str) -> LinearCosts:
+    """Non-negative least squares of the relative error: base, and seconds per token, slot and pair."""
+    from scipy.optimize import nnls
+
+    try:
+        rows = np.array(found["iterations"], float)
+    except (TypeError, ValueError):
+        rows = np.zeros(0)
+    if rows.ndim != 2 or rows.shape[1] != 4 or len(rows) < 4 or not (rows[:, 3] > 0).all():
+        raise InputError(
+            f"costs file {path} has other iterations than expected: four or more rows of tokens, slots, "
+            "pairs, seconds > 0"
+        )
+    seconds = rows[:, 3]
+    design = np.column_stack([np.ones(len(rows)), rows[:, :3]])
+    scale = np.abs(design).max(0)
+    scale[scale == 0] = 1
+    weights, _ = nnls(design / scale / seconds[:, None], np.ones(len(rows)))
+    base, token, slot, pair = (weights / scale).tolist()
+    rest = {name: _number(found, name, path) for name in ("move", "memory", "slot_bytes")}
+    by = f"{path}: fitted to {len(rows)} measured iterations"
+    return LinearCosts(by, base, 0.0, slot, token, pair, **rest)
+
+
+def _number(found: dict[str, Any], name: str, path: str | Path) -> float:
+    value = found.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise InputError(f"costs file {path} has {name}={value!r}, expected a number from 0 up")
+    if name in ("memory", "slot_bytes") and value == 0:
+        raise InputError(f"costs file {path} has {name}=0, expected bytes")
+    return float(value)

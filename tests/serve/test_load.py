@@ -1,0 +1,210 @@
+"""Traces are read or refused by line and field; drawn requests are like them; figures are vLLM's."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ks_2samp
+
+import kvjax
+from kvjax.serve.grammar import System, words
+from kvjax.serve.load.metrics import Slo, metrics, pages_up_to, waste
+from kvjax.serve.load.synth import fit, statistics, synthetic
+from kvjax.serve.load.traces import read_trace
+from kvjax.serve.requests import Request
+from kvjax.serve.sim import Costs, read_costs, simulate
+from tests.serve.test_loop import COSTS, crowd
+
+TRACES = Path(os.environ.get("KVJAX_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+SAMPLE = Path(__file__).parent / "sample.jsonl"
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="set KVJAX_TRACES to the folder of traces")
+AZURE = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+
+
+def test_both_forms_of_azures_trace_are_the_same_requests(tmp_path):
+    seconds = AZURE + "0.0,374,44\n4.314579,396,109\n"
+    days = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    for name, text in (("a.csv", seconds), ("b.csv", days)):
+        (tmp_path / name).write_text(text)
+    one, other = (read_trace(tmp_path / name) for name in ("a.csv", "b.csv"))
+    assert one == [Request(0, 0.0, 374, 44), Request(1, 4.314579, 396, 109)]
+    assert [(r.prompt, r.output) for r in one] == [(r.prompt, r.output) for r in other]
+    assert other[1].arrived == pytest.approx(4.314579, abs=2e-6)
+
+
+def test_the_sample_of_mooncakes_form_has_blocks_that_are_shared():
+    found = read_trace(SAMPLE)
+    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    assert [one.prompt for one in found] == [row["input_length"] for row in rows]
+    assert found[1].arrived == (rows[1]["timestamp"] - rows[0]["timestamp"]) / 1e3
+    assert found[0].keys[0] == found[1].keys[0] and found[0].page_keys(512) != found[1].page_keys(512)
+    assert len(read_trace(SAMPLE, count=2)) == 2
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.csv", "when,in,out\n1,2,3\n", "line 1: the columns are when, in, out"),
+        ("a.csv", AZURE + "0.0,374,44\n1.0,0,3\n", "line 3: num_prefill_tokens is '0'"),
+        ("a.csv", AZURE + "0.0,374,many\n", "line 2: num_decode_tokens is 'many'"),
+        ("a.csv", AZURE + "soon,374,1\n", "line 2: arrived_at is 'soon'"),
+        ("a.csv", AZURE + "5.0,374,1\n1.0,374,1\n", "line 3: arrived_at is before the first"),
+        ("a.csv", AZURE, "has no request"),
+        ("a.csv", AZURE + "0.0,374\n", "line 2: num_decode_tokens is None"),
+        ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 5}\n', "line 1 has no field 'output_length'"),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 5, "output_length": 1.5, "hash_ids": [1]}\n',
+            "line 1: output_length is 1.5",
+        ),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n',
+            "hash_ids does not have one id",
+        ),
+        ("a.txt", "", "neither .csv"),
+        ("none/a.csv", None, "cannot be read"),
+    ],
+)
+def test_another_schema_is_refused_by_file_line_and_field(name, text, said, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(kvjax.InputError) as error:
+        read_trace(tmp_path / name)
+    assert said in str(error.value) and name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("azure-con", "did you mean azure-conv?"),
+        ("tree:request=5", "did you mean requests?"),
+        ("tree:rate=0", "rate='0', expected a number above 0"),
+        ("azure-conv:rate=nan", "expected a number above 0"),
+        ("azure-conv:requests=0", "expected a whole number from 1 up"),
+        ("tree:groups=some", "expected a whole number"),
+    ],
+)
+def test_a_wrong_workload_is_answered_with_what_it_takes(text, said):
+    with pytest.raises(kvjax.InputError) as error:
+        synthetic(text)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["azure-conv", "azure-code"])
+def test_drawn_requests_have_the_statistics_that_they_were_drawn_from(name):
+    known, found = statistics()[name], fit(synthetic(f"{name}:requests=6000,seed=3,cv=1"))
+    for field in ("prompt", "output"):
+        assert ks_2samp(known[field], found[field]).statistic < 0.05
+    assert found["ranks"] == pytest.approx(known["ranks"], abs=0.05)
+    assert found["rate"] == pytest.approx(known["rate"], rel=0.1) and found["cv"] == pytest.approx(1, abs=0.1)
+    bursts = fit(synthetic(f"{name}:requests=6000,cv=4,rate=2"))
+    assert bursts["cv"] == pytest.approx(4, rel=0.25) and bursts["rate"] == pytest.approx(2, rel=0.25)
+
+
+@needs_traces
+@pytest.mark.parametrize("name, file", [("azure-conv", "conv"), ("azure-code", "code")])
+def test_drawn_lengths_are_those_of_the_trace(name, file):
+    real, made = read_trace(TRACES / f"azure_2023_{file}.csv"), synthetic(f"{name}:requests=10000")
+    for field in ("prompt", "output"):
+        one, other = ([getattr(r, field) for r in rows] for rows in (real, made))
+        assert ks_2samp(one, other).statistic < 0.05
+    with (TRACES / f"azure_2023_{file}.csv").open() as text:
+        assert len(real) == sum(1 for _ in csv.reader(text)) - 1
+
+
+def test_a_tree_has_popular_groups_first_and_all_come_at_once_without_a_rate():
+    found = synthetic("tree:requests=400,groups=4,prefix=32,suffix=8,output=5,seed=2")
+    counts = [sum(r.keys[0] == ("group", g) for r in found) for g in range(4)]
+    assert counts == sorted(counts, reverse=True) and {r.arrived for r in found} == {0.0}
+    assert np.mean([r.output for r in found]) == pytest.approx(5, rel=0.15)
+
+
+def test_figures_are_those_that_vllm_bench_serve_defines():
+    """Each figure again from the times of every token, as its definitions say."""
+    system = System(words.Blocks(4), batch=words.Chunked(16, 8))
+    requests = crowd(11)
+    out = simulate(system, requests, COSTS, pages=64)
+    slo = Slo(ttft=0.05, tpot=0.0125)
+    figures = metrics(out, slo)
+    token_times = {
+        e.request.id: [out.ends[i] for a, n in e.spans for i in range(a, a + n)] for e in out.entries
+    }
+    ttft, tpot, itl, good = [], [], [], 0
+    for request in requests:
+        got = token_times[request.id]
+        assert len(got) == request.output
+        latency, first = got[-1] - request.arrived, got[0] - request.arrived
+        per_token = (latency - first) / (request.output - 1) if request.output > 1 else 0
+        ttft.append(first)
+        tpot += [per_token] if request.output > 1 else []
+        itl += [b - a for a, b in zip(got, got[1:], strict=False)]
+        good += first <= slo.ttft and per_token <= slo.tpot
+    duration = max(t[-1] for t in token_times.values()) - requests[0].arrived
+    wanted = {
+        "mean_ttft_ms": 1e3 * np.mean(ttft), "p99_ttft_ms": 1e3 * np.percentile(ttft, 99),
+        "p50_tpot_ms": 1e3 * np.median(tpot), "p90_itl_ms": 1e3 * np.percentile(itl, 90),
+        "request_goodput": good / duration, "request_throughput": len(requests) / duration,
+        "output_throughput": sum(r.output for r in requests) / duration,
+    }  # fmt: skip
+    assert 0 < good < len(requests)
+    assert {name: figures[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_waste_is_what_is_held_and_not_stored_step_by_step():
+    assert [pages_up_to(n, 4) for n in range(6)] == [0, 4, 8, 12, 16, 24]
+    place = words.Lanes("max", 32, 4)
+    system = System(place, batch=words.Whole(2), preempt=words.Never())
+    out = simulate(system, [Request(0, 0.0, 5, 3), Request(1, 0.0, 7, 6)], COSTS, pages=64)
+    # Two steps of the first and five of the second; the first one's row then stands still for three.
+    stored = (6 + 7) + (8 + 9 + 10 + 11 + 12)
+    assert waste(out) == pytest.approx(1 - stored / (32 * (2 + 3 + 5)))
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ("{", "is no JSON"),
+        ("[1]", "holds a list"),
+        ('{"bass": 1}', "unknown field 'bass'"),
+        ('{"base": 1, "weights": -1}', "weights=-1, expected a number from 0 up"),
+        ('{"iterations": [[1, 2, 3]]}', "other iterations than expected"),
+        ('{"iterations": "many"}', "other iterations than expected"),
+    ],
+)
+def test_a_costs_file_of_another_shape_is_refused_by_its_field(found, said, tmp_path):
+    (tmp_path / "costs.json").write_text(found)
+    with pytest.raises(kvjax.InputError, match="costs.json") as error:
+        read_costs(tmp_path / "costs.json")
+    assert said in str(error.value)
+    with pytest.raises(kvjax.InputError, match="cannot be read"):
+        read_costs(tmp_path / "none.json")
+
+
+def test_measured_iterations_give_back_the_costs_that_made_them(tmp_path, rng):
+    true = np.array([2e-3, 3e-6, 4e-9, 5e-11])
+    rows = np.column_stack([np.ones(40), rng.integers(1, [2048, 100_000, 10**7], (40, 3))])
+    file = tmp_path / "costs.json"
+    rest = {"memory": 1e9, "slot_bytes": 1e4, "move": 0}
+    file.write_text(json.dumps({"iterations": [[*r[1:], float(r @ true)] for r in rows], **rest}))
+    costs = read_costs(file)
+    np.testing.assert_allclose([costs.base, costs.token, costs.slot, costs.pair], true, rtol=1e-6)
+    assert costs.seconds(10, 20, 30) == pytest.approx(np.array([1, 10, 20, 30]) @ true)
+    assert "costs.json" in costs.by and costs.pages(10) == 10_000
+
+
+def test_compressed_slots_are_more_and_are_read_sooner():
+    costs = Costs("by hand", 0.0, 1.0, 0.5, 0.0, 0.0, 1.0, 1e3, 10.0)
+    half = costs.compressed(0.5)
+    assert (costs.pages(1), half.pages(1)) == (100, 200) and half.move == 0.5
+    assert (costs.seconds(1, 8, 8), half.seconds(1, 8, 8)) == (5.0, 3.0) and "0.5 of the bytes" in half.by
+    for wrong in (0.0, 1.5, -1.0):
+        with pytest.raises(kvjax.InputError, match="in \\(0, 1\\]"):
+            costs.compressed(wrong)
