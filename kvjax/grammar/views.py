@@ -18,7 +18,7 @@ class View(NamedTuple):
 
     Where a token's own step evicts, slots are in any order, unless the score needs it (`ordered`).
 
-    Attributes:
+    Args:
         k: keys.
         v: values.
         pos: the position of each slot's token, -1 where it is empty.
@@ -48,7 +48,7 @@ class View(NamedTuple):
 class Inputs(NamedTuple):
     """What a layer computed for its new tokens; observations are functions of it.
 
-    Attributes:
+    Args:
         q: queries, rotated.
         q_raw: queries before the rotation.
         k_raw: keys before the rotation.
@@ -79,7 +79,7 @@ class Inputs(NamedTuple):
 class Seen(NamedTuple):
     """What a score may look at besides the slots.
 
-    Attributes:
+    Args:
         observed: results of the observations that the score needs, by their key (see `of`), and for a merge
             what rows carry for it.
         mass: where a token's own step evicts, the probability that its query gave each slot, summed over the
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
 class AttentionSpec(NamedTuple):
     """The model's attention constants that scores need.
 
-    Attributes:
+    Args:
         scale: of the logits.
         softcap: bounds the logits; None does not.
         rope: the rotation of the layers that are scored.

@@ -18,7 +18,7 @@ Exact = Literal["equal", "deviates", ""]
 class Press(NamedTuple):
     """The class of kvpress for a method.
 
-    Attributes:
+    Args:
         name: of the class.
         hyper: hyper-parameters, as the command line writes them, with which ours does what it does.
         same: whether both then give every token the same score and keep the same tokens.

@@ -68,7 +68,9 @@ def _entry(name: str) -> str:
 
 
 def _module(name: str, title: str) -> str:
-    options = ":members:\n:imported-members:\n" if name == "words" else ":members:\n"
+    # InputError has its entry among the functions: a second one would make links to it ambiguous.
+    words = ":members:\n:imported-members:\n:exclude-members: InputError\n"
+    options = words if name == "words" else ":members:\n"
     return f"# {title}\n\n```{{eval-rst}}\n.. automodule:: kvjax.{name}\n{_indented(options)}```\n"
 
 
