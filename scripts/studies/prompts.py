@@ -5,60 +5,31 @@
     python -m scripts.studies.prompts          # prints the table
     python -m scripts.studies.prompts --write  # writes it into docs/how-to/shorten.md
 
-Contexts are those of RULER's tasks at 1024 tokens. A prompt is shortened inside the chat template and read
-with the full cache; an evicting method reads it whole. Measured is -log p of the tokens of right answers.
+Contexts are the board's (scripts/studies/board.py), of its first seed. A prompt is shortened inside the chat
+template and read with the full cache; what evicting methods do on the same contexts is in the board's data.
+Measured is -log p of the tokens of right answers.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvjax.eval.report.paired import Scores, difference
+from kvjax.eval.report.paired import difference
 from scripts.docs_tables import DOCS
+from scripts.studies import board
 from scripts.studies.runner import Data, Page, parser, progress
 
 DATA = Data(DOCS / "prompts.json")
-MODEL, LENGTH, CONTEXTS = "smollm2-135m", 1024, 6
-TASKS = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "vt")
-
-
-class Row(NamedTuple):
-    """What is done to a prompt: a compressor's name or a method's, and how much it keeps.
-
-    asked: whether the question is known when tokens leave.
-    """
-
-    name: str
-    keep: float
-    asked: bool
-    shortens: bool
-
-    @property
-    def key(self) -> str:
-        return f"{self.name} {self.keep:g}{' asked' if self.asked and not self.shortens else ''}"
-
-
-ROWS = (
-    Row("full", 1.0, False, False),
-    *(
-        row
-        for keep in (0.5, 0.25)
-        for row in (
-            Row("llmlingua", keep, False, True),
-            Row("longllmlingua", keep, True, True),
-            Row("cpc", keep, True, True),
-            Row("random", keep, False, False),
-            Row("snapkv", keep, False, False),
-            Row("snapkv", keep, True, False),
-            Row("tova", keep, False, False),
-            Row("kvzip", keep, False, False),
-        )
-    ),
-)
+MODEL, LENGTH, CONTEXTS, SEED = "smollm2-135m", 1024, 6, 0
+TASKS = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multiquery")
+ASKING = {"llmlingua": False, "longllmlingua": True, "cpc": True}
+KEEP = (0.5, 0.25)
+EVICTING = ("random", "snapkv", "tova", "keydiff", "kvzip")
 
 
 def run() -> None:
@@ -67,80 +38,88 @@ def run() -> None:
     from kvjax.eval.run.scanned import scanned
     from kvjax.eval.tasks.suite import make_suite
 
-    model = kvjax.load(MODEL)
-    deep = scanned(model)
-    suite = make_suite(model, TASKS, length=LENGTH, gold=True)
+    model = scanned(kvjax.load(MODEL))
+    suite = make_suite(model, TASKS, length=LENGTH, seed=SEED, gold=True)
     there = DATA.read()
-    for key in progress(row.key for row in ROWS if row.key not in there):
-        row = next(row for row in ROWS if row.key == key)
-        found = {task: _measure(deep, suite, task, row) for task in TASKS}
+    rows = {f"{name} {keep:g}": (name, keep) for keep in KEEP for name in ASKING}
+    for key in progress(key for key in rows if key not in there):
+        found = {task: _measure(model, suite, task, *rows[key]) for task in TASKS}
         DATA.change(lambda data, key=key, found=found: data.update({key: found}))
 
 
-def _measure(model: Any, suite: Any, task: str, row: Row) -> dict[str, Any]:
+def _measure(model: Any, suite: Any, task: str, name: str, keep: float) -> dict[str, Any]:
     """-log p per token of the right answers in a task's contexts, the share of tokens kept, and seconds."""
     import kvjax
 
     samples = [suite.sample(task, index) for index in range(CONTEXTS)]
     asked = [suite.draft(task, index).question for index in range(CONTEXTS)]
-    contexts, method, began = [list(one.context) for one in samples], None, time.perf_counter()
-    if row.shortens:
-        contexts = [_shortened(model, suite, ids, q, row) for ids, q in zip(contexts, asked, strict=True)]
-    elif row.name != "full":
-        method = f"{row.name}(budget={row.keep:g})"
+    began = time.perf_counter()
+    contexts = [
+        _shortened(model, suite, one.context, question if ASKING[name] else "", name, keep)
+        for one, question in zip(samples, asked, strict=True)
+    ]
     seconds = (time.perf_counter() - began) / CONTEXTS
     texts = [[*c, *one.question, *one.answer] for c, one in zip(contexts, samples, strict=True)]
-    read = [
-        len(c) + (len(one.question) if row.asked or method is None else 0)
-        for c, one in zip(contexts, samples, strict=True)
-    ]
-    found = kvjax.likelihood(model, texts, method=method, context=read)
+    read = [len(c) + len(one.question) for c, one in zip(contexts, samples, strict=True)]
+    found = kvjax.likelihood(model, texts, context=read)
     nll = []
-    for i, (context, one) in enumerate(zip(contexts, samples, strict=True)):
-        at = len(context) + len(one.question)
+    for i, (at, one) in enumerate(zip(read, samples, strict=True)):
         places = [at + p for start, end in one.parts for p in range(start, end)]
         nll.append(round(-float(found.logprobs[i, places].mean()), 4))
-    whole = sum(len(one.context) for one in samples)
-    kept = row.keep if method else sum(map(len, contexts)) / whole
+    kept = sum(map(len, contexts)) / sum(len(one.context) for one in samples)
     return {"nll": nll, "kept": round(kept, 3), "seconds": round(seconds, 2)}
 
 
-def _shortened(model: Any, suite: Any, ids: Sequence[int], question: str, row: Row) -> list[int]:
-    """A context's ids, shortened between what the chat template puts around it."""
+def _shortened(
+    model: Any, suite: Any, ids: Sequence[int], question: str, name: str, keep: float
+) -> list[int]:
+    """A context's ids, shortened after what the chat template puts in front of it."""
     import kvjax
 
     before = model.tokenizer.encode(suite.chat[0], add_special_tokens=False).ids
     assert [*ids[: len(before)]] == before
     text = model.tokenizer.decode([*ids[len(before) :]], skip_special_tokens=False)
     # The template's own tokens stay, so the text keeps as many fewer.
-    keep = max(0.01, (row.keep * len(ids) - len(before)) / (len(ids) - len(before)))
-    question = question if row.asked else ""
-    short = kvjax.shorten(model, text, keep=min(1.0, keep), question=question, by=row.name)
+    share = max(0.01, (keep * len(ids) - len(before)) / (len(ids) - len(before)))
+    short = kvjax.shorten(model, text, keep=share, question=question, by=name)
     return [*before, *model.tokenizer.encode(short.text, add_special_tokens=False).ids]
 
 
 def table() -> str:
     """How much less likely right answers are than with the whole prompt and the full cache."""
-    there = DATA.read()
-    if "full" not in {key.split()[0] for key in there}:
-        return "Not measured yet."
-    full = _scores(there["full 1"])
-    head = "| what keeps | kept, % | knows the question | -log p, above the whole prompt's |"
-    out = [head, "|---|--:|---|--:|"]
-    for row in ROWS[1:]:
-        if row.key in there:
-            lost = difference(_scores(there[row.key]), full, shares=False)
-            assert lost is not None
-            kept = 100 * np.mean([one["kept"] for one in there[row.key].values()])
-            kind = "prompt" if row.shortens else "cache"
-            knows = "yes" if row.asked else "no"
-            interval = "" if lost.low is None else f" [{lost.low:+.2f}, {lost.high:+.2f}]"
-            out.append(f"| {row.name} ({kind}) | {kept:.0f} | {knows} | {lost.mean:+.2f}{interval} |")
+    there, lines = DATA.read(), [x for x in board.at_1024() if x["seed"] == SEED and x["task"] in TASKS]
+    full = _of_board(lines, "agnostic", "full", None)
+    out = [
+        "| what stays | kept, % | knows the question | -log p, above the whole prompt's |",
+        "|---|--:|---|--:|",
+    ]
+    for keep in KEEP:
+        for name, asks in ASKING.items():
+            if found := there.get(f"{name} {keep:g}"):
+                kept = 100 * np.mean([one["kept"] for one in found.values()])
+                scores = {(task, i): x for task, one in found.items() for i, x in enumerate(one["nll"])}
+                out.append(_row(f"prompt: `{name}`", kept, asks, scores, full))
+        for protocol, name in itertools.product(("agnostic", "aware"), EVICTING):
+            scores = _of_board(lines, protocol, name, keep)
+            if len(scores) == len(full) and scores:
+                out.append(_row(f"cache: `{name}`", 100 * keep, protocol == "aware", scores, full))
     return "\n".join(out)
 
 
-def _scores(tasks: dict[str, Any]) -> Scores:
-    return {(task, f"{i:04}"): x for task, one in tasks.items() for i, x in enumerate(one["nll"])}
+def _row(name: str, kept: float, asks: bool, scores: dict[Any, float], full: dict[Any, float]) -> str:
+    named = [{(task, f"{i:04}"): x for (task, i), x in one.items()} for one in (scores, full)]
+    lost = difference(*named, shares=False)
+    assert lost is not None and lost.low is not None and lost.high is not None
+    said = f"{lost.mean:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}]"
+    return f"| {name} | {kept:.0f} | {'yes' if asks else 'no'} | {said} |"
+
+
+def _of_board(
+    lines: Sequence[board.Line], protocol: str, method: str, budget: float | None
+) -> dict[tuple[str, int], float]:
+    """What the board has of a method's first contexts."""
+    mine = [x for x in lines if (x["protocol"], x["method"], x["budget"]) == (protocol, method, budget)]
+    return {(line["task"], i): x for line in mine for i, x in enumerate(line["nll"][:CONTEXTS])}
 
 
 PAGE = Page("how-to/shorten.md", {"shortened": table})
