@@ -66,7 +66,7 @@ def at_layer(codec: Codec | None, layer: int) -> Codec | None:
     if codec is None:
         return None
     if hasattr(codec, "at"):
-        return at_layer(codec.at(layer), layer)
+        return at_layer(codec.at(layer), layer)  # type: ignore[attr-defined]
     return _with_parts(codec, lambda part: at_layer(part, layer))  # type: ignore[arg-type, return-value]
 
 

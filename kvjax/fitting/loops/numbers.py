@@ -53,4 +53,5 @@ def _read(
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({RawKeys()}))
     fresh = [f for f in prompt.fresh if isinstance(f, Fresh)]
     keys = [f.observed[key_of(RawKeys())] if raw else f.k for f in fresh]
-    return jnp.concatenate(keys), jnp.concatenate([f.v for f in fresh])
+    values = [f.v for f in fresh]
+    return jnp.concatenate(keys), jnp.concatenate(values)  # type: ignore[arg-type]
