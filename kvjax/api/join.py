@@ -94,9 +94,9 @@ def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
         for gm in gms
     )
     bare = [bare_cache(cache) for cache in caches]
-    used = fetch(_used([[group.tail.pos for group in cache.groups] for cache in bare]))
+    used = fetch(_used([[_tail(group).pos for group in cache.groups] for cache in bare]))
     sizes = tuple(
-        whole_tiles(bucket(max(int(n), 1)), width_of(group.tail.k))
+        whole_tiles(bucket(max(int(n), 1)), width_of(_tail(group).k))
         for n, group in zip(np.sum(used, 0), first.groups, strict=True)
     )
     joined = _joined(bare, jnp.asarray(starts[:-1], jnp.int32), ropes, sizes)
@@ -137,6 +137,12 @@ def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
     return ""
 
 
+def _tail(group: GroupState) -> Slots:
+    """The slots of a group that can be joined."""
+    assert group.tail is not None
+    return group.tail
+
+
 def _unscaled(rope: Rope) -> Rope:
     """A rotation without the factor that keys have already got."""
     return dataclasses.replace(rope, attention_factor=1.0) if rope.kind == "yarn" else rope
@@ -156,7 +162,7 @@ def _joined(
     groups = []
     for i, (rope, size) in enumerate(zip(ropes, sizes, strict=True)):
         moved = [
-            _moved(cache.groups[i].tail, start, rope) for cache, start in zip(caches, starts, strict=True)
+            _moved(_tail(cache.groups[i]), start, rope) for cache, start in zip(caches, starts, strict=True)
         ]
         groups.append(
             GroupState(tail=_in_order(jax.tree.map(lambda *x: jnp.concatenate(x, 3), *moved), size))

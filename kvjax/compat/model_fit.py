@@ -385,9 +385,12 @@ def _check_codecs(method: Method, config: Config) -> None:
     layers = range(config.layers)
     each = dict.fromkeys((name, at_layer(codec, i)) for name, codec in each if codec for i in layers)
     for name, codec in each:
+        assert codec is not None
         words = [*fitted_words(codec)]
         known = [w.fitted for w in words if w.fitted is not None]
-        arrays = {f.digest: {n: jnp.asarray(x[0]) for n, x in f.arrays.items()} for f in known}
+        arrays: dict[Any, Any] = {
+            f.digest: {n: jnp.asarray(x[0]) for n, x in f.arrays.items()} for f in known
+        }
         codec = taught(codec, arrays)
         words += learns(codec)
         for width in _stored_widths(config, name, states=not words):
