@@ -44,18 +44,18 @@ class Request:
         return self.output if self.predicted is None else self.predicted
 
     def page_keys(self, page: int) -> list[Hashable]:
-        """What names each whole page of the prompt.
+        """What names each whole page of the prompt: the spans that it lies in, and where it begins there.
 
         >>> Request(0, 0.0, 7, 1, keys=("a", "b"), span=4).page_keys(2)
-        [('a', 0), ('a', 1), ('b', 0)]
+        [(0, 'a'), (2, 'a'), (0, 'b')]
+        >>> Request(0, 0.0, 8, 1, keys=("a", "b", "c"), span=3).page_keys(4)
+        [(0, 'a', 'b'), (1, 'b', 'c')]
         """
-        covered = min(self.prompt, len(self.keys) * self.span)
-        if page >= self.span:
-            each = page // self.span if self.span else 1
-            return [self.keys[i * each : (i + 1) * each] for i in range(covered // page)]
-        return [
-            (self.keys[i * page // self.span], i * page % self.span // page) for i in range(covered // page)
-        ]
+        if not self.span:
+            return []
+        covered, span = min(self.prompt, len(self.keys) * self.span), self.span
+        starts = range(0, covered - page + 1, page)
+        return [(at % span, *self.keys[at // span : -(-(at + page) // span)]) for at in starts]
 
 
 @dataclass(slots=True, eq=False)

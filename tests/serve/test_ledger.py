@@ -141,8 +141,21 @@ def test_four_samples_of_a_prompt_hold_less_than_a_third_more_than_one():
 
 def test_a_page_larger_than_a_span_has_the_keys_of_several():
     request = Request(0, 0.0, 10, 1, keys=("a", "b", "c"), span=4)
-    assert request.page_keys(8) == [("a", "b")] and request.page_keys(4) == [("a",), ("b",)]
+    assert request.page_keys(8) == [(0, "a", "b")] and request.page_keys(4) == [(0, "a"), (0, "b")]
     assert len(request.page_keys(2)) == 5
+
+
+def test_pages_have_equal_keys_where_all_their_tokens_are_equal_whatever_the_span():
+    """Against tokens written out one by one, which a key stands for."""
+    for span in range(1, 8):
+        for page in range(1, 8):
+            one, other = (
+                Request(0, 0.0, 20, 1, tuple(("x", "y", end)[: -(-20 // span)][:3]), span) for end in "ab"
+            )
+            tokens = [[(key, i) for key in r.keys for i in range(span)][:20] for r in (one, other)]
+            for i, (a, b) in enumerate(zip(one.page_keys(page), other.page_keys(page), strict=True)):
+                same = tokens[0][i * page : (i + 1) * page] == tokens[1][i * page : (i + 1) * page]
+                assert (a == b) == same and len(tokens[0]) >= (i + 1) * page
 
 
 def test_too_few_pages_are_an_error_that_says_how_many():

@@ -59,8 +59,8 @@ def sarathi(tokens: int = 512, page: int = 16, rows: int = 256) -> System:
 @paper(
     "Fast Distributed Inference Serving for Large Language Models",
     arxiv="2305.05920",
-    claim="a lower mean completion than first come, first served, where outputs differ and rows are few",
-    reverses="outputs of one length: sharing rows makes everyone later",
+    claim="a lower mean completion than first come, first served, where prompts are short, outputs differ",
+    reverses="long prompts with short outputs (Azure code), and outputs of one length: completion is later",
     tested="test_skip_join_queues_shorten_the_mean_completion",
 )
 def fastserve(rows: int = 8, levels: int = 6, quantum: int = 16, tokens: int = 512, page: int = 16) -> System:

@@ -49,7 +49,7 @@ def sglang(tokens: int = 2048, page: int = 16, rows: int = 256, window: int = 12
     "Token Batching",
     arxiv="2412.03594",
     claim="fewer tokens read than first come, first served, where prefixes alternate and the tree is small",
-    reverses="a tree that holds all prefixes: the same hits in any order",
+    reverses="a tree that holds all prefixes: no fewer tokens are read than in order of arrival",
     tested="test_groups_of_one_prefix_read_it_once",
 )
 def batchllm(tokens: int = 2048, page: int = 16, rows: int = 1024) -> System:

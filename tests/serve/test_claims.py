@@ -1,0 +1,213 @@
+"""What each system's paper claims, in direction on the simulator, and a setting where it reverses.
+
+Costs are a roofline of Llama 3.1 8B on an H100. Settings were chosen before the runs, but for the one in
+which FastServe gains: on Azure's code, which was to show it, it loses.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.serve.grammar import System, words
+from kvjax.serve.ledger.blocks import Ledger
+from kvjax.serve.ledger.tree import PrefixTree
+from kvjax.serve.load.metrics import metrics
+from kvjax.serve.load.synth import synthetic
+from kvjax.serve.load.traces import read_trace
+from kvjax.serve.requests import Request
+from kvjax.serve.sim import Costs, simulate
+from kvjax.serve.systems import SYSTEMS, system
+from tests.serve import test_claims as this
+from tests.serve.test_load import TRACES, needs_traces
+
+LLAMA = Costs(
+    "llama-3.1-8b on h100", base=1.5e-3, weights=5.6e-3, slot=4.9e-8, token=2.76e-5, pair=9.6e-10,
+    move=5.1e-6, memory=6.2e10, slot_bytes=131072.0,
+)  # fmt: skip
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in (1, 2))]
+
+
+def run(one, requests, pages=None):
+    """Figures of a system, or of its text."""
+    return metrics(simulate(system(one) if isinstance(one, str) else one, requests, LLAMA, pages=pages))
+
+
+def at_once(outputs, prompt=16):
+    """Requests of these output lengths that all come at the start."""
+    return [Request(id, 0.0, prompt, int(output)) for id, output in enumerate(outputs)]
+
+
+def test_every_claim_is_tested_here_by_the_name_on_its_card():
+    for function in SYSTEMS.values():
+        assert callable(getattr(this, function.paper.tested)), function.paper.id
+
+
+# --- iterations ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_orca_needs_about_half_of_the_iterations_of_static_batches(seed):
+    lengths = np.random.default_rng(seed).geometric(1 / 24, 128)
+    steps = {
+        id: run(f"{id}(rows=8, longest=512)", at_once(lengths))["iterations"]
+        for id in ("orca", "fastertransformer")
+    }
+    assert steps["orca"] <= 0.55 * steps["fastertransformer"]
+    equal = [run(f"{id}(rows=8, longest=512)", at_once([24] * 64)) for id in ("orca", "fastertransformer")]
+    assert equal[0]["iterations"] == equal[1]["iterations"] == 8 * 24
+
+
+def longest_of(rows, bins, longest):
+    """Iterations of a batch on average: the longest of `rows` uniform outputs of one bin, over all bins."""
+    width = longest // bins
+    within = width - sum((m / width) ** rows for m in range(1, width))
+    return np.mean([within + width * i for i in range(bins)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_bins_need_fewer_iterations_as_the_closed_form_says(seed):
+    lengths, rows = np.random.default_rng(seed).permutation(np.repeat(np.arange(1, 65), 8)), 8
+    steps = {}
+    for bins in (1, 2, 4, 8):
+        text = f"multi-bin-batching(bins={bins}, rows={rows}, longest=64, room=128)"
+        steps[bins] = run(text, at_once(lengths))["iterations"]
+        assert steps[bins] == pytest.approx(len(lengths) / rows * longest_of(rows, bins, 64), rel=0.03)
+    assert steps[1] > steps[2] > steps[4] > steps[8]
+    same = [run(f"multi-bin-batching(bins={n}, longest=64, room=128)", at_once([20] * 64)) for n in (1, 8)]
+    assert same[0] == same[1]
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def test_pages_serve_more_than_worst_case_room_in_equal_bytes():
+    requests, pages = synthetic("azure-conv:requests=60,rate=50,seed=0"), 3 * 8192 // 16
+    requests = [one for one in requests if one.most <= 8192]
+    paged, worst = run("vllm", requests, pages), run("orca(rows=256)", requests, pages)
+    assert paged["request_throughput"] > 2 * worst["request_throughput"]
+    assert paged["waste"] < 0.04 and worst["waste"] > 0.8
+    # Memory for all: the same rows run, wherever they lie.
+    blocks = System(words.Blocks(16), batch=words.Iterations(8))
+    one, other = (simulate(s, requests, LLAMA, pages=10**5) for s in (blocks, system("orca(rows=8)")))
+    np.testing.assert_array_equal(one.ends, other.ends)
+
+
+def test_waste_is_below_four_percent_up_to_pages_of_64():
+    requests = synthetic("azure-conv:requests=150,seed=1")
+    waste = {page: run(f"vllm(page={page})", requests)["waste"] for page in (16, 32, 64, 128, 256)}
+    assert waste[16] < waste[32] < waste[64] < 0.04 < waste[128] < waste[256] < 0.1
+    # Half a page of a sequence, on average.
+    mean = np.average([r.prompt + r.output / 2 for r in requests], weights=[r.output for r in requests])
+    assert waste[64] == pytest.approx(31.5 / (mean + 31.5), rel=0.15)
+
+
+def test_predicted_room_serves_more_than_worst_case_room():
+    requests, pages = synthetic("azure-conv:requests=60,rate=50,seed=0"), 3 * 8192 // 16
+    requests = [one for one in requests if one.most <= 8192]
+    predicted, worst = run("s3", requests, pages), run("orca(rows=256)", requests, pages)
+    assert predicted["request_throughput"] > 2 * worst["request_throughput"]
+    assert predicted["preemptions"] == 0
+    wrong = [dataclasses.replace(one, predicted=max(1, one.output // 8)) for one in requests]
+    again = run("s3", wrong, pages)
+    assert again["preemptions"] > 0 and again["completed"] == len(requests)
+    full = at_once([128] * 40, prompt=64)
+    one, other = (
+        simulate(system(text), full, LLAMA, pages=48) for text in ("s3", "orca(rows=256, longest=192)")
+    )
+    np.testing.assert_array_equal(one.ends, other.ends)
+
+
+# --- latency ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_chunks_shorten_the_longest_gap_between_tokens(seed):
+    requests = synthetic(f"azure-conv:requests=120,rate=8,seed={seed}")
+    chunks, first = run("sarathi", requests), run("vllm", requests)
+    assert chunks["p99_itl_ms"] < 0.7 * first["p99_itl_ms"]
+    alone = [Request(0, 0.0, 4000, 8)]
+    assert run("sarathi", alone)["p50_ttft_ms"] > run("vllm", alone)["p50_ttft_ms"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_skip_join_queues_shorten_the_mean_completion(seed):
+    drawn = synthetic(f"azure-code:requests=200,rate=18,cv=1,seed={seed}")
+    first_come = System(words.Blocks(16), batch=words.Iterations(4), preempt=words.Swap())
+
+    def ratio(requests):
+        queues, first = (run(one, requests) for one in ("fastserve(rows=4, quantum=8)", first_come))
+        return queues["mean_e2el_ms"] / first["mean_e2el_ms"]
+
+    assert ratio([dataclasses.replace(one, prompt=64) for one in drawn]) < 1
+    # With the prompts of that trace, reading takes longer than writing; and one length for all gains nothing.
+    assert ratio(synthetic(f"azure-code:requests=200,rate=9,cv=1,seed={seed}")) > 0.9
+    assert ratio(at_once([64] * 16)) > 1.2
+
+
+# --- prefixes -----------------------------------------------------------------------------------------
+
+TREE = "tree:requests=160,groups=24,prefix=256,suffix=32,output=4"
+APART = "tree:requests=40,groups=1,prefix=15,suffix=240,output=8"  # no page is shared
+
+
+def test_a_tree_of_a_tenth_of_the_blocks_has_nearly_all_hits():
+    requests = synthetic(TREE)
+    blocks = len({(*key,) for one in requests for key in one.page_keys(16)})
+    infinite = run("radixattention(rows=4, window=160)", requests, pages=10**5)
+    tenth = run("radixattention(rows=4, window=160)", requests, pages=blocks // 10)
+    assert tenth["hit_rate"] >= 0.95 * infinite["hit_rate"] and infinite["hit_rate"] > 0.5
+    first_come = dataclasses.replace(system("radixattention(rows=4)"), order=words.Arrival())
+    assert run(first_come, requests, pages=blocks // 10)["hit_rate"] < 0.95 * tenth["hit_rate"]
+    assert run("radixattention", synthetic(APART))["hit_rate"] == 0
+
+
+def test_a_tree_brings_first_tokens_sooner():
+    requests = synthetic("tree:requests=80,groups=8,prefix=2048,suffix=64,output=32,rate=20")
+    shared, apart = run("sglang", requests), run("sarathi(tokens=2048)", requests)
+    assert shared["mean_ttft_ms"] < 0.7 * apart["mean_ttft_ms"] and shared["hit_rate"] > 0.8
+    alone = synthetic(APART)
+    one, other = (simulate(system(text), alone, LLAMA) for text in ("sglang", "sarathi(tokens=2048)"))
+    np.testing.assert_array_equal(one.ends, other.ends)
+
+
+def test_groups_of_one_prefix_read_it_once():
+    requests = synthetic(TREE)
+    grouped = system("batchllm(rows=4)")
+    first_come = dataclasses.replace(grouped, order=words.Arrival())
+    small, large = 120, 10**5
+    read = {
+        (name, pages): 1 - run(one, requests, pages)["hit_rate"]
+        for name, one in (("grouped", grouped), ("first come", first_come))
+        for pages in (small, large)
+    }
+    assert read["grouped", small] < 0.7 * read["first come", small]
+    assert read["grouped", large] >= read["first come", large]
+
+
+@needs_traces
+@pytest.mark.rotating
+def test_least_recently_used_blocks_of_mooncakes_trace_hit_as_is_known():
+    """The tree as a cache alone: 36.6% of all tokens at most, computed before without a tree."""
+    requests = read_trace(TRACES / "mooncake_conversation.jsonl")
+    hits = {}
+    for pages in (1000, 10_000, 10**6):
+        ledger = Ledger(pages)
+        tree, found = PrefixTree(ledger), 0
+        for one in requests:
+            keys = one.page_keys(512)
+            if len(keys) > pages:
+                continue
+            hit = tree.match(keys)
+            tree.use(keys)
+            ledger.share(one.id, hit)
+            if len(keys) - len(hit) > ledger.free:
+                tree.evict(len(keys) - len(hit) - ledger.free)
+            ledger.take(one.id, len(keys) - len(hit))
+            tree.insert(keys, ledger.tables[one.id])
+            ledger.release(one.id)
+            tree.released(keys)
+            found += 512 * len(hit)
+        hits[pages] = found / sum(one.prompt for one in requests)
+    assert hits[10**6] == pytest.approx(0.366, abs=0.01)
+    assert hits[1000] == pytest.approx(0.045, abs=0.01) and hits[10_000] == pytest.approx(0.212, abs=0.015)
