@@ -204,7 +204,7 @@ def test_least_recently_used_blocks_of_mooncakes_trace_hit_as_is_known():
             if len(keys) - len(hit) > ledger.free:
                 tree.evict(len(keys) - len(hit) - ledger.free)
             ledger.take(one.id, len(keys) - len(hit))
-            tree.insert(keys, ledger.tables[one.id])
+            tree.insert(keys, one.id)
             ledger.release(one.id)
             tree.released(keys)
             found += 512 * len(hit)

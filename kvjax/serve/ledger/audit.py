@@ -20,7 +20,7 @@ def audit(ledger: Ledger, tree: PrefixTree | None = None) -> list[str]:
     """
     found = []
     held = Counter(page for table in ledger.tables.values() for page in table)
-    kept = Counter(tree.pages() if tree else ())
+    kept = Counter(node.page for node in tree.nodes()) if tree else Counter()
     free = Counter(ledger.free_list)
     for owner, table in ledger.tables.items():
         found += [f"sequence {owner} holds page {p} twice" for p, n in Counter(table).items() if n > 1]
@@ -38,6 +38,10 @@ def audit(ledger: Ledger, tree: PrefixTree | None = None) -> list[str]:
             found.append(
                 f"page {page} is {kept[page]} times in the tree, the ledger says {page in ledger.kept}"
             )
+    for node in tree.nodes() if tree else ():
+        before = node.parent.page if node.parent else -1
+        if before >= 0 and ledger.counts[before] == 1 < ledger.counts[node.page]:
+            found.append(f"page {node.page} is held without page {before} before it, which cannot be evicted")
     idle = sum(ledger.counts[page] == 1 for page in ledger.kept)
     if idle != ledger.idle:
         found.append(f"{idle} pages could be evicted, and the ledger says {ledger.idle}")

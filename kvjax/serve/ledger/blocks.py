@@ -83,6 +83,13 @@ class Ledger:
         """Pages that would be free, or could be evicted, if a sequence gave back its own."""
         return sum(self.counts[page] == 1 + (page in self.kept) for page in self.tables.get(owner, ()))
 
+    def replace(self, owner: int, at: int, page: int) -> None:
+        """Puts a page that others hold in the place of one with the same content."""
+        table = self.tables[owner]
+        self._hold(page)
+        self._drop(table[at])
+        table[at] = page
+
     # --- the tree's pages ---
 
     def keep(self, page: int) -> None:

@@ -28,7 +28,9 @@ class PrefixTree:
 
     >>> ledger = Ledger(4)
     >>> tree = PrefixTree(ledger)
-    >>> tree.insert("ab", ledger.take(0, 2))
+    >>> ledger.take(0, 2)
+    [0, 1]
+    >>> tree.insert("ab", 0)
     >>> tree.match("abc")
     [0, 1]
     """
@@ -52,14 +54,20 @@ class PrefixTree:
         if node is not None:
             self._offer(node)
 
-    def insert(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
-        """Keeps `pages` under `keys`; where a prefix is there already, its own pages stay."""
+    def insert(self, keys: Sequence[Hashable], owner: int) -> None:
+        """Keeps the first pages of a sequence under `keys`.
+
+        Where a prefix is there already, the sequence gives back its own pages for the tree's: else it would
+        hold a page and none of those before it, which could not be evicted.
+        """
         now, node = next(self._clock), self.root
-        for key, page in zip(keys, pages, strict=True):
-            child = node.children.get(key)
+        for at, key in enumerate(keys):
+            page, child = self.ledger.tables[owner][at], node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, page, node)
                 self.ledger.keep(page)
+            elif child.page != page:
+                self.ledger.replace(owner, at, child.page)
             child.used, node = now, child
         if node is not self.root:
             self._offer(node)
@@ -91,14 +99,13 @@ class PrefixTree:
                 self._offer(parent)
         return done
 
-    def pages(self) -> Iterator[int]:
-        """Every page of the tree."""
-        todo = [self.root]
+    def nodes(self) -> Iterator[Node]:
+        """Every page of the tree, with its place there."""
+        todo = [*self.root.children.values()]
         while todo:
             node = todo.pop()
             todo += node.children.values()
-            if node is not self.root:
-                yield node.page
+            yield node
 
     def _path(self, keys: Sequence[Hashable]) -> Iterator[Node]:
         node = self.root

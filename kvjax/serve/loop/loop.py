@@ -216,7 +216,7 @@ class Loop:
         entry.state, entry.since = WRITING, entry.stored
         wrote(entry, iteration, 1)
         if self.tree is not None:
-            self.tree.insert(entry.keys, self.ledger.tables[entry.request.id][: len(entry.keys)])
+            self.tree.insert(entry.keys, entry.request.id)
 
     def _end(self, entry: Entry) -> None:
         self.writing.remove(entry)

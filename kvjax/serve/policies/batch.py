@@ -46,14 +46,15 @@ def whole(system: System, batch: Whole, view: View) -> Plan:
 
 def iterations(system: System, batch: Iterations, view: View, kept: Kept) -> Plan:
     """Orca (OSDI 2022, algorithm 1): all write, and new prompts are read beside them."""
-    new = [] if kept.out else starts(system, view, kept.free, batch.rows - len(kept.write), NO_LIMIT)
-    return planned(system, kept, new)
+    rows = batch.rows - len(kept.write) - len(kept.read)
+    new = [] if kept.out else starts(system, view, kept.free, rows, NO_LIMIT)
+    return planned(system, kept, rest(kept) + new)
 
 
 def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Kept) -> Plan:
     """Prompts alone, where one can start, while those that write wait (vLLM's first scheduler)."""
-    if kept.out or kept.back:
-        return planned(system, kept, [])
+    if kept.out or kept.back or kept.read:
+        return planned(system, kept, rest(kept))
     new = starts(system, view, view.free, batch.rows - len(kept.write), batch.tokens)
     return Plan(read=new) if new else planned(system, kept, [])
 
@@ -122,6 +123,11 @@ def starts(
         if rows <= 0 or tokens <= 0:
             break
     return new
+
+
+def rest(kept: Kept) -> Read:
+    """All that begun prompts still have to read."""
+    return [(entry, entry.goal - entry.stored) for entry in kept.read]
 
 
 def planned(system: System, kept: Kept, read: Read) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Blocks
 from kvjax.serve.policies.room import extra, pages
 from kvjax.serve.requests import Entry
 from kvjax.serve.view import View
@@ -66,5 +67,5 @@ def steps_that_fit(system: System, rows: list[Entry], free: int) -> int:
         return 1
     page = system.place.page
     held = min(entry.held * page - entry.stored for entry in rows)
-    grown = page * (free // len(rows)) if hasattr(system.place, "longest") is False else 0
+    grown = page * (free // len(rows)) if isinstance(system.place, Blocks) else 0
     return max(1, held, grown)
