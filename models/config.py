@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvjax.base.ranges import Count, FieldError, Range, Whole, check_fields
+from kvjax.models.fingerprint import ADDED
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.ops.base.rope import Rope
 
@@ -58,8 +59,8 @@ class Config:
     mlp_bias: bool = False
     activation: str = "silu"
     embed_scale: float = 1.0
-    residual_scale: Positive = 1.0
-    logit_scale: Positive = 1.0
+    residual_scale: Positive = dataclasses.field(default=1.0, metadata=ADDED)
+    logit_scale: Positive = dataclasses.field(default=1.0, metadata=ADDED)
     query_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None

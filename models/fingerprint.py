@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from types import ModuleType
@@ -34,11 +35,38 @@ def fingerprint(config: object, params: Params) -> str:
     """
     found = jax.tree.leaves_with_path(params)
     sums = jax.device_get([_sums(leaf) for _, leaf in found])
-    digest = hashlib.sha256(repr(config).encode())
+    digest = hashlib.sha256(described(config).encode())
     for (path, leaf), both in zip(found, sums, strict=True):
         name = f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} "
         digest.update(name.encode() + np.asarray(both, np.uint32).tobytes())
     return digest.hexdigest()[:16]
+
+
+# A field of a config or of its words that came after caches and fits were saved: at its default it is not
+# part of what they say they belong to, so they go on fitting their model.
+ADDED = {"added later": True}
+
+
+def described(word: Any) -> str:
+    """The `repr` of a config, without fields that were added later and are at their default.
+
+    >>> b = dataclasses.field(default=0, metadata=ADDED)
+    >>> one = dataclasses.make_dataclass("One", [("a", int), ("b", int, b)])
+    >>> described((one(1), one(1, 2)))
+    '(One(a=1), One(a=1, b=2))'
+    """
+    if isinstance(word, tuple) and not hasattr(word, "_fields"):
+        inner = ", ".join(map(described, word))
+        return f"({inner},)" if len(word) == 1 else f"({inner})"
+    if not dataclasses.is_dataclass(word) or isinstance(word, type):
+        return repr(word)
+    fields = {f.name: f for f in dataclasses.fields(word) if f.repr}
+    shown = {
+        name: getattr(word, name)
+        for name, f in fields.items()
+        if not (f.metadata == ADDED and getattr(word, name) == f.default)
+    }
+    return f"{type(word).__qualname__}({', '.join(f'{name}={described(x)}' for name, x in shown.items())})"
 
 
 def _sums(x: Any) -> Any:

@@ -17,7 +17,7 @@ from kvjax.base.checks import whole_text
 from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
-from kvjax.models.fingerprint import fingerprint
+from kvjax.models.fingerprint import described, fingerprint
 from kvjax.models.layers import Params
 from kvjax.models.params import Group, check_groups, regroup
 from kvjax.models.transformer import forward
@@ -77,7 +77,7 @@ class Model:
         trained on have another one, as long as their embedding moved.
         """
         signs = np.signbit(np.asarray(self.params["embed"][:256].astype("float32")))
-        return hashlib.sha256(repr(self.config).encode() + np.packbits(signs).tobytes()).hexdigest()[:16]
+        return hashlib.sha256(described(self.config).encode() + np.packbits(signs).tobytes()).hexdigest()[:16]
 
     @functools.cached_property
     def models_made(self) -> dict[Any, Model]:

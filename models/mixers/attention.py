@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
+from kvjax.models.fingerprint import ADDED
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
@@ -47,8 +48,8 @@ class Attention(Mixer):
     value_source: Whole | None = None
     value_mix: float | None = None
     kv_input: Whole | None = None
-    rotates: bool = True
-    query_growth: tuple[float, int] | None = None
+    rotates: bool = dataclasses.field(default=True, metadata=ADDED)
+    query_growth: tuple[float, int] | None = dataclasses.field(default=None, metadata=ADDED)
     gate: bool = False
     sink: bool = False
     kv_bias: bool = False
