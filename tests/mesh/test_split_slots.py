@@ -25,7 +25,7 @@ from tests.sweep import sweep
 # The classes whose lists can lie apart; those of every other class lie whole.
 APART = (
     "full", "random", "sink-recent", "hashevict", "l2compress", "h2o", "snapkv", "snapkv windowed", "keepkv",
-    "less", "minicache", "int8", "mikv", "h2o + int8", "alisa", "laq", "ems", "zipcache", "dcp",
+    "less", "minicache", "int8", "mikv", "h2o + int8", "alisa", "laq", "ems", "zipcache", "dcp", "qserve",
 )  # fmt: skip
 WHOLE = [label for label in first_of_each_class() if label not in APART]
 CASES = [(rules, label) for rules in ("sequence", "tensor+sequence") for label in APART]

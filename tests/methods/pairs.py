@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from kvjax.compat import model_fit
-from kvjax.grammar import Method, Store, sentence
+from kvjax.grammar import Method, Store, chains
 from kvjax.state.cache import Cache
 from tests.methods.battery import ROOM, model
 
@@ -41,13 +41,13 @@ def exact(granule: int = 1, **more: Any) -> Method:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Sentences are built and run whatever their words say of each other."""
-    held = sentence.check, model_fit.check
-    sentence.check = model_fit.check = lambda method: None
+    held = chains.check, model_fit.check
+    chains.check = model_fit.check = lambda method: None
     model_fit.check_fit.cache_clear()
     try:
         yield
     finally:
-        sentence.check, model_fit.check = held
+        chains.check, model_fit.check = held
         model_fit.check_fit.cache_clear()
 
 

@@ -59,9 +59,9 @@ def test_a_fit_finds_vectors_near_which_the_texts_numbers_lie():
 
 def test_codebooks_of_another_shape_are_refused():
     m = model("4/2")
-    with pytest.raises(InputError, match="16 vectors of 2 channels, and bits=3, channels=2 ask for 8 of 2"):
+    with pytest.raises(InputError, match="16 vectors of 2 channels, and bits=2, channels=2 ask for 4 of 2"):
         fitted = kvjax.fit(m, "cq:channels=2,bits=4", TEXTS)
-        kvjax.prefill(m, MAIN.first, method=kvjax.method("cq", channels=2, bits=3, fitted=fitted))
+        kvjax.prefill(m, MAIN.first, method=kvjax.method("cq", channels=2, bits=2, fitted=fitted))
     with pytest.raises(InputError, match="channels is 3, expected a divisor of 16"):
         kvjax.fit(m, "cq:channels=3", TEXTS)
     with pytest.raises(InputError, match="the texts have 69 tokens, expected at least one for each of 256"):

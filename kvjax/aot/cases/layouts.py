@@ -84,6 +84,20 @@ RUNS = _fitted(
         "join": (256, LISTS), "join_bias": (LISTS,), "weight": (256, LISTS), "weight_bias": (LISTS,),
     },
 )  # fmt: skip
+_SQUARE = {"matrix": (LISTS, WIDTH, WIDTH), "inverse": (LISTS, WIDTH, WIDTH)}
+KEY_BASIS = _fitted("InBasis", {f"key {name}": shape for name, shape in _SQUARE.items()})
+BASES = _fitted(
+    "InBasis", {f"{of} {name}": shape for of in ("key", "value") for name, shape in _SQUARE.items()}
+)
+VECTORS = _fitted("CoupledCodes", {f"{of} centroids": (LISTS, WIDTH // 4, 256, 4) for of in ("key", "value")})
+_ALL = LISTS * WIDTH
+MAPS = _fitted(
+    "Predicted",
+    {
+        "key weights": (_ALL, _ALL), "key bias": (_ALL,),
+        "value weights": (2 * _ALL, _ALL), "value bias": (_ALL,),
+    },
+)  # fmt: skip
 HALF: dict[str, Any] = dict(budget=0.5)
 # The longest page that a kernel may ask for.
 PAGED: dict[str, Any] = HALF | dict(page=128)
@@ -123,6 +137,10 @@ SENTENCES = {
     "int4": _one("int4"),
     "kivi": _one("kivi"),
     "kvquant": _one("kvquant", bits=4, fitted=LEVELS),
+    "qserve": _one("qserve", fitted=KEY_BASIS),
+    "skvq": _one("skvq", fitted=BASES),
+    "cq": _one("cq", fitted=VECTORS),
+    "aqua-kv": _one("aqua-kv", apart=True, fitted=MAPS),
     "intactkv": _one("intactkv"),
     "think": _one("think", fitted=NORMS),
     "mikv": _one("mikv", **HALF),
