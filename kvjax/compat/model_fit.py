@@ -399,8 +399,8 @@ def _check_codecs(method: Method, config: Config) -> None:
             one = jax.ShapeDtypeStruct((*lists, codec.granule, width), jnp.float32)
             try:
                 if sees_below(codec):
-                    known = dict.fromkeys(("key", "value", "own key"), jnp.zeros(one.shape))
-                    codec = taught(codec, arrays | {BELOW: known})
+                    below: dict[str, Any] = dict.fromkeys(("key", "value", "own key"), jnp.zeros(one.shape))
+                    codec = taught(codec, arrays | {BELOW: below})
                 data = jax.eval_shape(codec.encode, one)
                 back = jax.eval_shape(partial(codec.decode, width=width, dtype=one.dtype), data)
                 shaped(codec, "decoded rows", back, "[granule, width]", one.shape)

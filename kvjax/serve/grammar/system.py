@@ -78,7 +78,7 @@ _KINDS = {
 def _refusals(system: System) -> list[tuple[bool, str]]:
     """(whether two words do not go together, what is said of it)."""
     order, batch, lanes = system.order, system.batch, isinstance(system.place, Lanes)
-    grows = not lanes or system.place.room == "predicted"
+    grows = not isinstance(system.place, Lanes) or system.place.room == "predicted"
     shares, never = system.share is not None, isinstance(system.preempt, Never)
     by_prefix = isinstance(order, LongestPrefix | PrefixGroups)
     return [

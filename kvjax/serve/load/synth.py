@@ -40,11 +40,11 @@ def fit(requests: Sequence[Request]) -> dict[str, Any]:
     prompt, output = (np.array([getattr(one, name) for one in requests]) for name in ("prompt", "output"))
     at = np.linspace(0, 1, QUANTILES)
     gaps = np.diff([one.arrived for one in requests])
-    ranks = [np.argsort(np.argsort(x)) for x in (prompt, output)]
+    ranks = np.argsort(np.argsort([prompt, output]))
     return {
         "rate": round(1 / gaps.mean(), 4),
         "cv": round(gaps.std() / gaps.mean(), 3),
-        "ranks": round(float(np.corrcoef(*ranks)[0, 1]), 3),
+        "ranks": round(float(np.corrcoef(ranks)[0, 1]), 3),
         "prompt": np.quantile(prompt, at).round().astype(int).tolist(),
         "output": np.quantile(output, at).round().astype(int).tolist(),
     }

@@ -34,7 +34,9 @@ def decide(system: System, view: View) -> Plan:
     kept = give_way(system, view)
     if isinstance(batch, Iterations):
         return iterations(system, batch, view, kept)
-    return (prefill_first if isinstance(batch, PrefillFirst) else chunked)(system, batch, view, kept)
+    if isinstance(batch, PrefillFirst):
+        return prefill_first(system, batch, view, kept)
+    return chunked(system, batch, view, kept)
 
 
 def whole(system: System, batch: Whole, view: View) -> Plan:

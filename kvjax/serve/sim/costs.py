@@ -96,7 +96,7 @@ def fitted(found: dict[str, Any], path: str) -> LinearCosts:
     try:
         rows = np.array(found["iterations"], float)
     except (TypeError, ValueError):
-        rows = np.zeros(0)
+        rows = np.zeros((0, 0))
     if rows.ndim != 2 or rows.shape[1] != 4 or len(rows) < 4 or not (rows[:, 3] > 0).all():
         raise InputError(
             f"costs file {path} has other iterations than expected: four or more rows of tokens, slots, "
