@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt
 
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.codes import Codec, Taught
 from kvjax.store.levels import untaught
+
+# Tokens that are encoded at a time.
+PIECE = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +105,32 @@ class NearestVectors:
                 f"vectors were fitted for {heads} heads of {groups * channels} channels, and these rows have "
                 f"{x.shape[-3]} heads of {x.shape[-1]}"
             )
-        rows = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, channels)
-        # |x - c|^2 / 2 without |x|^2, which is the same for all.
-        inner = jnp.einsum("...bksgc,...kgec->...bksge", rows, vectors, precision="highest")
         half = jnp.square(vectors).sum(-1)[..., None, :, None, :, :] / 2
-        codes = (inner - half).argmax(-1).astype(jnp.uint32)
-        return {"words": pack(codes, self.bits)}
+
+        def nearest(rows: Float[Array, "*b S H"]) -> UInt[Array, "*b S G"]:
+            rows = rows.astype(jnp.float32).reshape(*rows.shape[:-1], groups, channels)
+            # |x - c|^2 / 2 without |x|^2, which is the same for all.
+            inner = jnp.einsum("...bksgc,...kgec->...bksge", rows, vectors, precision="highest")
+            return (inner - half).argmax(-1).astype(jnp.uint32)
+
+        return {"words": pack(_piecewise(nearest, x), self.bits)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         groups = self.vectors.shape[-3]
-        codes = unpack(data["words"], self.bits, groups)[..., None, None]
-        vectors = self.vectors[..., None, :, None, :, :, :]
-        found = jnp.take_along_axis(vectors, codes.astype(jnp.int32), axis=-2)
-        return found.reshape(*codes.shape[:-3], width).astype(dtype)
+        codes = unpack(data["words"], self.bits, groups).astype(jnp.int32)
+        *lead, entries, channels = self.vectors.shape
+        first = np.arange(math.prod(lead), dtype=np.int32).reshape(lead) * entries
+        first = jnp.broadcast_to(first[..., None, :, None, :], codes.shape)
+        found = self.vectors.reshape(-1, channels)[first + codes]
+        return found.reshape(*codes.shape[:-1], width).astype(dtype)
+
+
+def _piecewise(encode: Callable[[Array], Array], x: Float[Array, "*b S H"]) -> Array:
+    """Encodes many tokens a piece at a time: beside a piece lie its distances to all vectors."""
+    tokens = x.shape[-2]
+    if tokens <= PIECE:
+        return encode(x)
+    whole = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, -tokens % PIECE), (0, 0)])
+    pieces = jnp.moveaxis(whole.reshape(*x.shape[:-2], -1, PIECE, x.shape[-1]), -3, 0)
+    found = jnp.moveaxis(jax.lax.map(encode, pieces), 0, -3)
+    return found.reshape(*x.shape[:-2], -1, found.shape[-1])[..., :tokens, :]

@@ -10,6 +10,7 @@ from kvjax.base.errors import InputError
 from kvjax.fitting.statistics.levels import felt, padded_rows
 from kvjax.grammar.fitted import Fitted
 from kvjax.state.codes import taught
+from kvjax.store import coupled
 from kvjax.store.coupled import CoupledCodes
 from kvjax.store.kmeans import weighted_centroids
 from tests.float64.codes import vectors
@@ -31,6 +32,18 @@ def test_rows_become_the_nearest_vectors_of_their_layer_and_head(rng, bits):
         want[i, b, k] = vectors(books[i, k])(x[i, b, k])
     np.testing.assert_allclose(codec.decode(data, 8, jnp.float32), want, atol=1e-6)
     assert data["words"].shape == (2, 2, 3, 5, {1: 1, 3: 2, 8: 1}[bits])
+
+
+def test_many_tokens_are_encoded_in_pieces_as_they_are_at_once(rng, monkeypatch):
+    fitted = Fitted(
+        {"key centroids": rng.normal(size=(1, 2, 4, 16, 2)).astype(np.float32)}, "CoupledCodes", ""
+    )
+    arrays = {fitted.digest: {n: jnp.asarray(x[0]) for n, x in fitted.arrays.items()}}
+    codec = taught(CoupledCodes(2, 4, "key", fitted), arrays)
+    x = jnp.asarray(rng.normal(size=(3, 2, 21, 8)), jnp.float32)
+    whole = codec.encode(x)["words"]
+    monkeypatch.setattr(coupled, "PIECE", 8)
+    np.testing.assert_array_equal(codec.encode(x)["words"], whole)
 
 
 def test_centroids_are_means_of_what_is_nearest_to_them_by_weight(rng):

@@ -89,7 +89,8 @@ KEY_BASIS = _fitted("InBasis", {f"key {name}": shape for name, shape in _SQUARE.
 BASES = _fitted(
     "InBasis", {f"{of} {name}": shape for of in ("key", "value") for name, shape in _SQUARE.items()}
 )
-VECTORS = _fitted("CoupledCodes", {f"{of} centroids": (LISTS, WIDTH // 4, 256, 4) for of in ("key", "value")})
+# One bit per number. On a TPU, vectors of fewer channels fill less of a row of lanes when they are looked up.
+VECTORS = _fitted("CoupledCodes", {f"{of} centroids": (LISTS, WIDTH // 8, 256, 8) for of in ("key", "value")})
 _ALL = LISTS * WIDTH
 MAPS = _fitted(
     "Predicted",
@@ -139,7 +140,7 @@ SENTENCES = {
     "kvquant": _one("kvquant", bits=4, fitted=LEVELS),
     "qserve": _one("qserve", fitted=KEY_BASIS),
     "skvq": _one("skvq", fitted=BASES),
-    "cq": _one("cq", fitted=VECTORS),
+    "cq": _one("cq", channels=8, fitted=VECTORS),
     "aqua-kv": _one("aqua-kv", apart=True, fitted=MAPS),
     "intactkv": _one("intactkv"),
     "think": _one("think", fitted=NORMS),

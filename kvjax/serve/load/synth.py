@@ -44,7 +44,7 @@ def fit(requests: Sequence[Request]) -> dict[str, Any]:
     return {
         "rate": round(1 / gaps.mean(), 4),
         "cv": round(gaps.std() / gaps.mean(), 3),
-        "ranks": round(float(np.corrcoef(ranks)[0, 1]), 3),
+        "ranks": round(float(np.corrcoef(ranks[0], ranks[1])[0, 1]), 3),
         "prompt": np.quantile(prompt, at).round().astype(int).tolist(),
         "output": np.quantile(output, at).round().astype(int).tolist(),
     }
