@@ -12,6 +12,7 @@ IN_TURNS = "a phase that hides slots reads a layer's keys in turns, and turns th
 MERGED = "a merge makes all slots of a layer anew, to be written behind what the merge still reads"
 ORDERED = "where rows are due, a layer's slots are put into the order of their tokens to be judged"
 DECODED = "codes without a kernel are taken out of their stack to be decoded, a layer at a time"
+OVER = "a layer is decoded over the one below it, whose numbers are made as well, and its keys are turned"
 TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
 RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
 IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
@@ -19,14 +20,15 @@ POOLED = {"compressive-transformer": MERGED}
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
     "cpu": IN_STEPS | AT_PREFILL | {
-        "ape": IN_TURNS, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED,
+        "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
     } | POOLED,
     "v5e:2x2": {
-        "ape": IN_TURNS, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
+        "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
+        "less": TAKEN, "qserve": DECODED, "skvq": DECODED,
         "int4": DECODED, "intactkv": DECODED, "think": DECODED, "mikv": DECODED, "zipcache": DECODED,
         "adakv-int4": DECODED, "magicpig": RELAID,
     } | POOLED,
-    "h100": {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
+    "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED} | POOLED,
 }  # fmt: skip
 
 
