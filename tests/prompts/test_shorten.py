@@ -73,7 +73,7 @@ def found(short):
     return [(one.document, one.positions.tolist()) for one in short.kept]
 
 
-@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("begins", [False, pytest.param(True, marks=pytest.mark.rotating)])
 def test_llmlingua_keeps_what_surprises_behind_what_is_kept(begins, model):
     if begins:
         model = dataclasses.replace(model, special_tokens={"bos_token": "<|end|>"})
@@ -85,6 +85,7 @@ def test_llmlingua_keeps_what_surprises_behind_what_is_kept(begins, model):
     assert short.text == bytes(ids[i] for i in short.kept[0].positions).decode()
 
 
+@pytest.mark.rotating
 def test_llmlingua_takes_the_documents_of_the_largest_perplexity_in_their_order(model):
     """Algorithm 1: they are added until more than twice the budget is reached; the tokens' share follows."""
     each = [[*text.encode()] for text in TEXTS]
@@ -101,6 +102,7 @@ def test_llmlingua_takes_the_documents_of_the_largest_perplexity_in_their_order(
     assert short.text.count("\n\n") >= 1
 
 
+@pytest.mark.rotating
 def test_longllmlingua_orders_documents_by_the_question_and_contrasts_tokens(model):
     each, asked = [[*text.encode()] for text in TEXTS], [*QUESTION.encode()]
     restriction = b" We can get the answer to this question in the given documents."
@@ -115,6 +117,7 @@ def test_longllmlingua_orders_documents_by_the_question_and_contrasts_tokens(mod
     assert abs(short.tokens - 0.5 * short.given) <= 2
 
 
+@pytest.mark.rotating
 def test_cpc_keeps_the_sentences_nearest_to_the_question(model):
     asked, score = outputs_of(model, QUESTION).mean(0), []
     for number, text in enumerate(TEXTS):
@@ -151,7 +154,9 @@ def test_shares_are_moved_alike_until_the_budget_is_met():
         assert scaled.min() >= 0 and scaled.max() <= 1
 
 
-@pytest.mark.parametrize("by", ["llmlingua", "longllmlingua", "cpc"])
+@pytest.mark.parametrize(
+    "by", ["llmlingua", *(pytest.param(by, marks=pytest.mark.rotating) for by in ("longllmlingua", "cpc"))]
+)
 def test_all_tokens_stay_where_all_may(by, model):
     short = kvjax.shorten(model, TEXTS[0], keep=1.0, question=QUESTION, by=by)
     assert short.text == TEXTS[0] and short.tokens == short.given == len(TEXTS[0])
