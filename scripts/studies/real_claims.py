@@ -126,13 +126,14 @@ def losses(
 
 
 def section(lines: Sequence[Line]) -> str:
-    """What was measured, how many claims hold, and the table."""
+    """What was measured, how many claims hold, and the table: what was tested first."""
     found = [(claim, check(claim, lines)) for claim in CLAIMS]
     count = Counter(one.verdict for _, one in found)
-    told = ", ".join(f"{count[v]} {v}" for v in (YES, NO, UNCLEAR, MISSING, NONE) if count[v])
+    verdicts = (YES, NO, UNCLEAR, MISSING, NONE)
+    told = ", ".join(f"{count[v]} {v}" for v in verdicts if count[v])
     rows = [
         f"| {claim.method} | {claim.says} | {one.tested} | **{one.verdict}** | {one.numbers} |"
-        for claim, one in found
+        for claim, one in sorted(found, key=lambda row: verdicts.index(row[1].verdict))
     ]
     head = ["| method | claim | tested as | holds | found |", "|---|---|---|---|---|"]
     return "\n".join([f"{ABOUT} {len(found)} claims: {told}.", "", *head, *rows])
