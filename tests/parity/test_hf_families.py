@@ -84,9 +84,14 @@ def test_transformers_loads_what_was_saved(name, tmp_path):
     assert again.dtype == torch.float32
     tokens = prompt(21, 2)
     found, expected = hf_reference.logits(again, tokens), hf_reference.logits(reference, tokens)
-    if name.startswith("mamba2"):
+    if name.startswith(("mamba2", "granitemoehybrid")):
         # Their chunks have another size than in the file that was read: it changes the order of sums alone.
         assert relative_error(found, expected) <= 1e-5
+    elif name.startswith("gpt_oss"):
+        # Theirs adds up a token's experts in no fixed order; the weights are equal bit for bit.
+        ours, theirs = again.state_dict(), reference.state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+        assert relative_error(found, expected) <= 1e-6
     else:
         np.testing.assert_array_equal(found, expected)
 
