@@ -6,6 +6,8 @@
         # what was found, finished or not, becomes the data
     python -m scripts.studies.board              # prints the tables
     python -m scripts.studies.board --write      # writes them into docs/real-model.md
+    python -m scripts.studies.claims --write     # pages that use its data
+    python -m scripts.studies.prompts --write
 
 A file of configs/eval with seeds is a board. A shard of it is a few methods under one protocol on the
 contexts of one seed, in a folder of its own: methods come under every protocol before the next ones do,
