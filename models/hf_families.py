@@ -107,6 +107,11 @@ def _write_exaone4(config: Config) -> dict[str, Any]:
     return {} if config.windows or not all(_turns(config)) else {"sliding_window": None}
 
 
+def _spell_exaone4(data: Json) -> dict[str, Any]:
+    """Since transformers 5.24 a pattern of 0 stands beside no windows."""
+    return {"sliding_window_pattern": 1} if data["sliding_window_pattern"] == 0 else {}
+
+
 def _exaone_slides(data: Json, i: int) -> bool:
     pattern = data["sliding_window_pattern"]
     return pattern[i % len(pattern)] == "L" if isinstance(pattern, str) else (i + 1) % pattern != 0
@@ -249,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(
         "Exaone4ForCausalLM",
         _SIZES | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
-        _exaone4, _write_exaone4, windows=_EXAONE_WINDOWS,
+        _exaone4, _write_exaone4, windows=_EXAONE_WINDOWS, spell=_spell_exaone4,
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",

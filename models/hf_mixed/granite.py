@@ -45,13 +45,17 @@ def spell_granite_4(data: Json) -> dict[str, Any]:
     return {} if data["num_local_experts"] else {"intermediate_size": data["shared_intermediate_size"]}
 
 
+# What transformers since 5.24 writes for the kinds of layers.
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
 def read_granite_4(data: Json, rope: Rope) -> dict[str, Any]:
     if data["mamba_proj_bias"] or not data["mamba_conv_bias"]:
         raise InputError(
             "mamba_proj_bias = true or mamba_conv_bias = false is not supported for granitemoehybrid"
         )
     layers, kinds = data["num_hidden_layers"], data.get("layer_types") or []
-    kinds = kinds or ["mamba"] * layers
+    kinds = [_KINDS.get(kind, kind) for kind in kinds] or ["mamba"] * layers
     if {*kinds} - {"mamba", "attention"} or len(kinds) != layers:
         raise InputError(f"layer_types {kinds} must name mamba or attention for each of {layers} layers")
     heads, inner = data["mamba_n_heads"], data["mamba_expand"] * data["hidden_size"]
