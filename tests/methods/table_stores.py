@@ -271,8 +271,10 @@ STORES = [
             coded(affine(bits, 16, channel=True), affine(1, 16), **KIVI) for bits in (4, 1)
         )),
     ),
-    row(
-        "q-hitter", dense(half_and_one, slot=lambda s: 2 * codes(8, 1) + 4, extra=8), hyper=dict(bits=8),
+    chained(
+        # Codes stay codes where the budget covers the prompt.
+        "q-hitter", dense(half_and_one, slot=lambda s: 2 * codes(8, 1) + 4, extra=8),
+        ("q-hitter", HALF | dict(bits=8)),
         kept=each_layer(hitter_score, recent_half), error=0.02, victim=h2o_victim(count, key=hitter_slot),
     ),
     row(
