@@ -27,6 +27,19 @@ def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
     return gm.replaced(taught=dict(gm.taught) | {BELOW: {"key": below[0], "value": below[1]}})
 
 
+def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
+    """The group with so many slots of the layer below at hand: the first ones, and empty ones after them."""
+    taught = dict(gm.taught)
+    if BELOW not in taught:
+        return gm
+
+    def sized(x: Array) -> Array:
+        x = x[:, :, :, :slots]
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, slots - x.shape[3]), (0, 0)])
+
+    return gm.replaced(taught=taught | {BELOW: {name: sized(x) for name, x in taught[BELOW].items()}})
+
+
 def of_granules(gm: GroupMethod, row: Int[Array, "l B K F"]) -> Taught:
     """What codecs see where the granules `row` of a body are encoded; rows below 0 stand for any."""
     taught = dict(gm.taught)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.compress.below import encoded_pair, of_granules
+from kvjax.compress.below import encoded_pair, of_granules, of_slots
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.holes import empty_granules, gathered, in_order
 from kvjax.compress.select import Fresh
@@ -151,7 +151,7 @@ def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
-        body = with_summary(gm, encoded(_sized(slots, capacity), gm))
+        body = with_summary(gm, encoded(_sized(slots, capacity), of_slots(gm, capacity)))
         # What a read alone remembers of slots goes into its summaries.
         traces = {} if isinstance(gm.read, Remembering) and gm.keep is None else body.traces
         return dataclasses.replace(body, traces=traces)
