@@ -1,4 +1,4 @@
-"""Quantisation behind a change of basis that a fit finds, in which channels are more alike."""
+"""Quantisation after a fitted change of basis, in which channels are more alike."""
 
 from __future__ import annotations
 

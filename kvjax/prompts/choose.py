@@ -91,7 +91,7 @@ def surprising(
 
 
 def segments(length: int, share: float, size: int, begun: int = 0) -> Iterator[tuple[int, int, int]]:
-    """The (start, end) of each segment behind the first `begun` tokens, and how many of its tokens stay.
+    """The (start, end) of each segment after the first `begun` tokens, and how many of its tokens stay.
 
     >>> [*segments(10, 0.5, 4)], [*segments(10, 0.25, 4, 1)]
     ([(0, 4, 2), (4, 8, 2), (8, 10, 1)], [(1, 5, 0), (5, 9, 1), (9, 10, 0)])

@@ -55,7 +55,7 @@ def shorten(
         options: those of `by`, such as segment=200; see `kvjax.prompts.compressors`.
 
     Returns:
-        A `Shortened`: the text, and of which document which tokens stay.
+        A `Shortened`: the text, and the positions that stay of each document.
 
     Raises:
         InputError: for a compressor or an option that there is not, a share outside (0, 1], an empty text,

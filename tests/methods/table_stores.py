@@ -301,10 +301,11 @@ STORES = [
         error=FLIPS, attends=of_lists(*(based(of, affine(4, 16)) for of in ("key", "value"))),
     ),
     row(
-        # A row's length, and its 16 numbers in 4 bits, or above the first layer in 2.
-        "aqua-kv", split(everything, 8, 4, lambda s: 0, lambda s: 2 * (2 + (8 + 4) // 2) + 4), moves=False,
-        hyper=dict(tokens=8, residual=4, fitted=MAPS), error=FLIPS, stacks=False,
-        stored=over_below({n: x.astype(float) for n, x in MAPS.arrays.items()}, 8, 4),
+        # A row's length, and its 16 numbers in 4 bits, or above the first layer in 2. The form encodes
+        # prompts alone, and no tail is full after three steps: test_predicted.py has steps that encode.
+        "aqua-kv", split(everything, 8, 8, lambda s: 0, lambda s: 2 * (2 + (8 + 4) // 2) + 4), moves=False,
+        hyper=dict(tokens=8, residual=8, fitted=MAPS), error=FLIPS, stacks=False,
+        stored=over_below({n: x.astype(float) for n, x in MAPS.arrays.items()}, 8, 8),
     ),
     alike("four-over-six", lambda s: s.h // 2 + s.h // 8 + 4, nvfp4(8, two=True), block=8),
 ]  # fmt: skip

@@ -12,7 +12,8 @@ from kvjax.steps import Run
 from kvjax.steps.shared.fitted_arrays import taught_groups
 from kvjax.store.predicted import Predicted
 from tests.float64.codes import directions, over_below
-from tests.methods.battery import model, off
+from tests.float64.reference import Prompt
+from tests.methods.battery import decoder, model, off
 from tests.methods.table_stores import MAPS
 
 ROW = [5, 9, 3, 7, 1, 8, 2, 6, 4, 11, 15, 12, 13]
@@ -83,3 +84,20 @@ def test_what_cannot_be_decoded_over_the_layer_below_is_refused():
         kvjax.prefill(m, [ROW], method=kvjax.method("aqua-kv", fitted=fitted))
     with pytest.raises(ValueError, match="what is predicted is a 'key' or a 'value'"):
         Predicted("keys")
+
+
+def test_what_a_step_encodes_is_what_a_prompt_would_have(rng):
+    """A row of 27 tokens encodes its positions 16 to 23 after a step, one of 32 nothing."""
+    m, method = model("4/2"), kvjax.method("aqua-kv", tokens=8, residual=4, fitted=MAPS)
+    prompts = [rng.integers(0, 40, n).tolist() for n in (32, 27)]
+    _, cache = kvjax.prefill(m, prompts, method=method, room=8)
+    _, cache = kvjax.step(m, cache, [1, 2])
+    maps = {name: x.astype(float) for name, x in MAPS.arrays.items()}
+    # With 3 tokens that stay as computed, a prompt of 27 tokens encodes the first 24.
+    want = over_below(maps, 8, 3)(Prompt(decoder("4/2"), prompts[1]))
+    pos = np.asarray(cache.groups[0].bodies[0].pos)[0, 1, 0]
+    (slots,) = np.nonzero(pos >= 0)
+    assert sorted(pos[slots].tolist()) == [*range(24)]
+    for i, (k, v) in enumerate(bodies(cache, m, method)):
+        np.testing.assert_allclose(np.asarray(k)[0, 1][:, slots], want.raw_k[i][:, pos[slots]], atol=1e-5)
+        np.testing.assert_allclose(np.asarray(v)[0, 1][:, slots], want.v[i][:, pos[slots]], atol=1e-5)

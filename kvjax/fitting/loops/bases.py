@@ -16,7 +16,7 @@ STEPS, RATE, ROWS = 200, 1e-2, 1024
 
 
 def flat(x: Float[np.ndarray, "L K T H"], bits: int, clip: float) -> dict[str, np.ndarray]:
-    """The matrices and their inverses [L, K, H, H] behind which codes of rows are closest, one for all heads.
+    """The matrices [L, K, H, H] in whose basis codes lose least, and their inverses; one for all heads.
 
     M^-1 = R Q diag(e^s), for a Hadamard matrix R to begin with, an orthogonal Q by Cayley's map of a
     skew-symmetric matrix, and scales. `STEPS` steps of Adam minimise the squared error of rows that come back
@@ -69,7 +69,7 @@ def basis(
 
 
 def rounded(z: Float[Array, "*b H"], bits: int, clip: float) -> Float[Array, "*b H"]:
-    """What comes back of `Affine(bits, clip=clip)`, with ranges in float32; a round has the slope 1."""
+    """What comes back of `Affine(bits, clip=clip)`, ranges in float32; gradients pass the rounding."""
     low, high = clip * z.min(-1, keepdims=True), clip * z.max(-1, keepdims=True)
     step = (high - low) / (2**bits - 1)
     step = jnp.where(step > 0, step, 1.0)

@@ -25,7 +25,7 @@ Numbers = Float[np.ndarray, "L K T H"]
 
 
 class Meant(NamedTuple):
-    """What a basis is for: how keys turn, None where nothing turns behind it, and the codec in it."""
+    """What a basis is for: how keys turn, None where that does not matter, and the codec in it."""
 
     rope: Rope | None
     codec: Codec
@@ -80,7 +80,7 @@ def in_order(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
 
 
 def learnt(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """FlatQuant: the matrix behind which the method's codes are closest, by gradients through them."""
+    """FlatQuant: the matrix in whose basis the method's codes lose least, by gradients through them."""
     codec = meant.codec
     if not isinstance(codec, Affine) or codec.axis != "token" or codec.group is not None:
         raise InputError(f"a basis is learnt through an Affine of whole tokens, and {codec!r} was given")

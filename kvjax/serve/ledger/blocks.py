@@ -25,7 +25,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """How many pages are free."""
         return len(self._free)
 
     @property
@@ -69,7 +69,7 @@ class Ledger:
         return old, new
 
     def trim(self, owner: int, count: int) -> None:
-        """Gives back the pages behind the first `count` of a table."""
+        """Frees the pages of a table after its first `count`."""
         table = self.tables[owner]
         while len(table) > count:
             self._drop(table.pop())

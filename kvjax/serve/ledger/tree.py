@@ -10,7 +10,7 @@ from kvjax.serve.ledger.blocks import Ledger
 
 
 class Node:
-    """A page behind the prefix of its parents."""
+    """A page of tokens that follow those of its parents."""
 
     __slots__ = ("key", "page", "parent", "children", "used")
 
