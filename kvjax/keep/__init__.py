@@ -1,1 +1,1 @@
-"""Keep: which slots stay. Scores rank them, a budget says how many, patterns name those that always stay."""
+"""Keep: which slots of the cache stay. Scores rank slots, budgets say how many, patterns protect some."""

@@ -1,7 +1,8 @@
-"""What scores are made of: their base, and scores made of scores.
+"""Building blocks of scores: the base class of all scores, and scores computed from other scores.
 
 `a + b`, `a * b`, `0.1 * a`, `a >> Pool(7)`, `rank(a)`, `standardised(a)` and `stage(a, share, b)` are scores
-again; they need, remember and look at what their parts do.
+again. A combined score needs the observations of its parts, keeps their traces, and reads keys and values
+if one of them does.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Word:
-    """The base of all scores: one that needs no observations and remembers nothing; others override these.
+    """The base class of all scores. By default a score needs no observations and keeps no traces.
 
-    `looks`: whether the score reads stored keys or values, and not only positions and received attention.
-    `ordered`: whether it needs to know which slots are neighbours, so that it must see them in position
-    order. `weights`: whether it needs the layer's matrices.
+    `looks`: whether the score reads keys or values, not only positions and accumulated attention.
+    `ordered`: whether it must see slots in position order, because it compares neighbours.
+    `weights`: whether it needs the layer's weight matrices.
 
     >>> from kvjax.words import KeyNorm, Position
     >>> KeyNorm().looks, Position().looks
@@ -61,7 +62,7 @@ class Word:
 
 
 class Made(Word):
-    """A score of others, which its fields name."""
+    """The base class of scores that combine other scores, which are its fields."""
 
     @property
     def parts(self) -> tuple[Score, ...]:
@@ -91,7 +92,7 @@ class Made(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Made):
-    """a[j] + b[j], as `a + b` makes it."""
+    """a[j] + b[j], built by `a + b`."""
 
     a: Score
     b: Score
@@ -103,7 +104,7 @@ class Sum(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Product(Made):
-    """a[j] b[j], as `a * b` makes it."""
+    """a[j] b[j], built by `a * b`."""
 
     a: Score
     b: Score
@@ -115,7 +116,7 @@ class Product(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Made):
-    """factor a[j], as `factor * a` makes it."""
+    """factor a[j], built by `factor * a`."""
 
     factor: float
     score: Score
@@ -127,7 +128,7 @@ class Scaled(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Shifted(Made):
-    """a[j] + by, as `a + by` makes it."""
+    """a[j] + by, built by `a + by`."""
 
     score: Score
     by: float
@@ -139,7 +140,7 @@ class Shifted(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked(Made):
-    """Minus the number of live slots of the same head that score higher, as `rank(a)` makes it."""
+    """Minus the number of live slots of the same KV head with a higher score, built by `rank(a)`."""
 
     score: Score
 
@@ -150,7 +151,7 @@ class Ranked(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Standardised(Made):
-    """(a[j] - mean) / std over all live slots of a row's layer, as `standardised(a)` makes it."""
+    """(a[j] - mean) / std over all live slots of a row in a layer, built by `standardised(a)`."""
 
     score: Score
 
@@ -165,7 +166,7 @@ class Standardised(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Made):
-    """inf for the best slots by `first`, as many as its share of the budget; `rest` for all others."""
+    """inf for the best slots by `first`, up to its share of the budget; `rest` for all other slots."""
 
     first: Score
     share: float
@@ -176,7 +177,7 @@ class Staged(Made):
         return self.of_heads(view, seen, seen.n[:, None])
 
     def of_heads(self, view: View, seen: Seen, n: Int[Array, "B #K"]) -> Float[Array, "B K S"]:
-        """The score where every head has a budget of its own."""
+        """The score when every KV head has its own budget n."""
         stay = spared(view, seen)
         many = stay.sum(-1)
         thousandths = round(self.share * 1000)
@@ -184,14 +185,14 @@ class Staged(Made):
             count = n * thousandths // 1000 - many
         else:
             count = jnp.maximum(n - many, 0) * thousandths // 1000
-        # Protected slots are not among the best, whatever score smoothing gives them.
+        # Protected slots are never counted among the best, even if smoothing gave them a score.
         first = jnp.where((view.pos < 0) | stay, -jnp.inf, scored(self.first, view, seen))
         return jnp.where(top(first, count), jnp.inf, scored(self.rest, view, seen))
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedAcross(Made):
-    """1 for the slots that both stages choose within each head's budget, 0 for all others.
+    """1 for the slots that the two stages choose within each KV head's budget, 0 for all others.
 
     `heads` divides the layer's budget among heads by the first stage's score. If a layer then keeps its K n
     best slots by this score, it keeps exactly these (CriticalKV with Ada-KV's budgets, arXiv:2502.03805).
@@ -210,7 +211,7 @@ class StagedAcross(Made):
 
 @dataclasses.dataclass(frozen=True)
 class OverPeak(Made):
-    """a[j] / max_i a[i] over all live slots of a head, for scores that are not negative."""
+    """a[j] / max_i a[i] over all live slots of a KV head, for non-negative scores."""
 
     score: Score
 
@@ -221,7 +222,7 @@ class OverPeak(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Aged(Made):
-    """a[j] rate^(age / tokens), the age being how many tokens are newer than slot j's."""
+    """a[j] rate^(age / tokens), where the age of slot j is the number of newer tokens."""
 
     score: Score
     rate: float
@@ -233,7 +234,7 @@ class Aged(Made):
 
 
 def rank(score: Score) -> Ranked:
-    """Scores by place instead of by value, so that scores of different units can be added.
+    """Replaces a score by its rank in a KV head, so that scores of different units can be added.
 
     Args:
         score: a score.
@@ -265,13 +266,13 @@ def standardised(score: Score) -> Standardised:
 
 
 def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Staged:
-    """Scores in two stages: `first` selects a share of the budget, `rest` the remaining slots.
+    """Scores in two stages: `first` selects a share of the budget, `rest` selects the remaining slots.
 
     Args:
         first: the score of the first stage.
-        share: of the slots that the budget has beside protected ones, in [0, 1].
+        share: share of the budget, without protected slots, that the first stage selects, in [0, 1].
         rest: the score of the second stage.
-        whole: `share` is of the whole budget instead, and protected slots count in it.
+        whole: True takes `share` of the whole budget, protected slots included.
 
     Returns:
         A score.
@@ -290,7 +291,7 @@ def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Stage
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Smoothing along the slots: "mean" or "max" over `kernel` neighbours, zeros beyond the ends.
+    """Smooths a score along the slots: "mean" or "max" over `kernel` neighbours, zero-padded at the ends.
 
     Args:
         kernel: an odd number of neighbours.
@@ -320,7 +321,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class InChunks(Made):
-    """The sum of a score over all slots of a head whose tokens stand in the same `tokens` of the text."""
+    """The sum of a score over the slots of a KV head in the same chunk of `tokens` tokens of the text."""
 
     score: Score
     tokens: int
@@ -336,7 +337,7 @@ class InChunks(Made):
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         live, chunk = view.pos >= 0, view.pos // self.tokens
         score = jnp.where(live, scored(self.score, view, seen), 0.0)
-        # Slots are in position order, so those of a chunk lie side by side.
+        # Slots are in position order, so the slots of a chunk are contiguous.
         starts = jnp.diff(chunk, axis=-1, prepend=-1) != 0
         which = jnp.cumsum(starts, axis=-1) - 1
         add = jax.vmap(jax.vmap(lambda x, at: jnp.zeros_like(x).at[at].add(x)))
@@ -345,7 +346,7 @@ class InChunks(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Pooled(Made):
-    """A score smoothed along the slots, as `score >> pool` makes it."""
+    """A score smoothed along the slots, built by `score >> pool`."""
 
     score: Score
     pool: Pool

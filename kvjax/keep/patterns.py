@@ -32,10 +32,10 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Recent:
-    """The newest tokens: a number of them (int), or a share of the budget (float in (0, 1)).
+    """The newest tokens: how many (int), or which share of the budget (float in (0, 1)).
 
     Args:
-        tokens: the number or the share.
+        tokens: how many, or the share of the budget.
 
     >>> import numpy as np
     >>> Recent(1)(np.arange(4)[None, None], np.array([4]), np.array([2])).tolist()
@@ -63,6 +63,6 @@ class Recent:
 
 @dataclasses.dataclass(frozen=True)
 class Asked(Recent):
-    """The newest tokens, where these are a question: they may take all of a budget, as no window may."""
+    """The newest tokens as a question: unlike a `Recent` window, they may take up the whole budget."""
 
     newest = False

@@ -1,4 +1,4 @@
-"""Select: from scores and counts to the slots that stay. Equal scores (in float32): the first stays."""
+"""Select: from scores and counts to the slots that stay. Of equal scores (in float32) the first stays."""
 
 from __future__ import annotations
 

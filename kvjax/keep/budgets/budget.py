@@ -1,4 +1,4 @@
-"""Allocations: how a mean number of slots per head is shared between heads and layers."""
+"""Allocations: how a mean number of slots per KV head is distributed over heads and layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget
 from kvjax.keep.select import ranks
 
-# What the host computes with numpy and the program with jax.numpy, by the same lines.
+# Computed on the host with numpy or inside a program with jax.numpy, by the same code.
 Counts = Array | np.ndarray
 
 
 def rest_of_mean(budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
-    """Most slots per layer that do not stay, where heads, together or over all layers, keep the mean."""
+    """The most slots that each layer can evict if its heads (or all layers) keep n slots on average."""
     return [heads * (tokens - budget.capacity(tokens))] * layers
 
 
 def _lengths(budget: Budget, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of 1 to `tokens` tokens, and the slots that their heads keep in the mean."""
+    """Row lengths 1 to `tokens`, and the mean number of slots per head that each length keeps."""
     length, ratio = np.arange(1, tokens + 1), budget.ratio
     if ratio is None:
         return length, np.minimum(length, int(budget.amount))
@@ -33,7 +33,7 @@ def _lengths(budget: Budget, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Every head of every layer keeps n slots.
+    """Every KV head of every layer keeps n slots.
 
     >>> Uniform().uniform
     True
@@ -51,13 +51,13 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class AcrossHeads:
-    """Ada-KV (arXiv:2407.11550): a layer's K * n best slots, wherever they lie, decide the head counts.
+    """Ada-KV (arXiv:2407.11550): head counts come from where a layer's K * n best slots are.
 
     Args:
         floor: the share of n that every head keeps.
         blend: True is Algorithm 1's safeguard, count = (1 - floor) * flat count + floor * n, rounded so that
-            the layer's total stays; False gives every head its best max(1, floor * n) slots first and fills
-            up from the flat ranking (kvpress).
+            the layer's total stays; False first gives every head its best max(1, floor * n) slots, then fills
+            up from the ranking over all heads (kvpress).
 
     >>> AcrossHeads().uniform, AcrossHeads().across_layers
     (False, False)
@@ -89,7 +89,7 @@ class AcrossHeads:
 
 
 def _blend(count: Int[Array, "L B K"], n: Int[Array, "B"], floor: float) -> Int[Array, "L B K"]:
-    """(1 - floor) * count + floor * n in thousandths; the remainders go to the largest fractions."""
+    """(1 - floor) * count + floor * n, in thousandths; heads with the largest fractions are rounded up."""
     share = round(floor * 1000)
     exact = (1000 - share) * count + share * n[None, :, None]
     whole = exact // 1000
@@ -99,7 +99,7 @@ def _blend(count: Int[Array, "L B K"], n: Int[Array, "B"], floor: float) -> Int[
 
 @dataclasses.dataclass(frozen=True)
 class AcrossLayers:
-    """KVzip (arXiv:2505.23416), non-uniform: the L * K * n best slots of the whole stack stay.
+    """KVzip (arXiv:2505.23416), non-uniform: keeps the L * K * n best slots over all layers.
 
     >>> AcrossLayers().across_layers
     True
@@ -122,10 +122,10 @@ class AcrossLayers:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """Every slot whose score is at least `threshold` stays, at least one in every head: counts are data.
+    """Keeps slots with a score of at least `threshold`, at least one per KV head; counts depend on the data.
 
     Args:
-        threshold: in units of the score.
+        threshold: the smallest score that is kept.
 
     >>> Threshold(0.1).uniform
     False
@@ -147,14 +147,14 @@ class Threshold:
 
 @dataclasses.dataclass(frozen=True)
 class UpTo:
-    """Slots whose score is at least `threshold` stay, at least one and at most n in every head.
+    """Keeps slots with a score of at least `threshold`, at least one and at most n per KV head.
 
-    In steps, too, slots are evicted by their own score: all but the n best have one below the threshold. A
-    score that sees to that says `bounded = True`; a budget of everything needs none, and then a prefill cuts
-    arrays to what is in use (`kvjax.compress.capacity.as_used`).
+    Decode steps evict by the threshold, too, so the score must give all but the n best slots of a head a
+    value below it; a score that does so sets `bounded = True`. With a budget of all tokens no such score is
+    needed, and a prefill shrinks arrays to the slots in use (`kvjax.compress.capacity.as_used`).
 
     Args:
-        threshold: in units of the score.
+        threshold: the smallest score that is kept.
 
     >>> UpTo(0.1).uniform
     True
@@ -174,10 +174,10 @@ class UpTo:
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """Counts per layer as given: a layer of share s keeps max(1, floor(s * n)) slots in every head.
+    """Given shares per layer: a layer with share s keeps max(1, floor(s * n)) slots in every KV head.
 
     Args:
-        shares: one for each layer that the method selects in, taken in thousandths; None keeps the whole
+        shares: one per layer in which the method selects, rounded to thousandths; None keeps all slots of the
             layer.
 
     >>> PerLayer((0.5, None)).uniform
@@ -216,17 +216,17 @@ class PerLayer:
         return jnp.stack(each).astype(jnp.int32)
 
     def fewest(self, n: int) -> int:
-        """Slots that the layer of the smallest share keeps in every head."""
+        """The number of slots per head in the layer with the smallest share."""
         return min((int(_part(s, n)) for s in self.shares if s is not None), default=2**30)
 
     @property
     def poorest(self) -> str:
-        """The smallest share, in words, for an error message."""
+        """The smallest share as text, for an error message."""
         given = [s for s in self.shares if s is not None]
         return f" in the layer of share {min(given)!r} of {self.shares!r}" if given else ""
 
     def mean(self, n: int) -> int:
-        """Slots per head, the mean over the layers that have a share."""
+        """The mean number of slots per head, over the layers with a share."""
         counts = [int(_part(s, n)) for s in self.shares if s is not None]
         return sum(counts) // max(len(counts), 1)
 
@@ -239,7 +239,7 @@ class PerLayer:
 
 
 def _part(share: float | int, n: Any) -> Any:
-    """floor(share * n) in thousandths, without a product that int32 cannot hold; at least 1."""
+    """floor(share * n), at least 1, in thousandths so that the product fits in int32."""
     whole = round(share * 1000)
     count = n // 1000 * whole + n % 1000 * whole // 1000
     return max(count, 1) if isinstance(n, int) else count
@@ -249,15 +249,15 @@ def _part(share: float | int, n: Any) -> Any:
 class Pyramid:
     """PyramidKV (arXiv:2406.02069, section 4.2): counts fall linearly from the first layer to the last.
 
-    "paper": every layer keeps `window` slots and a share of the rest. The last layer's share is
-    (n - window) / beta, the first layer's as much above the mean as the last one's lies below it, but at most
-    what the prompt has. Counts are rounded so that the stack keeps L * n. Prompts shorter than 2 (n - window)
-    tokens keep n slots in every layer, as in the authors' code.
-    "kvpress": a layer's share includes the window, each layer is rounded alone, and all layers keep the mean
-    where the smallest share would be less than the window.
+    "paper": every layer keeps `window` slots and a share of the rest. The last layer's share is (n - window)
+    / beta; the first layer's share exceeds the mean by as much as the last one falls short, but is at most
+    the length of the prompt. Counts are rounded so that all layers together keep L * n. Prompts shorter than
+    2 (n - window) tokens keep n slots in every layer, as in the authors' code. "kvpress": a layer's share
+    includes the window, each layer is rounded alone, and all layers keep the mean if the smallest share would
+    be less than the window.
 
     Args:
-        beta: how steep; counts are exact at any length if it is a whole number.
+        beta: how steeply counts fall; counts are exact at any length if beta is a whole number.
         window: slots that every layer keeps.
         variant: "paper" or "kvpress".
         budget: needed by "kvpress", whose mean is ratio * length before it is rounded down to n.
@@ -275,8 +275,8 @@ class Pyramid:
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max((0, 2))
-        # In a cache that was compressed before, a row has fewer slots than tokens. It has at least the tokens
-        # that a mean of n takes.
+        # After an earlier compression a row has fewer slots than tokens. Its length is at least the shortest
+        # prompt whose budget is n.
         length = jnp.maximum(live, self._shortest(jnp, n))
         if self.variant == "kvpress":
             count = self._kvpress(n[None], self._floored_off(live, n)[None], length[None], scores.shape[0])
@@ -285,8 +285,8 @@ class Pyramid:
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
-        # For a given mean, a layer's count only grows or only falls with the length of the prompt, from the
-        # mean on, so the shortest and the longest prompt give the largest count.
+        # For a given mean, a layer's count is monotone in the prompt's length (from the mean on), so the
+        # largest count is at the shortest or the longest prompt.
         mean = np.arange(1, n + 1)[None]
         if self.variant == "paper":
             ends = (self._shortest(np, mean), np.full_like(mean, tokens))
@@ -303,14 +303,14 @@ class Pyramid:
         return [heads * max(int(x), 0) for x in (length - kept).max(1)]
 
     def _kvpress_most(self, mean: np.ndarray, n: np.ndarray, tokens: int, layers: int) -> np.ndarray:
-        """Most slots [L, n] that a layer keeps for each mean, over prompts of at most `tokens` tokens."""
+        """The largest count [L, n] of a layer for each mean, over prompts of at most `tokens` tokens."""
         # The first layer's share, for the shortest and for the longest prompt.
         low, high = (
             np.minimum(2 * mean - mean / self.beta, length - self.window)
             for length in (self._shortest(np, n), tokens)
         )
-        # Where the first layer's share exceeds this, the last layer's is less than the window. Then, and
-        # where it is less than the mean, all layers keep the mean.
+        # If the first layer's share exceeds `steepest`, the last layer's is less than the window. Then, or if
+        # it is less than the mean, all layers keep the mean.
         steepest = 2 * mean - self.window
         flat = (low < mean) | (high > steepest)
         high = np.minimum(high, steepest)
@@ -322,12 +322,12 @@ class Pyramid:
         return np.ceil(np.where(flat | (high < mean), np.maximum(pyramid, mean), pyramid))
 
     def _shortest(self, xp: ModuleType, n: Counts) -> Counts:
-        """The fewest tokens a row can have where its budget comes to n slots; xp is numpy or jax.numpy."""
+        """The smallest row length whose budget is n slots; xp is numpy or jax.numpy."""
         ratio = None if self.budget is None else self.budget.ratio
         return n if ratio is None else xp.where(n == 1, n, -(-n * ratio.denominator // ratio.numerator))
 
     def _floored_off(self, length: Int[Array, "B"], n: Int[Array, "B"]) -> Float[Array, "B"]:
-        """The fraction that rounding ratio * length down to n cut off; 0 where n is not that number."""
+        """The fraction lost when ratio * length was rounded down to n; 0 if n is not that product."""
         ratio = None if self.budget is None else self.budget.ratio
         if ratio is None:
             return jnp.zeros(n.shape, jnp.float32)
@@ -335,7 +335,7 @@ class Pyramid:
         return jnp.where(whole == n, rest.astype(jnp.float32) / ratio.denominator, 0.0)
 
     def _paper(self, xp: ModuleType, n: Counts, length: Counts, layers: int) -> Counts:
-        """Counts [L, B] with the array module xp; n and length are integers [1, B]."""
+        """Counts [L, B] computed with the array module xp; n and length are integers [1, B]."""
         depth = xp.arange(layers, dtype=xp.int32)[:, None].astype(xp.float32)
         whole = xp.maximum(n - self.window, 0).astype(xp.int32)
         spare = whole.astype(xp.float32)
@@ -343,7 +343,7 @@ class Pyramid:
         high = xp.where(length < 2 * whole, spare, high)
         low = 2 * spare - high
         share = high - depth * (high - low) / max(layers - 1, 1)
-        # Rounded running totals keep the stack's total at L * n.
+        # Rounding running totals keeps the sum over layers at L * n.
         total = xp.round(xp.cumsum(share, 0)).astype(xp.int32)
         total = xp.concatenate([xp.zeros_like(total[:1]), total[:-1], layers * whole])
         return total[1:] - total[:-1] + xp.minimum(n, self.window).astype(xp.int32)
@@ -351,10 +351,10 @@ class Pyramid:
     def _kvpress(
         self, n: Int[Array, "1 B"], part: Float[Array, "1 B"], length: Int[Array, "1 B"], layers: int
     ) -> Int[Array, "L B"]:
-        """Counts where the mean is n + part.
+        """Counts for the mean n + part.
 
-        Each number is a pair (integer, float) that stands for their sum: in a single float32, the fractions
-        that decide how counts are rounded would be lost from about 10^5 tokens on.
+        Each number is a pair (integer, float) and means their sum: a single float32 would lose the fractions
+        that decide rounding from about 10^5 tokens on.
         """
 
         def floating(x: Array) -> Array:
@@ -378,7 +378,7 @@ class Pyramid:
 
 
 def _round(whole: Int[Array, "l B"], part: Float[Array, "l B"]) -> Int[Array, "l B"]:
-    """Rounds whole + part to the nearest integer, halves to the even one."""
+    """Rounds whole + part to the nearest integer, halves to even."""
     base = jnp.floor(part)
     whole, part = whole + base.astype(jnp.int32), part - base
     up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))

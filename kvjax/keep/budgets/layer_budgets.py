@@ -1,4 +1,4 @@
-"""Allocations over layers, each head of a layer keeping as many, and the score that a layer's heads share."""
+"""Allocations over layers, whose heads all keep equally many slots; a score that the heads share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.keep.select import ranks
 
 @dataclasses.dataclass(frozen=True)
 class Together(Made):
-    """The mean of a score over a layer's heads, which keep the same slots."""
+    """The mean of a score over the KV heads of a layer, so that they all keep the same slots."""
 
     score: Score
 
@@ -33,12 +33,12 @@ class Together(Made):
 
 @dataclasses.dataclass(frozen=True)
 class ByUncertainty:
-    """ZigZagKV (arXiv:2412.09036): layers get shares by how many tokens they need.
+    """ZigZagKV (arXiv:2412.09036): layers that need more tokens get larger shares.
 
-    A layer needs u, the mean over heads of the fewest tokens before the last `window` ones that hold the
-    share `mass` of what the window's queries, in sum, give those tokens. Every layer keeps the window and
-    floor(least * n') slots, n' being the budget n without the window; what the stack has beyond is shared in
-    proportion to u.
+    The need u of a layer is the mean over heads of the fewest tokens before the last `window` ones that hold
+    the share `mass` of the attention that the window's queries give to those tokens. Every layer keeps the
+    window and floor(least * n') slots, where n' is the budget n without the window; the remaining slots are
+    shared among layers in proportion to u.
     """
 
     window: int
@@ -62,7 +62,7 @@ class ByUncertainty:
         return [heads * n] * layers
 
     def fewest(self, n: int) -> int:
-        """Slots that a layer keeps in every head, whatever it needs."""
+        """The number of slots that every head of any layer keeps."""
         return min(n, self.window) + max(n - self.window, 0) * round(self.least * 1000) // 1000
 
     def counts(
@@ -81,11 +81,11 @@ class ByUncertainty:
 
 @dataclasses.dataclass(frozen=True)
 class ByHits:
-    """DynamicKV (arXiv:2412.14838): layers get shares by how many of the stack's best tokens they have.
+    """DynamicKV (arXiv:2412.14838): layers get shares by how many of the stack's best slots they hold.
 
-    Beside what is protected, which scores infinity, the stack's L * K * n' best scores are counted by layer,
-    where n' is the budget without the protected slots. Layers share L * n' slots in proportion to these
-    numbers, and none gets more than most * n'.
+    Protected slots score infinity and are not counted. n' is the budget without them; the L * K * n' best
+    scores of all layers are counted by layer. Layers share L * n' slots in proportion to these counts, and
+    none gets more than most * n'.
     """
 
     most: float = 10.0
@@ -111,11 +111,11 @@ class ByHits:
 
 @dataclasses.dataclass(frozen=True)
 class ByPrefix:
-    """PrefixKV (arXiv:2412.03409): every layer keeps the same share of its importance.
+    """PrefixKV (arXiv:2412.03409): every layer keeps the same share of its total importance.
 
-    A layer's heads share one score. Beside protected slots, which score infinity, a layer keeps the fewest
-    slots whose scores sum to the share p of all finite scores; p is the largest share for which the
-    stack keeps at most L * n slots. Slots that are left over go to the layers one by one, from the first. A
+    All heads of a layer share one score. Protected slots score infinity. Of the others a layer keeps the
+    fewest slots whose scores sum to the share p of all finite scores; p is the largest share for which all
+    layers together keep at most L * n slots. Remaining slots go to the layers one by one, from the first. A
     negative score counts as 0.
     """
 
@@ -137,7 +137,7 @@ class ByPrefix:
             return jnp.minimum((part < p[None, :, None]).sum(-1, dtype=jnp.int32) + 1, most)
 
         def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Half of the shares between which the largest lies that fits."""
+            """Bisects the interval that contains the largest share that fits."""
             low, high = bounds
             p = (low + high) / 2
             fits = kept(p).sum(0) <= total
@@ -152,11 +152,11 @@ class ByPrefix:
 
 @dataclasses.dataclass(frozen=True)
 class ByDecay:
-    """PyramidInfer (arXiv:2405.12532): of what a layer keeps, the one above keeps the part r_l.
+    """PyramidInfer (arXiv:2405.12532): each layer keeps the fraction r_l of what the layer below keeps.
 
-    r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2 behind layer l, as in the authors' code. Every layer
-    keeps `window` slots; what the stack has beyond them is shared in proportion to what is left, r_0 ...
-    r_(l-1).
+    After layer l the fraction is r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2, as in the authors' code.
+    Every layer keeps `window` slots; the remaining slots are shared in proportion to the products
+    r_0 ... r_(l-1).
     """
 
     window: int
@@ -168,11 +168,11 @@ class ByDecay:
         return [heads * n] * layers
 
     def fewest(self, n: int) -> int:
-        """Slots that a layer keeps in every head, however high it lies."""
+        """The number of slots that every head of any layer keeps."""
         return min(n, self.window)
 
     def left(self, layers: int) -> list[float]:
-        """What is left of a prompt in every layer, of so many.
+        """The fraction of a prompt that each of `layers` layers keeps.
 
         >>> [round(x, 3) for x in ByDecay(4, 0.5).left(2)]
         [1.0, 1.0]
@@ -191,6 +191,6 @@ class ByDecay:
 
 
 def _kept_and_live(scores: Float[Array, "L B K S"]) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
-    """How many slots of a layer's heads are protected, and how many there are."""
+    """How many slots of a layer's heads are protected, and how many are live."""
     protected, live = (scores == jnp.inf), (scores > -jnp.inf)
     return protected.sum(-1, dtype=jnp.int32).max(2), live.sum(-1, dtype=jnp.int32).max(2)

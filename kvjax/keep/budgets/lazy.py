@@ -1,4 +1,4 @@
-"""Lazy layers: those whose queries look at the ends of a text alone."""
+"""Lazy layers: layers whose queries attend only to the first and the newest tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvjax.keep.scores.score import probabilities, window_logits
 
 @dataclasses.dataclass(frozen=True)
 class Lookback(Word):
-    """Attention of a layer's last `last` queries to tokens other than sinks and recent ones.
+    """Attention of a layer's last `last` queries to tokens that are neither sinks nor recent.
 
-    It excludes the first `sinks` and the newest `window` tokens, and is one number for all slots, the mean
-    over queries and heads
-    (SimLayerKV, arXiv:2410.13846, calls layers with a small value lazy). before_each: excludes the `window`
-    tokens before each query, its own token not among them, in place of the newest ones.
+    The first `sinks` and the newest `window` tokens are excluded. The result is one number for all slots of a
+    layer, the mean over queries and heads; SimLayerKV (arXiv:2410.13846) calls layers with a small value
+    lazy. before_each: excludes the `window` tokens before each query instead of the newest tokens of the
+    text.
     """
 
     last: int = 1

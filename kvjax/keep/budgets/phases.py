@@ -1,4 +1,4 @@
-"""Budgets of a text's two parts: tokens that were read in prompts, and tokens that were written behind."""
+"""Separate budgets for tokens read in prompts and for tokens generated after them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, Trace, Vie
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 
-# More than any attention: what scores so leaves only if nothing else can.
+# Larger than any attention: a slot with this score is evicted only if no other slot can be.
 _STAYS = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """1 for a token that came in a step of its own, 0 for one that was read with others."""
+    """1 for a token that was appended by a decode step, 0 for a token that was read in a prompt."""
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -34,11 +34,11 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class InPhases(Made):
-    """Prompts keep their own share of the budget n, and written tokens leave among themselves.
+    """Prompt tokens keep their own share of the budget n; generated tokens are evicted among themselves.
 
-    At the end of a prompt, floor((1 - written) * n) of all tokens that were read stay: the newest `newest`
-    ones and the best by `prompt`. Others score -inf. Tokens that were written score `later`, and in steps
-    they leave before any that were read.
+    At the end of a prompt, floor((1 - written) * n) prompt tokens stay: the newest `newest` ones and the best
+    by `prompt`. Others score -inf. Generated tokens score `later`, and decode steps evict them before any
+    prompt token.
     """
 
     prompt: Score
@@ -64,7 +64,7 @@ class InPhases(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Phased(Made):
-    """One score at the ends of prompts, another one while decoding, where a slot leaves after every token."""
+    """One score at the end of a prompt, another one in decode steps, which evict a slot after every token."""
 
     prompt: Score
     later: Score

@@ -1,4 +1,4 @@
-"""Allocations that need more than scores: what a layer saw, or was taught, says how much its heads get."""
+"""Allocations that need more than scores: recorded queries or fitted numbers decide how much a head gets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvjax.keep.scores.score import attention_to_older, over_queries
 
 @dataclasses.dataclass(frozen=True)
 class ByAttention:
-    """CAKE (arXiv:2503.12491, section 4.1): layers get shares by how their attention is spread and moves.
+    """CAKE (arXiv:2503.12491, section 4.1): layers get shares by the spread and variation of attention.
 
-    A layer prefers P = H^(1/tau1) V^(1/tau2). With p the attention that the last `window` queries pay to the
-    tokens before them, H = -sum p log p over heads, queries and tokens, and V is the variance of p over the
-    queries, summed over heads and tokens. Every layer keeps `window` slots; what the stack has beyond them is
-    shared in proportion to P. Each head of a layer keeps as many.
+    A layer's preference is P = H^(1/tau1) V^(1/tau2). With p the attention of the last `window` queries to
+    the tokens before them, H = -sum p log p over heads, queries and tokens, and V is the variance of p over
+    the queries, summed over heads and tokens. Every layer keeps `window` slots; the remaining slots are
+    shared in proportion to P. All heads of a layer keep equally many.
     """
 
     window: int
@@ -36,7 +36,7 @@ class ByAttention:
 
     def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
         p, (_, q_pos) = attention_to_older(view, seen, self.window), seen.of(Queries(self.window))
-        # The authors' 1e-10, which keeps the logarithm of 0 finite.
+        # The authors' 1e-10 keeps log(0) finite.
         entropy = -(p * jnp.log(p + 1e-10)).sum((1, 2, 3, 4))
         variance = over_queries(p, q_pos)[1].sum((1, 2, 3))
         preferred = jnp.maximum(entropy, 0.0) ** (1 / self.tau1) * variance ** (1 / self.tau2)
@@ -48,7 +48,7 @@ class ByAttention:
     layer_rest = staticmethod(rest_of_mean)
 
     def fewest(self, n: int) -> int:
-        """Slots that a layer keeps in every head, whatever it prefers."""
+        """The number of slots that every head keeps, whatever its layer's preference."""
         return min(n, self.window)
 
     def counts(
@@ -67,10 +67,10 @@ class ByAttention:
 def apportioned(
     preferred: Float[Array, "M B"], total: Int[Array, "B"], most: Int[Array, "M B"]
 ) -> Int[Array, "M B"]:
-    """A total shared in proportion to what M parties prefer, none of whom can hold more than `most`.
+    """Shares a total among M parties in proportion to `preferred`, with at most `most` for each.
 
-    Shares are rounded down. What is left goes to those who can hold more, to each as much, the first ones one
-    more where it does not divide; so everything is given away, unless all are full.
+    Shares are rounded down. What remains is spread evenly over the parties that can hold more, with one more
+    for the first ones where it does not divide; so the total is used up unless all are full.
 
     >>> preferred = jnp.array([[3.0], [1.0], [0.0]])
     >>> apportioned(preferred, jnp.array([12]), jnp.array([[9], [9], [9]])).T.tolist()
@@ -85,9 +85,10 @@ def apportioned(
 
 
 def given_away(base: Int[Array, "M B"], total: Int[Array, "B"], most: Int[Array, "M B"]) -> Int[Array, "M B"]:
-    """Shares that M parties have of a total, none above its `most`, with what is left given away.
+    """Adds what `base` leaves of a total to the shares of M parties, none above its `most`.
 
-    It goes to those who can hold more, to each as much, the first ones one more where it does not divide.
+    What remains is spread evenly over the parties that can hold more, with one more for the first ones where
+    it does not divide.
 
     >>> given_away(jnp.array([[3], [1], [9]]), jnp.array([12]), jnp.array([[9], [9], [5]])).T.tolist()
     [[5, 2, 5]]
@@ -98,13 +99,13 @@ def given_away(base: Int[Array, "M B"], total: Int[Array, "B"], most: Int[Array,
         return jnp.clip(base + more[None], 0, most)
 
     def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Half of the numbers between which the largest lies that all can get more."""
+        """Bisects the interval that contains the largest amount that every party can get in addition."""
         low, high = bounds
         middle = (low + high + 1) // 2
         fits = held(middle).sum(0, dtype=jnp.int32) <= total
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
-    # Less than 0 only where float32 has rounded the share of a large total up.
+    # The remainder is negative only if float32 rounded the share of a large total up.
     ends = (-most.max(0), most.max(0))
     count = held(jax.lax.fori_loop(0, 32, halve, ends)[0])
     room, left = count < most, total - count.sum(0, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Profiles: how important each head of a model was found to be, and budgets that follow from it."""
+"""Profiles: the fitted importance of each head of a model, and budgets computed from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.keep.budgets.preference import apportioned
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much every KV head retrieves (HeadKV, arXiv:2410.19258); an observation of what was fitted.
+    """How strongly every KV head retrieves (HeadKV, arXiv:2410.19258); fitted offline.
 
     fitted: "importance" [L, K], as `kvjax fit headkv` writes it; only its proportions matter.
     """
@@ -29,7 +29,7 @@ class Profile:
     phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "profile", "layers, KV heads", "importance", (model.layers, model.kv_heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
@@ -40,7 +40,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class CopyProfile(Profile):
-    """How often every KV head copies the token that is said next (Retrieval Head, arXiv:2404.15574).
+    """How often every KV head copies the next token from the context (Retrieval Head, arXiv:2404.15574).
 
     fitted: "importance" [L, K], as `kvjax fit retrieval-head` writes it.
     """
@@ -50,9 +50,9 @@ class CopyProfile(Profile):
 
 @dataclasses.dataclass(frozen=True)
 class SearchedProfile(Profile):
-    """How much every layer should keep, as a search found it (EvolKV, arXiv:2509.08315).
+    """How much every layer should keep, found by a search (EvolKV, arXiv:2509.08315).
 
-    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit evolkv` writes it.
+    fitted: "importance" [L, K], the same for all heads of a layer, as `kvjax fit evolkv` writes it.
     """
 
     by = "evolkv"
@@ -60,13 +60,13 @@ class SearchedProfile(Profile):
 
 @dataclasses.dataclass(frozen=True)
 class DriftProfile(Profile):
-    """How far every layer's keys drift where a text is read by blocks (EpiCache, arXiv:2509.17396).
+    """How far the keys of every layer drift when a text is read in blocks (EpiCache, arXiv:2509.17396).
 
-    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit epicache` writes it.
+    fitted: "importance" [L, K], the same for all heads of a layer, as `kvjax fit epicache` writes it.
     """
 
     by = "epicache"
-    # Without it, all layers keep as many.
+    # Unfitted, all layers keep equally many slots.
     fit_first = False
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
@@ -77,17 +77,17 @@ class DriftProfile(Profile):
 
 @dataclasses.dataclass(frozen=True)
 class CurveProfile(Profile):
-    """What every head should keep at a budget, by what it loses otherwise (LU-KV, arXiv:2602.08585).
+    """The share that every head should keep at a budget, from loss curves (LU-KV, arXiv:2602.08585).
 
-    fitted: "kept" [L, K, 99], the shares where 1 to 99 percent of all slots leave, as `kvjax fit lukv` writes
-    them; the percentage that is nearest to the budget counts.
+    fitted: "kept" [L, K, 99], the shares of each head when 1 to 99 percent of all slots are evicted, as
+    `kvjax fit lukv` writes them; the percentage nearest to the budget is used.
     """
 
     budget: Budget = Budget(1.0)
     by = "lukv"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "curves", "layers, KV heads", "kept", (model.layers, model.kv_heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
@@ -100,12 +100,12 @@ class CurveProfile(Profile):
 
 @dataclasses.dataclass(frozen=True)
 class ByProfile:
-    """HeadKV (arXiv:2410.19258, section 4.2): heads get a base, and shares of a pool by their importance.
+    """HeadKV (arXiv:2410.19258, section 4.2): heads get a base budget and a share of a pool by importance.
 
     Every head keeps `window` slots. Of the rest of its budget, m = n - window, it gives floor(m / beta) to a
-    pool of the whole stack, which is shared in proportion to the profile. What a head cannot use of its
-    share, because the prompt is shorter, goes to the others, or to none if `lost`; shares are then rounded
-    to the nearest number. beta is taken in thousandths.
+    pool of all layers, which is shared in proportion to the profile. A share that exceeds the length of the
+    prompt goes to the other heads, or is unused if `lost`; shares are then rounded to the nearest integer.
+    beta is rounded to thousandths.
     """
 
     profile: Profile
@@ -129,7 +129,7 @@ class ByProfile:
         return [heads * (tokens - 1)] * layers if self.lost else rest_of_mean(budget, tokens, layers, heads)
 
     def fewest(self, n: int) -> int:
-        """Slots that a head of no importance keeps."""
+        """The number of slots of a head with importance 0."""
         return n - self._given(max(n - self.window, 0))
 
     def counts(
@@ -158,6 +158,6 @@ class ByProfile:
         return base + jnp.moveaxis(shares.reshape(layers, heads, b), 2, 1)
 
     def _given(self, spare: Count) -> Count:
-        """floor(spare / beta), without a product that int32 cannot hold."""
+        """floor(spare / beta), in thousandths so that the product fits in int32."""
         unit = round(self.beta * 1000)
         return spare // unit * 1000 + spare % unit * 1000 // unit

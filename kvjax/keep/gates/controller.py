@@ -1,4 +1,4 @@
-"""ADORE's controller: a recurrent network over tokens asks for those that the next query looks at."""
+"""ADORE's controller: a recurrent network that predicts which tokens the next query attends to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvjax.keep.gates.gate import Gate
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import AtArrival
 
-# A row's state, and what its KV heads ask for behind the newest token.
+# A row's state, and the prediction of its KV heads after the newest token.
 Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]
 
 
 def check_controller(word: Controller | Told, model: ModelSizes) -> None:
-    """InputError where a controller's arrays are those of another kind of model."""
+    """Raises InputError if a controller's arrays do not fit the model's sizes."""
     assert word.fitted is not None
     layers, width, heads = model.layers, model.width, model.kv_heads
     check_sizes(word, "controller", "layers, width", "in", (layers, width))
@@ -34,12 +34,12 @@ def check_controller(word: Controller | Told, model: ModelSizes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """What KV heads ask for behind the newest token: A z + a, of the state z of a GRU over a layer's inputs.
+    """A GRU over a layer's inputs, with an output per KV head: A z + a, z being the newest token's state.
 
-    z_t = GRU(x_t, z_(t-1)) (arXiv:2407.02328, as in arXiv:1412.3555 with a bias on the state's side, too):
-    r, u = sigmoid(x W + b + z V + c), n = tanh(x W + b + r (z V + c)), z' = (1 - u) n + u z. Rows carry z.
-    fitted: "in" [L, D, 3 X] and "in_bias" [L, 3 X], of r, u and n one behind the other, "state" [L, X, 3 X]
-    and "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] of `Told`.
+    z_t = GRU(x_t, z_(t-1)) (arXiv:2407.02328, as in arXiv:1412.3555 with a bias on the state's side, too): r,
+    u = sigmoid(x W + b + z V + c), n = tanh(x W + b + r (z V + c)), z' = (1 - u) n + u z. Every row carries
+    its z. fitted: "in" [L, D, 3 X] and "in_bias" [L, 3 X], with r, u and n concatenated, "state" [L, X, 3 X]
+    and "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] for `Told`.
     """
 
     fitted: Fitted | None = None
@@ -48,11 +48,11 @@ class Controller:
 
     @property
     def channels(self) -> int:
-        """R: by how many numbers a token is known; 0 before it is fitted."""
+        """R, the number of channels that describe a token; 0 if nothing is fitted."""
         return 0 if self.fitted is None else self.fitted.arrays["told"].shape[-1]
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_controller(self, model)
 
     def start(self, inputs: Inputs) -> Carries:
@@ -79,7 +79,7 @@ class Controller:
 def after(
     arrays: dict[str, Array], x: Float[Array, "B T D"], live: Bool[Array, "B T"], start: Float[Array, "B X"]
 ) -> Float[Array, "T B X"]:
-    """The states of a GRU behind every token; padding leaves them as they are."""
+    """The states of a GRU after every token; padding leaves the state unchanged."""
     made = x @ arrays["in"] + arrays["in_bias"][None, None]
     state, bias = arrays["state"], arrays["state_bias"][None]
 
@@ -93,7 +93,7 @@ def after(
 
 
 def asked_for(arrays: dict[str, Array], states: Float[Array, "*b X"]) -> Float[Array, "*b K R"]:
-    """What KV heads ask for in these states."""
+    """The outputs A z + a of the KV heads for the given states."""
     bias = arrays["ask_bias"]
     asked = jnp.einsum("...x,xkr->...kr", states, arrays["ask"])
     return asked + bias.reshape(*(1,) * (asked.ndim - 2), *bias.shape)
@@ -101,13 +101,13 @@ def asked_for(arrays: dict[str, Array], states: Float[Array, "*b X"]) -> Float[A
 
 @dataclasses.dataclass(frozen=True)
 class Told(Gate):
-    """One channel of what a token is known by to each KV head: x M, of the layer's input x (`Controller`)."""
+    """One channel of x M, which describes a token to each KV head; x is the layer's input."""
 
     channel: int = 0
     by = "adore"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_controller(self, model)
 
     def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
@@ -117,10 +117,10 @@ class Told(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted(Word):
-    """score[j] = (A z + a) . (x_j M): how much the controller expects the next query to look at a token.
+    """score[j] = (A z + a) . (x_j M): how much attention the controller predicts for a token.
 
-    z is the state behind the newest token; what token j is known by is remembered from its arrival on, in as
-    many numbers as the controller has channels (ADORE, arXiv:2407.02328).
+    z is the state after the newest token. x_j M is recorded when token j is read, in as many numbers as the
+    controller has channels (ADORE, arXiv:2407.02328).
     """
 
     controller: Controller

@@ -1,4 +1,4 @@
-"""Slots that newer tokens drop: a token is seen until one behind it says that it is not needed any more."""
+"""Dynamic context pruning: newer tokens drop older slots, which are hidden from all later queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.keep.scores.score import STRIP
 
 @dataclasses.dataclass(frozen=True)
 class InteractionKey:
-    """One channel of a token's interaction key, from the layer's input; all heads have the same one."""
+    """One channel of a token's interaction key, computed from the layer's input; all heads share it."""
 
     fitted: Fitted
     channel: int
@@ -28,7 +28,7 @@ class InteractionKey:
     phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         Dropping(self.fitted).check(model)
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
@@ -39,11 +39,11 @@ class InteractionKey:
 
 @dataclasses.dataclass(frozen=True)
 class Dropping:
-    """From which token on a slot is hidden from a layer: the first n > j with a_n' b_j / sqrt(R) + c < 0.
+    """The first token n > j that drops slot j in a layer: the first with a_n' b_j / sqrt(R) + c < 0.
 
     a_n = W_a' x_n and b_j = W_b' x_j are R channels of the layer's inputs (Dynamic Context Pruning,
-    arXiv:2305.15805, section 3.1), and what the heads of a layer see is the same. A slot remembers its b_j.
-    fitted: "query" and "key" [L, D, R], "bias" [L, 1].
+    arXiv:2305.15805, section 3.1). From token n on the slot is hidden from all heads of the layer. The slot's
+    trace is b_j. fitted: "query" and "key" [L, D, R], "bias" [L, 1].
     """
 
     fitted: Fitted | None = None
@@ -51,13 +51,13 @@ class Dropping:
     phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         for name in ("query", "key"):
             check_sizes(self, "interactions", "layers, width", name, (model.layers, model.width))
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """What it asks of slots: their interaction keys, channel by channel."""
+        """The traces that slots carry: their interaction keys, one trace per channel."""
         if self.fitted is None:
             return ()
         channels = self.fitted.arrays["key"].shape[-1]
@@ -66,7 +66,7 @@ class Dropping:
     def since(
         self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
     ) -> Int[Array, "B K S"]:
-        """The positions of the first new tokens that do not see slots any more; a strip of them at a time."""
+        """The position of the first new token that drops each slot, computed in strips of tokens."""
         assert self.fitted is not None
         arrays = {name: x.astype(jnp.float32) for name, x in inputs.fitted[self.fitted.digest].items()}
         keys = jnp.stack([traces[key_of(t)] for t in self.traces], -1).astype(jnp.float32)
@@ -91,7 +91,7 @@ class Dropping:
 
 @dataclasses.dataclass(frozen=True)
 class NotDropped(Word):
-    """0 for a slot that no token behind it has dropped, and -1 for others: see `Dropping`."""
+    """0 for a slot that no later token has dropped, -1 for a dropped one: see `Dropping`."""
 
     looks = False
 

@@ -1,4 +1,4 @@
-"""Gates that decide what leaves: a token stays in a head while its gate is above a half."""
+"""Eviction gates: a head keeps a token while its gate is above one half."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvjax.grammar.fitted import ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs
 from kvjax.keep.gates.gate import Gate, HiddenGate, gated
 
-# How many queries of a gate meet all its keys at a time.
+# How many queries of a gate attend to all its keys at a time.
 STRIP = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class EvictionGate(HiddenGate):
-    """How sure a head is that a token need not leave, from the layer's input (arXiv:2506.05345, section 3).
+    """The log-odds that a head keeps a token, from the layer's input (arXiv:2506.05345, section 3).
 
-    -(x w + b) of the layer's normalised input x: the token leaves where round(sigmoid(x w + b)) is 1. fitted:
+    -(x w + b) of the layer's normalised input x; a token is evicted where round(sigmoid(x w + b)) is 1.
+      fitted:
     "out" [L, D, K], "out_bias" [L, K].
     """
 
@@ -32,17 +33,18 @@ class EvictionGate(HiddenGate):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionGate(Gate):
-    """Whether a head keeps a token, by a small attention over all tokens read with it (arXiv:2410.12876).
+    """The log-odds that a head keeps a token, from attention to tokens read with it (arXiv:2410.12876).
 
     sigmoid([softmax(q_j k_j' / sqrt(R)) v_j] over all J heads W_o + b), where q, k and v have R channels and
-    are made of the layer's input. What is read together is a prompt, a turn or a chunk; a token that is
-    written is judged by itself. fitted: "q", "k" and "v" [L, D, J, R], "out" [L, J, R, K], "out_bias" [L, K].
+    are projected from the layer's input. The tokens read together are those of a prompt, a turn or a chunk; a
+    generated token attends to itself only. fitted: "q", "k" and "v" [L, D, J, R], "out" [L, J, R, K],
+    "out_bias" [L, K].
     """
 
     by = "attention-gate"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "gate", "layers, width", "q", (model.layers, model.width))
         check_sizes(self, "gate", "layers, KV heads", "out_bias", (model.layers, model.kv_heads))
 
@@ -54,7 +56,7 @@ class AttentionGate(Gate):
 def attention_gate(
     arrays: dict[str, Array], x: Float[Array, "B T D"], live: Bool[Array, "B T"]
 ) -> Float[Array, "B K T"]:
-    """The log-odds that tokens stay, of one layer on hidden states, a strip of queries at a time."""
+    """The log-odds that tokens are kept, for the hidden states of one layer, a strip of queries at a time."""
     q, k, v = (jnp.einsum("btd,djr->bjtr", x, arrays[name]) for name in "qkv")
     (b, heads, t, r), size = q.shape, min(STRIP, x.shape[1])
     strips = jnp.pad(q, ((0, 0), (0, 0), (0, -t % size), (0, 0))).reshape(b, heads, -1, size, r)

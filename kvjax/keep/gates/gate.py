@@ -1,4 +1,4 @@
-"""Gates: small networks that say how much a token will matter, when it is read."""
+"""Gates: small networks that predict, when a token is read, how much it will matter."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvjax.keep.observations.trace import AtArrival
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """The base of all gates: one number per KV head for every token, from what its layer computed of it.
+    """The base class of gates: one number per KV head and token, from what its layer computed for the token.
 
-    A subclass says which arrays it was fitted to and what it makes of them (`of`). looks: whether it looks at
+    A subclass declares the arrays it is fitted to and computes the number (`of`). looks: whether it reads
     keys or values, as plain attention has them.
     """
 
@@ -29,11 +29,11 @@ class Gate:
     phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         raise NotImplementedError
 
     def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
-        """The gate of one layer, with its arrays in float32."""
+        """The gate of one layer, whose arrays are in float32."""
         raise NotImplementedError
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
@@ -44,9 +44,9 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class HiddenGate(Gate):
-    """log of a token's importance to each head, from the layer's input (KVzap, arXiv:2601.07891).
+    """The log of a token's importance to each head, from the layer's input (KVzap, arXiv:2601.07891).
 
-    A linear map or, where the arrays have a hidden layer, a network with one layer of GELUs. fitted: "out"
+    A linear map or, if the arrays have a hidden layer, a network with one GELU layer. fitted: "out"
     [L, X, K] and "out_bias" [L, K] with X = D; or X = the hidden width, with "in" [L, D, X] and "in_bias"
     [L, X] before them.
     """
@@ -54,7 +54,7 @@ class HiddenGate(Gate):
     by = "kvzap"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         assert self.fitted is not None
         first = "in" if "in" in self.fitted.arrays else "out"
         check_sizes(self, "gate", "layers, width", first, (model.layers, model.width))
@@ -78,7 +78,7 @@ def gated(arrays: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b
 
 @dataclasses.dataclass(frozen=True)
 class Gated(Word):
-    """What a gate said of a token when it was read."""
+    """The value of a gate for a token, computed when the token was read."""
 
     gate: Gate
 

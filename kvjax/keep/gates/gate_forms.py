@@ -1,4 +1,4 @@
-"""Gates that look at more than one vector of a token: its query, key and value, or learned sinks."""
+"""Gates that use more than the layer's input: a token's query, key and value, or learned sinks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kvjax.models.layers import rms_norm
 
 # The epsilon of the authors' normalisations.
 EPSILON = 1e-6
-# What Write-Gated KV's authors raise smaller gates to, whose logarithm is added to logits.
+# The lower bound of Write-Gated KV's gates, whose logarithm is added to logits.
 LEAST = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class RetainingHead(Gate):
-    """How much answers will look at a token, from all that its layer makes of it (arXiv:2410.01805, 3.2).
+    """How much answers will attend to a token, from its queries, keys and values (arXiv:2410.01805, 3.2).
 
-    s = silu([q, k, v] W1) W2, of a token's queries, keys and values in all heads before rotation, one after
-    the other. fitted: "in" [L, (N + 2 K) H, X] and "out" [L, X, K].
+    s = silu([q, k, v] W1) W2, of a token's queries, keys and values in all heads before rotation,
+    concatenated. fitted: "in" [L, (N + 2 K) H, X] and "out" [L, X, K].
     """
 
     by = "locret"
     looks = True
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
         check_sizes(self, "retaining heads", "layers, channels", "in", (model.layers, width))
         assert self.fitted is not None
@@ -60,18 +60,18 @@ def retained(
 
 @dataclasses.dataclass(frozen=True)
 class SinkGate(Gate):
-    """KVzip's score, guessed as the attention of a token to itself beside sinks (arXiv:2601.17668, 3.2).
+    """KVzip's score, estimated as a token's attention to itself beside learned sinks (arXiv:2601.17668, 3.2).
 
     s = mean_g 1 / (1 + sum_j exp(b_j' q_g / sqrt(R) - k' q_g / sqrt(R) - c_g)), where q_g = rms(x W_q + a) of
-    every query head g of a group and k = rms(x W_k) have R channels and are made of the layer's input x, and
-    b_j are sinks that were learned. fitted: "q" [L, D, K, G, R] with "q_bias" [L, K, G, R] and "q_norm"
-    [L, R], "k" [L, D, K, R] with "k_norm" [L, R], "sinks" [L, K, J, R], "bias" [L, K, G].
+    every query head g of a group and k = rms(x W_k) have R channels and are projected from the layer's input
+    x, and b_j are learned sinks. fitted: "q" [L, D, K, G, R] with "q_bias" [L, K, G, R] and "q_norm" [L, R],
+    "k" [L, D, K, R] with "k_norm" [L, R], "sinks" [L, K, J, R], "bias" [L, K, G].
     """
 
     by = "fast-kvzip"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.width, model.kv_heads, model.heads // model.kv_heads)
         check_sizes(self, "gate", "layers, width, KV heads, heads of each", "q", sizes)
 
@@ -87,16 +87,16 @@ def sink_gate(arrays: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array
     scale = k.shape[-1] ** -0.5
     mine = jnp.einsum("btkr,btkgr->bktg", k, q) * scale + arrays["bias"][None, :, None]
     sinks = jnp.einsum("kjr,btkgr->bktgj", arrays["sinks"], q) * scale
-    # 1 / (1 + sum exp(sinks - mine)), as a logistic function, which no large logit overflows.
+    # 1 / (1 + sum exp(sinks - mine)), written as a sigmoid, so that large logits do not overflow.
     return jax.nn.sigmoid(mine - jax.nn.logsumexp(sinks, -1)).mean(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteGate(Gate):
-    """Whether a token is worth being remembered beyond a window, from its key (arXiv:2512.17452, 3.2).
+    """Whether a token is worth keeping beyond a window, from its key (arXiv:2512.17452, 3.2).
 
     g = max(sigmoid(gelu([rms(k), rms(k')] W1 + b1) W2 + b2), 0.001), for every KV head by itself; k is its
-    key before rotation, k' behind it. fitted: "norm" [L, 2, H], "in" [L, K, 2 H, X], "in_bias" [L, K, X],
+    key before rotation, k' after it. fitted: "norm" [L, 2, H], "in" [L, K, 2 H, X], "in_bias" [L, K, X],
     "out" [L, K, X], "out_bias" [L, K].
     """
 
@@ -104,7 +104,7 @@ class WriteGate(Gate):
     looks = True
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, 2 * model.head_dim)
         check_sizes(self, "gates", "layers, KV heads, channels of two keys", "in", sizes)
 
@@ -116,7 +116,7 @@ class WriteGate(Gate):
 def write_gate(
     arrays: dict[str, Array], raw: Float[Array, "B K T H"], k: Float[Array, "B K T H"]
 ) -> Float[Array, "B K T"]:
-    """Write-Gated KV's gate of one layer on keys before and behind their rotation."""
+    """Write-Gated KV's gate of one layer, from keys before and after rotation."""
     keys = zip((raw, k), arrays["norm"], strict=True)
     x = jnp.concatenate([rms_norm(y.astype(jnp.float32), w, EPSILON) for y, w in keys], -1)
     x = jnp.einsum("bkth,khx->bktx", x, arrays["in"]) + arrays["in_bias"][None, :, None]

@@ -1,1 +1,1 @@
-"""Merges: what the slots that stay take over from evicted slots."""
+"""Merges: how evicted slots are folded into the slots that stay."""

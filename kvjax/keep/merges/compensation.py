@@ -1,4 +1,4 @@
-"""RazorAttention's compensation token: what leaves a head is one token more, of the mean key and value."""
+"""RazorAttention's compensation token: the mean key and value of all slots that a head has evicted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvjax.keep.merges.merge import pick
 
 @dataclasses.dataclass(frozen=True)
 class Compensation:
-    """The mean key and value of all that has left a head (RazorAttention, arXiv:2407.15891, section 3.2).
+    """The mean key and value of all evicted slots (RazorAttention, arXiv:2407.15891, section 3.2).
 
-    Where m slots have left, a query attends to them as to one token of weight m exp(q mean(k) / sqrt(H)) and
-    value mean(v), beside the slots that are held. Kept slots are not changed.
+    After m evictions a query attends, beside the kept slots, to one more token with weight
+    m exp(q mean(k) / sqrt(H)) and value mean(v). Kept slots are not changed.
     """
 
     writes = ()
@@ -26,7 +26,7 @@ class Compensation:
         return frozenset()
 
     def start(self, view: View) -> dict[str, Array]:
-        """Sums of nothing: of keys times their scale, of values, and of ones."""
+        """Empty sums: of keys times their scale, of values, and the count."""
         lists = view.pos.shape[:2]
         return {
             "k": jnp.zeros((*lists, view.k.shape[-1]), jnp.float32),
@@ -42,7 +42,7 @@ class Compensation:
         leaving: Int[Array, "B K E"],
         seen: Seen,
     ) -> dict[str, Array]:
-        """The sums with the slots `leaving`; an index of S stands for no slot."""
+        """The sums after the slots `leaving` are added; index S means no slot."""
         real, index = leaving < view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
 
         def total(x: Float[Array, "B K S H"]) -> Float[Array, "B K H"]:
@@ -57,13 +57,13 @@ class Compensation:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view as it is: nothing joins the kept slots."""
+        """Returns the view unchanged: evicted slots are not merged into kept ones."""
         return view
 
     def answer(
         self, carried: dict[str, Array], q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-        """(out, lse) of rotated queries over all that has left; lse is -inf where nothing has."""
+        """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
         b, n, t, h = q.shape
         m = carried["m"][:, :, None, None]
         some, many = m > 0, jnp.maximum(m, 1.0)

@@ -1,4 +1,4 @@
-"""Merging: evicted slots are folded into kept ones, whose `bias` says how many tokens they stand for."""
+"""Merging: evicted slots are folded into kept ones, whose `bias` counts the tokens they represent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvjax.ops.base.largest import first_largest
 
 @dataclasses.dataclass(frozen=True)
 class ZipMerge:
-    """KeepKV's merge (arXiv:2504.09936, section 4), which leaves the current attention output as it was.
+    """KeepKV's merge (arXiv:2504.09936, section 4), which preserves the current attention output.
 
-    An evicted slot joins the kept slot c whose key is most similar, or is dropped where their cosine is below
-    `threshold`. Slot i has p_i votes, the number of tokens it stands for, and weighs w_i = p_i s_i with
-    s_i = exp(q k_i / sqrt(H)). What meets in c (c itself and all that join it) becomes one slot with
-    p = sum p_i, v = sum w_i v_i / sum w_i and k = a * sum w_i k_i / sum w_i. The factor a is such that
-    p exp(q k / sqrt(H)) = sum w_i, and log p is added to the logits, so the attention of the query q stays
-    the same.
+    An evicted slot is merged into the kept slot c with the most similar key, or dropped if their cosine is
+    below `threshold`. Slot i has p_i votes, the number of tokens it represents, and weight w_i = p_i s_i with
+    s_i = exp(q k_i / sqrt(H)). c and all slots merged into it become one slot with p = sum p_i,
+    v = sum w_i v_i / sum w_i and k = a * sum w_i k_i / sum w_i. The factor a is such that
+    p exp(q k / sqrt(H)) = sum w_i, and log p is added to the logits, so the attention output of the query q
+    does not change.
 
     Deviations: q is the newest query, where the paper predicts s_i by a moving average. With grouped queries,
     q is their mean. Where a lies outside [1/2, 2], the key is not scaled, and the bias takes the difference.
@@ -37,7 +37,7 @@ class ZipMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         b, heads, s = view.pos.shape
         k, v = view.k.astype(jnp.float32), view.v.astype(jnp.float32)
         bias = jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
@@ -55,14 +55,14 @@ class ZipMerge:
         w = jnp.exp(log_w - top)
 
         def gather(x: Array) -> Array:
-            """The x of every slot plus those of the slots that join it."""
+            """Sums x over every slot and the slots merged into it."""
             joining = pick(x, index)
             rows = jax.vmap(jax.vmap(lambda y, t, z: y.at[t].add(z, mode="drop")))
             return rows(x, target, joining)
 
         grown = gather(jnp.ones_like(w)) > 1.5
-        # Slots that no other joins are divided by 1 and not by their weight, which may be 0: the gradient of
-        # 0 / 0 is not finite.
+        # Slots into which no other is merged are divided by 1, not by their weight, which may be 0: the
+        # gradient of 0 / 0 is NaN.
         total = jnp.where(grown, jnp.maximum(gather(w), 1e-30), 1.0)
         votes = gather(jnp.exp(bias))
         mean_k = gather(w[..., None] * k) / total[..., None]
@@ -88,9 +88,9 @@ def pick(x: Array, index: Int[Array, "B K E"]) -> Array:
 def nearest(
     e: Float[Array, "B K E H"], k: Float[Array, "B K S H"], kept: Bool[Array, "B K S"], strip: int = 128
 ) -> tuple[Int[Array, "B K E"], Float[Array, "B K E"]]:
-    """For every leaving key, the kept slot of the largest cosine, and that cosine.
+    """For every evicted key, the kept slot with the largest cosine, and that cosine.
 
-    It takes `strip` leaving keys at a time, so that no [S, S] array is ever formed.
+    It processes `strip` evicted keys at a time, so that no [S, S] array is ever formed.
     """
 
     def unit(x: Array) -> Array:
@@ -106,7 +106,7 @@ def nearest(
     many = e.shape[2]
     if many <= strip:
         return best(e)
-    # One strip after the other: side by side, their cosines would be all there are.
+    # lax.map over strips: computed at once, their cosines would form the whole [S, S] array.
     padded = jnp.pad(e, ((0, 0), (0, 0), (0, -many % strip), (0, 0)))
     strips = padded.reshape(*e.shape[:2], -1, strip, e.shape[-1])
     index, cosine = jax.lax.map(best, jnp.moveaxis(strips, 2, 0))

@@ -1,4 +1,4 @@
-"""CaM's merge: the value of an evicted slot is shared out among the kept slots that follow it."""
+"""CaM's merge: the value of an evicted slot is distributed over the kept slots that follow it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvjax.keep.scores.score import Uniformly
 class ValueMerge:
     """CaM's merge of values (Zhang et al., ICML 2024): with probability p_i, v_j += v_i / m.
 
-    j runs over the next `following` kept slots in position order, m of them. A is the attention received so
-    far, and p_i = A_i / (the mean A of these slots), at most 1. The key of i is dropped, and its value, too,
-    where the draw of (seed, layer, head, position), of which nothing else decides, is not below p_i.
-    newest=True: A is the attention of the newest query alone, p_i compares it with its mean over all kept
-    slots that follow, and each of the next `following` gets v_i / `following`, however few they are.
-    What leaves a prompt is dropped: as in the authors' code, steps alone merge.
+    j runs over the next `following` kept slots in position order, m of them. A is the accumulated attention,
+    and p_i = A_i / (the mean A of these slots), at most 1. The key of i is dropped, and so is its value if
+    the uniform draw for (seed, layer, head, position) is not below p_i. newest=True: A is the attention of
+    the newest query alone, p_i compares it with its mean over all kept slots that follow, and each of the
+    next `following` gets v_i / `following`, even if there are fewer. Slots evicted from a prompt are dropped:
+    as in the authors' code, only decode steps merge.
     """
 
     at_prompts = False
@@ -45,10 +45,10 @@ class ValueMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` were merged; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots = view.pos.shape[-1]
         index = jnp.minimum(leaving, slots - 1)
-        # Kept slots by position, all others behind them; there, those that follow slot i start at gap[i].
+        # Kept slots by position, then all others; the kept slots that follow slot i start at gap[i].
         order = jnp.argsort(jnp.where(kept, view.pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
         place = jnp.argsort(order, axis=-1, stable=True)
         count = kept.sum(-1, keepdims=True, dtype=jnp.int32)
@@ -62,7 +62,7 @@ class ValueMerge:
         ahead = jax.lax.cumsum(mass, axis=2, reverse=True) if self.newest else self._ahead(mass)
         mean = pick(ahead, jnp.minimum(gap, slots - 1)) / jnp.maximum(later, 1).astype(jnp.float32)
         mine = pick(received, index)
-        # Not p_i itself: no slot may have received anything.
+        # A comparison with p_i itself could divide by 0: no slot may have received any attention.
         draw = Uniformly(self.seed)(view._replace(pos=pick(view.pos, index)), seen)
         merges = (leaving < slots) & (m > 0) & (mine > 0) & (draw * mean < mine)
 
@@ -76,7 +76,7 @@ class ValueMerge:
         return view._replace(v=v.astype(view.v.dtype))
 
     def _ahead(self, mass: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-        """What a slot and the next ones, `following` in all, have received."""
+        """The accumulated attention of each slot and the slots after it, `following` in all."""
         return _windows(mass[..., None], self.following, forward=True)[..., 0]
 
 
@@ -85,7 +85,7 @@ def _places(slots: int) -> Int[Array, "1 1 S"]:
 
 
 def _windows(x: Float[Array, "B K S H"], size: int, forward: bool) -> Float[Array, "B K S H"]:
-    """Sums over `size` neighbours: a slot and those behind it (forward), or a slot and those before it."""
+    """Sums over `size` neighbours: a slot and those after it (forward), or a slot and those before it."""
     size = min(size, x.shape[2])
     pad = (0, size - 1) if forward else (size - 1, 0)
     return jax.lax.reduce_window(

@@ -1,4 +1,4 @@
-"""LoCoCo's merge: a convolution over what does not matter most says how it is mixed into a few slots."""
+"""LoCoCo's merge: a convolution decides how slots of little attention are mixed into a few."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvjax.ops.base.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class ConvMerge:
-    """Of a head's slots, those of the least attention become mixtures of themselves and what leaves.
+    """The slots of a head with the least attention become mixtures of themselves and of evicted slots.
 
-    The M slots that stay with the least received attention, not among the `newest` tokens, and all that leave
-    are rows x_s = [k_s, v_s] in the order of their tokens, k before its rotation. With weights w_i =
+    The M kept slots with the least accumulated attention, not among the `newest` tokens, and all evicted
+    slots are rows x_s = [k_s, v_s] in token order, with k before rotation. With weights w_i =
     softmax_s(relu(conv(x)_i)) from a convolution of W neighbours and M channels, the i-th of the M slots
-    becomes (1 - a) x_i + a sum_s w_is x_s (LoCoCo, arXiv:2406.05317, section 3, as in the authors' code). It
-    stays at its position. A head that nothing leaves is not changed. fitted: "conv" [L, W, 2 H, M],
-    "conv_bias" [L, M], "share" [L], which is a.
+    becomes (1 - a) x_i + a sum_s w_is x_s (LoCoCo, arXiv:2406.05317, section 3, as in the authors' code), at
+    its old position. A head without evictions is not changed. fitted: "conv" [L, W, 2 H, M], "conv_bias" [L,
+    M], "share" [L], which is a.
     """
 
     newest: int = 0
@@ -35,7 +35,7 @@ class ConvMerge:
     writes = ("k", "v")
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         assert self.fitted is not None
         neighbours = self.fitted.arrays["conv"].shape[1]
         sizes = (model.layers, neighbours, 2 * model.head_dim)
@@ -52,7 +52,7 @@ class ConvMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` were mixed into `kept` ones; an index of S stands for none."""
+        """The view with the slots `leaving` mixed into `kept` ones; index S means no slot."""
         assert self.fitted is not None
         put = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(True, mode="drop")))
         gone = put(jnp.zeros(view.pos.shape, bool), leaving)
@@ -80,12 +80,12 @@ def mixed(
     gone: Bool[Array, "B K S"],
     mass: Float[Array, "B K S"],
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Bool[Array, "B K S"]]:
-    """Unrotated keys and values, of which the slots of least mass among `old` are mixtures, and which are."""
+    """Unrotated keys and values with the mixtures written in, and a mask of the slots that are mixtures."""
     many = arrays["conv_bias"].shape[-1]
     least = ranks(jnp.where(old, -mass, -jnp.inf)) < many
     takes = least & old & gone.any(-1, keepdims=True)
     rows = takes | gone
-    # Rows in the order of their tokens, what is none behind them.
+    # Rows in token order, then all slots that are not rows.
     order = jnp.argsort(jnp.where(rows, pos, jnp.iinfo(jnp.int32).max), -1, stable=True)
     there = lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 3)), 2)  # noqa: E731
     row, take, x = there(rows), there(takes), there(jnp.concatenate([k, v], -1))
@@ -107,7 +107,7 @@ def mixed(
 
 
 def _convolved(arrays: dict[str, Array], x: Float[Array, "B K S C"]) -> Float[Array, "B K S M"]:
-    """The convolution over slots, with zeros beyond their ends."""
+    """The convolution over slots, zero-padded at the ends."""
     b, heads, slots, channels = x.shape
     out = jax.lax.conv_general_dilated(
         x.reshape(b * heads, slots, channels), arrays["conv"], (1,), "SAME",

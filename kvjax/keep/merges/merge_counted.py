@@ -1,4 +1,4 @@
-"""Merges that count: what leaves joins a kept slot, which stands for as many tokens as have joined it."""
+"""Merges that count tokens: slots are averaged with the number of tokens that each represents as weight."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from kvjax.keep.observations.trace import Decayed, Received
 from kvjax.keep.patterns import Recent
 from kvjax.keep.select import ranks
 
-# A score above all ranked slots; slots that patterns protect have infinity.
+# Larger than the score of any ranked slot, and less than the infinity of protected slots.
 STAYS = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class CountedMerge:
-    """An evicted slot joins the most similar of the slots that take others up, as a mean weighted by counts.
+    """Merges an evicted slot into the most similar slot that may absorb others, as a mean weighted by counts.
 
-    Where the cosine of their keys is at least `threshold`, the keys and values x of a slot and of those that
-    join it become sum n_i x_i / sum n_i, with n_i the tokens that slot i stands for, and `bonus` log sum n_i
-    is added to its logits; otherwise the evicted slot is dropped. takers: the share of a head's budget whose
-    slots take others up, at least one slot: those that have done so before, then those that received the
-    least attention; 1 is all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not
-    begin to take slots up, as in `Recent`: few queries have seen them, so they received little attention.
-    fading: factor on accumulated attention at every newer query, where few slots take others up.
-    largest: whether a slot that takes others up goes on with the largest received attention among them.
+    If the cosine of their keys is at least `threshold`, the keys and values x of a slot and of the slots
+    merged into it become sum n_i x_i / sum n_i, where slot i represents n_i tokens, and `bonus` log sum n_i
+    is added to its logits; otherwise the evicted slot is dropped.
+
+    takers: the share of a head's budget whose slots absorb others, at least one slot: first slots that have
+    done so before, then those with the least accumulated attention; 1 is all (ZeroMerge, arXiv:2503.10714;
+    EMS, arXiv:2412.08521). newest: tokens that do not begin to absorb slots, as in `Recent`: few queries have
+    seen them, so their accumulated attention is small. fading: factor on accumulated attention at every newer
+    query, if few slots absorb others. largest: whether a slot that absorbs others takes over the largest
+    accumulated attention among them.
     """
 
     threshold: float = -1.0
@@ -49,12 +51,12 @@ class CountedMerge:
 
     @property
     def received(self) -> Trace:
-        """The accumulated attention that decides which slots take others up: plain, or faded."""
+        """The accumulated attention, plain or decayed, that decides which slots absorb others."""
         return Received(Mass("sum")) if self.fading == 1 else Decayed(self.fading)
 
     @property
     def traces(self) -> frozenset[Trace]:
-        """What the score must remember of slots: where few take slots up, their attention says which."""
+        """The traces that slots carry: accumulated attention, if it decides which slots absorb others."""
         return frozenset() if self.takers == 1 and not self.largest else frozenset({self.received})
 
     @property
@@ -64,7 +66,7 @@ class CountedMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         k = view.k.astype(jnp.float32)
         target, cosine = nearest(pick(k, index), k, self._takers(view, kept, seen))
@@ -90,7 +92,7 @@ class CountedMerge:
 
 @dataclasses.dataclass(frozen=True)
 class Standing(Made):
-    """A score that is above all others for slots that stand for several tokens, so that they stay."""
+    """A score with slots that represent several tokens ranked above all others, so that they stay."""
 
     score: Score
 
@@ -99,7 +101,7 @@ class Standing(Made):
 
 
 def biases(view: View) -> Float[Array, "B K S"]:
-    """What is added to the logits of slots."""
+    """The biases of slots, which are added to their logits."""
     return jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
 
 
@@ -107,9 +109,9 @@ def joined(
     view: View, index: Int[Array, "B K E"], target: Int[Array, "B K E"], weight: Float[Array, "B K E"],
     bonus: float = 1.0,
 ) -> View:  # fmt: skip
-    """A view whose slots at `index` have joined those at `target` (S: none), by counts and weights.
+    """A view whose slots at `index` are merged into those at `target` (S: none), weighted by counts.
 
-    `weight` is that of the joining slots; the others have weight 1. A slot that stands for w tokens has
+    `weight` is the weight of the merged slots; targets have weight 1. A slot that represents w tokens has
     `bonus` log w added to its logits.
     """
     add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
@@ -129,10 +131,10 @@ def joined(
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Tokens that follow each other and have similar keys (KVMerger, arXiv:2407.08454, section 4.1).
+    """Runs of consecutive tokens with similar keys (KVMerger, arXiv:2407.08454, section 4.1).
 
-    Neighbours are of one run where the cosine of their keys is above `threshold`. The first `sinks` and the
-    newest `window` tokens are runs of their own.
+    Neighbours are in one run if the cosine of their keys is above `threshold`. Each of the first `sinks` and
+    of the newest `window` tokens is a run of its own.
     """
 
     threshold: float = 0.75
@@ -140,7 +142,7 @@ class Runs:
     window: int = 32
 
     def of(self, view: View, seen: Seen) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
-        """The run of every slot of a view in position order, and its pivot, the one of the most attention."""
+        """The run of every slot (in position order), and its pivot, the slot with the most attention."""
         slots = view.pos.shape[-1]
         k = view.k.astype(jnp.float32)
         unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(-1, keepdims=True), 1e-24))
@@ -160,7 +162,7 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True)
 class Pivots(Word):
-    """The pivots of runs first, then all other slots; both by the attention that they have received."""
+    """Ranks the pivots of runs first, then all other slots; both by accumulated attention."""
 
     ordered = True
 
@@ -179,11 +181,11 @@ class Pivots(Word):
 
 @dataclasses.dataclass(frozen=True)
 class GaussianMerge:
-    """A slot that leaves joins the pivot p of its run with weight exp(-|k_p - k_i|^2 / 2 sigma^2).
+    """Merges an evicted slot into the pivot p of its run with weight exp(-|k_p - k_i|^2 / 2 sigma^2).
 
-    The pivot's own weight is 1; sigma is the mean of |k_p - k_i| over what joins p, divided by sqrt(2). What
-    a pivot becomes is the weighted mean, and the log of the number of its tokens is added to its logits.
-    Where the pivot leaves, too, the slot is dropped (KVMerger, arXiv:2407.08454, section 4.2).
+    The pivot's own weight is 1; sigma is the mean of |k_p - k_i| over the slots merged into p, divided by
+    sqrt(2). A pivot becomes the weighted mean, and the log of the number of its tokens is added to its
+    logits. If the pivot is evicted, too, the slot is dropped (KVMerger, arXiv:2407.08454, section 4.2).
     """
 
     ordered = True
@@ -198,12 +200,12 @@ class GaussianMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view, in position order, after the slots `leaving` have joined their pivots."""
+        """The view, in position order, with the slots `leaving` merged into their pivots."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         target = pick(self.runs.of(view, seen)[1], index)
         joins = (leaving < slots) & pick(kept, target)
         k = view.k.astype(jnp.float32)
-        # The root of 0 has no finite slope.
+        # sqrt has no finite gradient at 0.
         apart = jnp.square(pick(k, target) - pick(k, index)).sum(-1)
         distance = jnp.where(joins, jnp.sqrt(jnp.maximum(apart, 1e-24)), 0.0)
         at = jnp.where(joins, target, slots)

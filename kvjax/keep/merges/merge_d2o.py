@@ -1,4 +1,4 @@
-"""D2O's merge: evicted slots join the kept ones they resemble, if they do so more than usual."""
+"""D2O's merge: an evicted slot is merged into the most similar kept one if they are unusually similar."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvjax.keep.merges.merge import nearest, pick
 class SimilarMerge:
     """D2O's merge of keys and values (arXiv:2406.13035).
 
-    u_i is the cosine of an evicted key i and its nearest kept one, c. Where u_i >= tau, slot i joins c, which
-    becomes (e x_c + sum_i exp(u_i) x_i) / (e + sum_i exp(u_i)), x being keys and values and the sums over all
-    that join it; otherwise slot i is dropped. Every row carries tau in every layer: the mean u of all slots
-    that leave at once, in all heads, and at later evictions beta mean(u) + (1 - beta) tau, with which they
-    are compared already.
+    u_i is the cosine of an evicted key i and the nearest kept key c. If u_i >= tau, slot i is merged into c,
+    which becomes (e x_c + sum_i exp(u_i) x_i) / (e + sum_i exp(u_i)), where x are keys and values and the
+    sums run over all slots merged into c; otherwise slot i is dropped. tau is carried per row and layer: it
+    is the mean u of all slots evicted together, in all heads; later evictions first set it to beta mean(u) +
+    (1 - beta) tau and then compare with it.
     """
 
     writes = ("k", "v")
@@ -32,7 +32,7 @@ class SimilarMerge:
         return frozenset()
 
     def start(self, view: View) -> Float[Array, "B"]:
-        """No threshold yet, which is 0."""
+        """The initial threshold, 0."""
         return jnp.zeros(view.pos.shape[:1], jnp.float32)
 
     def carry(
@@ -43,7 +43,7 @@ class SimilarMerge:
         leaving: Int[Array, "B K E"],
         seen: Seen,
     ) -> Float[Array, "B"]:
-        """The threshold with which these slots are compared; as before in rows that none leaves."""
+        """The threshold for these slots; unchanged in rows that evict none."""
         _, cosine = self._matched(view, kept, leaving)
         real = leaving < view.pos.shape[-1]
         count = real.sum((1, 2))
@@ -54,7 +54,7 @@ class SimilarMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots = view.pos.shape[-1]
         target, cosine = self._matched(view, kept, leaving)
         joins = (leaving < slots) & (cosine >= seen.of(self)[:, None, None])

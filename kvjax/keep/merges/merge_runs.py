@@ -1,4 +1,4 @@
-"""Runs of tokens that are one slot: a gate says which tokens open one, and what each weighs (DMC)."""
+"""DMC: a run of tokens shares one slot; gates decide which tokens open a new slot, and their weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvjax.ops.base.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class OpeningGate(Gate):
-    """How sure a head is that a token opens a slot of its own, from the layer's input (arXiv:2403.09636).
+    """The log-odds that a token opens a new slot in a head, from the layer's input (arXiv:2403.09636).
 
-    -(x w + b): the token joins the slot before it where round(sigmoid(x w + b)) is 1. fitted: "join"
+    -(x w + b): the token is merged into the previous slot where round(sigmoid(x w + b)) is 1. fitted: "join"
     [L, D, K], "join_bias" [L, K].
     """
 
@@ -31,7 +31,7 @@ class OpeningGate(Gate):
     name = "join"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.width, model.kv_heads)
         check_sizes(self, "gates", "layers, width, KV heads", self.name, sizes)
 
@@ -41,7 +41,7 @@ class OpeningGate(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class RunWeight(OpeningGate):
-    """The log of what a token weighs in a slot that several share, sigmoid(x w + b) (arXiv:2403.09636).
+    """The log of a token's weight in a shared slot, sigmoid(x w + b) (arXiv:2403.09636).
 
     fitted: "weight" [L, D, K], "weight_bias" [L, K].
     """
@@ -60,7 +60,7 @@ def linear(arrays: dict[str, Array], name: str, inputs: Inputs) -> Float[Array, 
 
 @dataclasses.dataclass(frozen=True)
 class Opening(Word):
-    """How sure a head was that a token opens a slot; +inf for the first slot that it holds."""
+    """The log-odds that a token opens a new slot in a head; +inf for the head's first slot."""
 
     fitted: Fitted | None = None
     by = "dmc"
@@ -72,7 +72,7 @@ class Opening(Word):
         return frozenset({AtArrival(OpeningGate(self.fitted)), AtArrival(RunWeight(self.fitted))})
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         OpeningGate(self.fitted).check(model)
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
@@ -82,10 +82,10 @@ class Opening(Word):
 
 @dataclasses.dataclass(frozen=True)
 class RunMerge:
-    """What leaves joins the nearest slot before it that stays, in the mean by weights.
+    """Merges an evicted slot into the nearest kept slot before it, as a weighted mean.
 
-    Keys k, before their rotation, and values v of a run of tokens become sum w_i k_i / sum w_i and sum w_i
-    v_i / sum w_i, which stand where its first token stood; log(sum w_i / w_first) is added to the slot's
+    Keys k, before rotation, and values v of a run of tokens become sum w_i k_i / sum w_i and sum w_i
+    v_i / sum w_i at the position of the run's first token; log(sum w_i / w_first) is added to the slot's
     logits (Dynamic Memory Compression, arXiv:2403.09636, section 3.1).
     """
 
@@ -94,7 +94,7 @@ class RunMerge:
     one_by_one = True
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         RunWeight(self.fitted).check(model)
 
     @property
@@ -108,11 +108,11 @@ class RunMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         target = before(view.pos, kept, jnp.where(leaving < slots, pick(view.pos, index), -1))
         add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
-        # A slot holds what weighs exp(bias) times its first token.
+        # The weight of a slot is exp(bias) times the weight of its first token.
         first = view.of(AtArrival(RunWeight(self.fitted)))
         own = jnp.exp(biases(view))
         log_mine = pick(first + biases(view), index) - pick(first, jnp.minimum(target, slots - 1))
@@ -137,7 +137,7 @@ class RunMerge:
 def before(
     pos: Int[Array, "B K S"], kept: Bool[Array, "B K S"], goal: Int[Array, "B K E"]
 ) -> Int[Array, "B K E"]:
-    """The kept slot of the largest position below each goal; S where there is none."""
+    """The kept slot with the largest position below each goal; S if there is none."""
     slots, far = pos.shape[-1], jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(kept, pos, far), axis=-1)
     held = pick(jnp.where(kept, pos, far), order)

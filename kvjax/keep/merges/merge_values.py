@@ -1,4 +1,4 @@
-"""A merge of values alone: what leaves is blended into the kept value of the most similar key."""
+"""A merge of values alone: an evicted value is blended into the value of the nearest kept key."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvjax.keep.merges.merge import nearest, pick
 
 @dataclasses.dataclass(frozen=True)
 class ValueBlend:
-    """v_c = (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the slots e that leave and are nearest to slot c.
+    """v_c = (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the evicted slots e whose nearest kept slot is c.
 
-    Nearest is the kept slot of the largest cosine of keys, w_e = max(cosine, 0) |v_e| / (|v_e| + |v_c|), and
-    a slot whose cosine is below `threshold` is dropped. Keys stay as they are. It is the rule of kvpress'
-    MergingPress, and of no paper; there, `merge_fraction` can leave out the least similar.
+    Nearest means the largest cosine of keys; w_e = max(cosine, 0) |v_e| / (|v_e| + |v_c|). A slot whose
+    cosine is below `threshold` is dropped. Keys stay as they are. This is the rule of kvpress'
+    MergingPress, and of no paper; there, `merge_fraction` can leave out the least similar slots.
     """
 
     threshold: float = 0.0
@@ -31,13 +31,13 @@ class ValueBlend:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` were blended into `kept` ones; an index of S stands for none."""
+        """The view with the slots `leaving` blended into `kept` ones; index S means no slot."""
         slots, v = view.pos.shape[-1], view.v.astype(jnp.float32)
         index = jnp.minimum(leaving, slots - 1)
         k = view.k.astype(jnp.float32)
         target, cosine = nearest(pick(k, index), k, kept)
         blends = (leaving < slots) & (cosine >= self.threshold)
-        # The root of 0 has no finite slope.
+        # sqrt has no finite gradient at 0.
         size = jnp.sqrt(jnp.maximum((v * v).sum(-1), 1e-24))
         mine, theirs = pick(size, index), pick(size, jnp.minimum(target, slots - 1))
         weight = jnp.where(blends, jnp.maximum(cosine, 0.0) * mine / (mine + theirs + 1e-6), 0.0)

@@ -1,4 +1,4 @@
-"""A second memory of pooled tokens: every few tokens that leave the newest ones become one."""
+"""Compressive Transformer: every few tokens older than a window become one pooled slot."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kvjax.keep.merges.merge import pick
 
 @dataclasses.dataclass(frozen=True)
 class LastOfEach(Word):
-    """Newer is better, and -inf for older tokens but the last one of every `rate` of a text.
+    """Position, and -inf for all older tokens but the last one of every `rate` tokens of the text.
 
-    Older are those before the newest floor(recent * n) tokens of a budget n, in whole groups of `rate`.
+    Older tokens are those before the newest floor(recent * n) tokens of a budget n, in whole groups of
+    `rate`.
     """
 
     looks = False
@@ -34,9 +35,9 @@ class LastOfEach(Word):
 
 @dataclasses.dataclass(frozen=True)
 class MeanOfEach:
-    """What leaves joins the last one of its `rate` tokens of a text, as the mean of their keys and values.
+    """Merges every `rate` tokens of a text into the last one, as the mean of their keys and values.
 
-    Where that one leaves, too, all of them are dropped (Compressive Transformer, arXiv:1911.05507).
+    If the last one is evicted, too, all of them are dropped (Compressive Transformer, arXiv:1911.05507).
     """
 
     rate: int
@@ -49,7 +50,7 @@ class MeanOfEach:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         goal = jnp.where(leaving < slots, pick(view.pos, index) // self.rate * self.rate + self.rate - 1, -2)
         order = jnp.argsort(jnp.where(kept, view.pos, jnp.iinfo(jnp.int32).max), axis=-1)

@@ -1,4 +1,4 @@
-"""LESS's residue: what leaves is summed up in a small state, of which every later query asks its part."""
+"""LESS's residue: evicted slots are summed into a small state, and later queries read it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Observation, Seen, View
 from kvjax.keep.merges.merge import pick
 
-# What has left with less weight than this counts as nothing: it would be divided by.
+# Evicted slots with less total weight than this count as none, since the output is divided by it.
 LEAST = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
 class Residue:
-    """LESS (arXiv:2402.09398, section 3): a recurrent state of what was evicted, asked through kernels.
+    """LESS (arXiv:2402.09398, section 3): a recurrent state of evicted slots, read through feature maps.
 
-    A slot that leaves a head adds psi(k) v' to H [R, V] and psi(k) to z [R]. A query q then attends to all
-    that has left with the total weight phi(q) z and the output phi(q) H / phi(q) z, beside the slots that are
-    held, whose weights are exp(q k scale). Kept slots are not changed.
+    A slot evicted from a head adds psi(k) v' to H [R, V] and psi(k) to z [R]. A query q then attends to all
+    evicted slots with the total weight phi(q) z and the output phi(q) H / phi(q) z, beside the kept slots,
+    whose weights are exp(q k scale). Kept slots are not changed.
 
     phi(q) = |gelu(gelu(q Q1) Q2)| and psi(k) = |u + D2 (u C)| with u = |D1| gelu(gelu(k K1) K2), of rotated
     queries and keys. fitted: "q1" [L, N, H, X], "q2" [L, N, X, R], "k1" [L, K, H, X], "k2" [L, K, X, R],
@@ -35,7 +35,7 @@ class Residue:
     writes = ()
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         for name, heads in (("q1", model.heads), ("k1", model.kv_heads)):
             sizes = (model.layers, heads, model.head_dim)
             check_sizes(self, "kernels", "layers, heads, channels", name, sizes)
@@ -45,7 +45,7 @@ class Residue:
         return frozenset()
 
     def start(self, view: View) -> dict[str, Array]:
-        """H and z of every row before anything leaves."""
+        """H and z of every row before any eviction."""
         assert self.fitted is not None
         rank, lists = self.fitted.arrays["mix"].shape[-1], view.pos.shape[:2]
         return {
@@ -61,7 +61,7 @@ class Residue:
         leaving: Int[Array, "B K E"],
         seen: Seen,
     ) -> dict[str, Array]:
-        """H and z with the slots `leaving`; an index of S stands for no slot."""
+        """H and z after the slots `leaving` are added; index S means no slot."""
         assert self.fitted is not None
         index = jnp.minimum(leaving, view.pos.shape[-1] - 1)
         k, v = pick(view.k, index), pick(view.v, index)
@@ -71,13 +71,13 @@ class Residue:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view as it is: nothing joins the kept slots."""
+        """Returns the view unchanged: evicted slots are not merged into kept ones."""
         return view
 
     def answer(
         self, carried: dict[str, Array], q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-        """(out, lse) of rotated queries over all that has left; lse is -inf where nothing has."""
+        """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
         assert self.fitted is not None
         return asked(fitted[self.fitted.digest], carried, q)
 
@@ -88,7 +88,7 @@ def summed(
     v: Float[Array, "B K S V"],
     leaves: Bool[Array, "B K S"],
 ) -> dict[str, Array]:
-    """What the slots that leave add to H and z, with the kernels of one layer."""
+    """What the evicted slots add to H and z, with the feature maps of one layer."""
     weight = jnp.where(leaves[..., None], key_features(arrays, k.astype(jnp.float32)), 0.0)
     v = jnp.where(leaves[..., None], v.astype(jnp.float32), 0.0)
     return {"h": jnp.einsum("bksr,bksv->bkrv", weight, v), "z": weight.sum(2)}
@@ -97,7 +97,7 @@ def summed(
 def asked(
     arrays: dict[str, Array], state: dict[str, Array], q: Float[Array, "B N T H"]
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """(out, lse) of rotated queries over H and z, with the kernels of one layer."""
+    """(out, lse) of rotated queries over H and z, with the feature maps of one layer."""
     weight = query_features(arrays, q.astype(jnp.float32))
     b, n, t, r = weight.shape
     weight = weight.reshape(b, state["z"].shape[1], -1, t, r)

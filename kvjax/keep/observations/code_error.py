@@ -1,4 +1,4 @@
-"""What codes make of a token, observed when it is computed: later there is nothing to compare with."""
+"""Quantisation errors, observed when a token is computed: later the original is gone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from kvjax.state.codes import Codec, dense, encode
 
 @dataclasses.dataclass(frozen=True)
 class CodeError:
-    """||x - x'|| / ||x|| [B, K, T] of what comes back of a codec: the mean of a token's key and its value.
+    """The relative error ||x - x'|| / ||x|| [B, K, T] of a codec: the mean of a token's key and value errors.
 
-    Keys are rotated. 0 for a row of zeros. Raises ValueError for a codec of several tokens together.
+    Keys are rotated. 0 for a row of zeros. Raises ValueError for a codec that encodes several tokens
+    together.
     """
 
     codec: Codec

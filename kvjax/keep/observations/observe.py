@@ -47,7 +47,7 @@ class Queries:
     ) -> tuple[Float[Array, "B N W H"], Int[Array, "B W"]]:
         q = jnp.concatenate([carried[0], inputs.q], axis=2)
         pos = jnp.concatenate([carried[1], inputs.pos], axis=1)
-        # Padding lies behind the new tokens: what is carried and they stand in front of it.
+        # Padding is at the right of new tokens: the carried queries and the new ones are before it.
         end = self.last + (inputs.pos >= 0).sum(-1, dtype=jnp.int32)
         index = end[:, None] - self.last + jnp.arange(self.last, dtype=jnp.int32)[None]
         return jnp.take_along_axis(q, index[:, None, :, None], axis=2), jnp.take_along_axis(
@@ -62,7 +62,7 @@ class Queries:
 
 @dataclasses.dataclass(frozen=True)
 class Mass:
-    """The attention that every slot received from all new queries and the heads of its group, as one number.
+    """The attention that every slot receives from all new queries, summed over the heads of its group.
 
     Attention records it while it runs; calling it raises TypeError.
 
@@ -85,7 +85,7 @@ class Mass:
         return Reduction(self.reduce, self.threshold)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Of earlier and of new queries together."""
+        """Combines the values from earlier and from new queries."""
         return self.reduction.join(old, new)
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -94,7 +94,7 @@ class Mass:
 
 @dataclasses.dataclass(frozen=True)
 class FadingMass(Mass):
-    """The sum of the probabilities in which a query weighs rate^(how many new queries are newer).
+    """The sum of attention probabilities, where a query weighs rate^(number of newer queries).
 
     Args:
         rate: in (0, 1).
@@ -118,7 +118,7 @@ class FadingMass(Mass):
 
 @dataclasses.dataclass(frozen=True)
 class Viewers:
-    """How many new queries see a slot, its own among them; a query is a token, whatever its heads.
+    """How many new queries can see a slot, its own token included; all heads of a token count as one query.
 
     >>> Viewers() == Viewers()
     True
@@ -132,7 +132,7 @@ class Viewers:
     ) -> Float[Array, "B K S"]:  # fmt: skip
         b, heads, slots, _ = k.shape
         live = (q_pos >= 0).sum(1, dtype=jnp.int32)
-        # Queries lie in the order of their tokens; padding lies behind them.
+        # Queries are in token order, followed by padding.
         order = jnp.where(q_pos < 0, jnp.iinfo(jnp.int32).max, q_pos)
         older = jax.vmap(jnp.searchsorted)(order, pos.reshape(b, -1)).reshape(pos.shape).astype(jnp.int32)
         count = jnp.where(pos < 0, 0, live[:, None, None] - older)
@@ -158,9 +158,9 @@ class RawKeys:
 
 @dataclasses.dataclass(frozen=True)
 class QueryMoments:
-    """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries without the first `skip`.
+    """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries without the first `skip` ones.
 
-    In steps, rows carry the number of their queries, their mean and the sum of their squared deviations
+    In decode steps, rows carry the count, the mean and the sum of squared deviations of their queries
     (Chan et al., 1983), in float32.
 
     Args:
@@ -199,7 +199,7 @@ class QueryMoments:
         return mean, None if spread is None else spread / jnp.maximum(count, 1.0)[:, None, None, None]
 
     def _of(self, inputs: Inputs) -> tuple[Any, ...]:
-        """The number, the mean and the summed squared deviations of the new queries alone."""
+        """The count, the mean and the summed squared deviations of the new queries alone."""
         use = (inputs.pos >= self.skip).astype(jnp.float32)
         count = use.sum(-1)
         q = inputs.q_raw.astype(jnp.float32)
@@ -212,7 +212,7 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The layer's normalised input [B, T, D], of which queries, keys and values are made.
+    """The layer's normalised input [B, T, D], from which queries, keys and values are projected.
 
     >>> Hidden() == Hidden()
     True

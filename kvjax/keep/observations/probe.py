@@ -1,4 +1,4 @@
-"""Probes: extra tokens that attend once to the uncompressed cache, and whose attention scores its slots."""
+"""Probes: extra tokens that attend once to the uncompressed cache; their attention scores its slots."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvjax.grammar.protocols import Observation, Seen, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 
-# Under this name probes find |d phi / d a_i| of every layer and token of theirs
+# The key under which probes find |d phi / d a_i| of their tokens in every layer
 # (`kvjax.steps.prefilling.sensitivity`).
 SENSITIVITY = "sensitivity"
 
 
 class Probe:
-    """The base of probes: what is read behind a prompt, and what is observed while it is.
+    """The base class of probes: which tokens are read after a prompt, and what is recorded for them.
 
-    prefix: token ids of an instruction; where a probe has None, the model's tokenizer encodes its `text`.
-    needs: what is observed of its queries; `seen` makes of that, for every layer, what scores find by the
-    probe's repr. keys: whether it asks for the keys of its own tokens, as queries meet them. asks: whether it
-    is nothing but its instruction, and so needs one. ahead: the model writes so many tokens itself, the
-    likeliest ones behind the prompt, and these are read. sensitivity: whether it asks how much the last
-    hidden states depend on each of its tokens in every layer, which takes a pass backward.
+    prefix: token ids of an instruction; None has the model's tokenizer encode `text`. needs: the observations
+    of the probe's queries; `seen` turns them, per layer, into what scores look up by the probe's key. keys:
+    whether the probe also needs the rotated keys of its own tokens. asks: whether the probe is nothing but
+    its instruction, and so needs one. ahead: how many tokens the model generates greedily after the prompt
+    for the probe to read. sensitivity: whether it needs the gradient of the last hidden states with respect
+    to each of its tokens in every layer, which takes a backward pass.
     """
 
     prefix: tuple[int, ...] | None = ()
@@ -43,13 +43,13 @@ class Probe:
     def tokens(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
     ) -> tuple[Int[Array, "B P"], Int[Array, "B"]] | None:
-        """The probe of every row, right-padded, and its length; None where nothing needs to be read."""
+        """The probe of every row, right-padded, and its length; None if nothing needs to be read."""
         raise NotImplementedError
 
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Any:
-        """What scores find, [Lg, B, ...], of what slots received, what was observed and the probe's keys."""
+        """Makes what scores look up, [Lg, B, ...], of attention, observations and the probe's keys."""
         raise NotImplementedError
 
 
@@ -57,7 +57,7 @@ class Probe:
 class RepeatContext(Probe):
     """KVzip's probe (arXiv:2505.23416, section 3.1): an instruction, then the prompt once more.
 
-    prefix holds the token ids of the instruction; where it is None, the model's tokenizer encodes `text`.
+    prefix holds the token ids of the instruction; None has the model's tokenizer encode `text`.
     """
 
     prefix: tuple[int, ...] | None = None
@@ -78,15 +78,15 @@ class RepeatContext(Probe):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
-        """The largest attention that slots receive."""
+        """The largest attention that slots receive from one of its queries."""
         return received[key_of(Mass("max"))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Catalyst(Probe):
-    """An instruction alone, read behind every prompt and chunk (InfiniPot, arXiv:2410.01518, section 3).
+    """An instruction alone, read after every prompt and chunk (InfiniPot, arXiv:2410.01518, section 3).
 
-    What it attends to is what tasks yet unknown may ask for. prefix and text: as in `RepeatContext`.
+    It attends to what tasks not known yet may ask for. prefix and text: as in `RepeatContext`.
     """
 
     prefix: tuple[int, ...] | None = None
@@ -114,16 +114,16 @@ class Catalyst(Probe):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
-        """The attention that slots receive of all its queries."""
+        """The sum of the attention that slots receive from all its queries."""
         return received[key_of(Mass("sum"))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Episode(Catalyst):
-    """A piece of a conversation, read behind every prompt and chunk (EpiCache, arXiv:2509.17396, section 3).
+    """A piece of a conversation, read after every prompt and chunk (EpiCache, arXiv:2509.17396, section 3).
 
-    What it attends to most is what questions about its episode will ask for. prefix: its token ids; text: the
-    instruction that stands for one where there are none.
+    It attends most to what questions about its episode will ask for. prefix: its token ids; text: an
+    instruction that replaces it if there are none.
     """
 
     text: str = "\n\nCollect who speaks, what happened and when, in this part of the conversation."
@@ -135,15 +135,15 @@ class Episode(Catalyst):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
-        """The largest attention that slots receive of one of its queries."""
+        """The largest attention that slots receive from one of its queries."""
         return received[key_of(Mass("max"))]
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeAttention(Word):
-    """What slots receive of a probe's queries i and the heads of a group, as the probe says.
+    """The attention that slots receive from a probe's queries, over the heads of a group.
 
-    score[j] = max_i p_ij for `RepeatContext` and `Episode`, sum_i p_ij for `Catalyst`. The softmax behind p
+    score[j] = max_i p_ij for `RepeatContext` and `Episode`, sum_i p_ij for `Catalyst`. The softmax of p
     runs over the slots of the cache and the tokens of the probe.
     """
 

@@ -1,4 +1,4 @@
-"""Traces: what a method remembers of every slot, from the token's arrival until the slot is empty again."""
+"""Traces: per-slot numbers that a method keeps from the token's arrival until the slot is evicted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.keep.observations.observe import FadingMass, Mass, Viewers
 
 
 class Joining(Observation, Protocol):
-    """An observation of every slot, of which that of earlier and of new queries makes one number."""
+    """A per-slot observation that accumulates: `join` combines the values from earlier and new queries."""
 
     def join(
         self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]
@@ -22,7 +22,7 @@ class Joining(Observation, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """The attention that a slot has received since its token came: `mass`, over all queries since then.
+    """The attention `mass` that a slot has received from all queries since its token was read.
 
     Args:
         mass: the `Mass` or `FadingMass` that is accumulated.
@@ -47,10 +47,10 @@ class Received:
 
 @dataclasses.dataclass(frozen=True)
 class Surprise:
-    """-log p(x_j | x_<j), the surprisal of a slot's token in nats, as it was when a prompt was read.
+    """-log p(x_j | x_<j), the surprisal of a slot's token in nats, computed when a prompt is read.
 
-    It is 0 of the first token of a prompt, a turn or a chunk, and of tokens that steps have written, where
-    the model's distribution is no longer there. It is known after all layers, so `start` leaves it open.
+    It is 0 for the first token of a prompt, a turn or a chunk, and for tokens appended by decode steps, for
+    which the model's distribution is gone. It is known only after all layers, so `start` does not set it.
 
     >>> Surprise().behind_layers
     True
@@ -72,7 +72,7 @@ class Surprise:
 
 @dataclasses.dataclass(frozen=True)
 class Decayed:
-    """The attention that a slot has received, in which a query counts rate^(how many tokens are newer).
+    """The accumulated attention of a slot, where a query weighs rate^(number of newer tokens).
 
     Args:
         rate: in (0, 1).
@@ -101,7 +101,7 @@ class Decayed:
 
 @dataclasses.dataclass(frozen=True)
 class AtArrival:
-    """The result of an observation for a token as it is read: one number per head [B, K, T], never changed.
+    """An observation of a token at the time it is read: one number per KV head [B, K, T], then constant.
 
     Args:
         observation: gives one number per token and KV head.

@@ -1,4 +1,4 @@
-"""KV-Distill's words: a scorer chooses tokens of a prompt, which are read with weights of their own."""
+"""KV-Distill: a scorer selects tokens of a prompt, which are then read with weights of their own."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvjax.keep.prompts.reread import Reread
 
 @dataclasses.dataclass(frozen=True)
 class TokenScorer:
-    """How much a token matters to all heads of all layers: a network on one layer's input (arXiv:2503.10337).
+    """How much a token matters to all heads and layers, from one layer's input (arXiv:2503.10337).
 
-    fitted: "in" [1, D, X], "in_bias" [1, X], "out" [1, X, 1] and "out_bias" [1, 1], with GELUs between.
+    A GELU network. fitted: "in" [1, D, X], "in_bias" [1, X], "out" [1, X, 1] and "out_bias" [1, 1].
     """
 
     fitted: Fitted | None = None
     by = "kv-distill"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "scorer", "one, width", "in", (1, model.width))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B T"]:
@@ -36,14 +36,14 @@ class TokenScorer:
 
 
 def judged(arrays: dict[str, Array], hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """A scorer's numbers of tokens with these inputs of its layer."""
+    """A scorer's output for tokens, given their hidden states at the scorer's layer."""
     mine = {name: arrays[name].astype(jnp.float32) for name in ("in", "in_bias", "out", "out_bias")}
     return gated(mine, hidden.astype(jnp.float32))[..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Word):
-    """What a scorer says of new tokens, alike in all heads."""
+    """A scorer's output for new tokens, the same in all heads."""
 
     scorer: TokenScorer
 
@@ -61,12 +61,12 @@ class Scored(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Distilled(Reread):
-    """A prompt runs up to `layer` to choose its tokens; then all of it is read, and these alone stay.
+    """Layers up to `layer` select tokens of a prompt; then the model reads all of it and stores only those.
 
-    In this reading they are projected by more weights (`kvjax.steps.prefilling.lora`), so that they may take
-    up what is said by the others (arXiv:2503.10337). They stay at their positions, in all heads of all
-    layers. layer, score, budget: as in `Reread`. fitted: "q_down" [L, D, R] and "q_up" [L, R, N H], and
-    likewise of k, v and o.
+    In this second pass the selected tokens are projected with additional weights
+    (`kvjax.steps.prefilling.lora`), so that they can absorb what the other tokens say (arXiv:2503.10337).
+    They keep their positions, in all heads of all layers. layer, score, budget: as in `Reread`. fitted:
+    "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise of k, v and o.
     """
 
     fitted: Fitted | None = None
@@ -84,5 +84,5 @@ class Distilled(Reread):
         return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_lora(self, model)

@@ -1,4 +1,4 @@
-"""Hierarchy: chunks of a prompt are read apart, thinned and merged in pairs, level by level (HOMER)."""
+"""HOMER: chunks of a prompt are read separately, thinned out and merged in pairs, level by level."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvjax.keep.select import slot_lists, top
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy:
-    """Lower layers read chunks of a prompt apart, halve them, and merge neighbours (arXiv:2404.10308).
+    """Lower layers read chunks of a prompt separately, halve them, and merge neighbours (arXiv:2404.10308).
 
-    The first `prefix` tokens are followed by 2^height chunks of `chunk` tokens, all of which stand at the
-    positions behind the prefix, and these by the rest of the prompt. Behind the last layer of a level, half a
-    chunk's tokens stay of every block, and neighbouring blocks become one; above the last level there is one
-    block. What leaves there leaves all layers. share: of the layers that the levels and the first layers of
-    the one block make up, evenly. Later turns are read whole. fitted: "bias" [L, D], what a logit is at a
-    distance, as `kvjax fit homer` writes it; None takes logits as they are.
+    The first `prefix` tokens are followed by 2^height chunks of `chunk` tokens, which all have the positions
+    right after the prefix, and then by the rest of the prompt. After the last layer of a level, every block
+    keeps half a chunk's tokens, and neighbouring blocks are joined; above the last level there is one block.
+    A token dropped there is stored in no layer. share: the share of the layers that the levels and the first
+    layers of the single block take up, evenly. Later turns are read whole. fitted: "bias" [L, D], the mean
+    logit at each distance, as `kvjax fit homer` writes it; None uses logits as they are.
 
-    ValueError for sizes that make no chunks.
+    ValueError for sizes that give no chunks.
 
     >>> word = Hierarchy(1, 4, 2, 0.625)
     >>> word.levels(32), word.levels(4), word.most(100), word.left(17, 0)
@@ -40,7 +40,7 @@ class Hierarchy:
     fitted: Fitted | None = None
     by = "homer"
     fit_first = False
-    # What leaves a layer is stored in none, and later turns are read whole.
+    # Dropped tokens are stored in no layer, and later turns are read whole.
     all_layers = True
     first_turn_only = True
 
@@ -53,49 +53,49 @@ class Hierarchy:
 
     @property
     def needs(self) -> frozenset[Observation]:
-        """What is observed, so that tokens can be chosen."""
+        """The observations by which tokens are selected."""
         return frozenset({Queries(1)})
 
     @property
     def phase(self) -> SharedRanges:
-        """What tokens turn by, and that all of them meet in the upper layers."""
+        """The rotation of the tokens: chunks share a range of positions, and upper layers see all chunks."""
         chunks = 2**self.height
         return SharedRanges(self.prefix, (self.chunk,) * chunks, 1.0, 1.0, chunks)
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "biases", "layers", "bias", (model.layers,))
 
     def levels(self, layers: int) -> tuple[int, ...]:
-        """The last layer of every level but the uppermost one, in a model of so many layers."""
+        """The last layer of every level but the highest one, in a model of `layers` layers."""
         merging = int(layers * self.share)
         each = max(1, merging // (self.height + 1))
         rest = max(0, merging - each * (self.height + 1))
         return tuple(rest + each * (i + 1) - 1 for i in range(self.height))
 
     def after(self, layers: int) -> int:
-        """The last layer below the one block."""
+        """The last layer before all tokens are in one block."""
         return self.levels(layers)[-1]
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Thinning], ...]:
-        """Behind which layers tokens of a prompt of so many leave, and who chooses them."""
+        """(layer, Thinning) pairs: after which layers a prompt of `tokens` tokens is thinned, and how."""
         return tuple((at, Thinning(self, level, tokens)) for level, at in enumerate(self.levels(layers)))
 
     def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
-        """Which tokens of a first prompt meet in a layer: those of a block."""
+        """The phase of a first prompt in a layer: tokens attend to tokens of their own block."""
         below = sum(at < layer for at in self.levels(layers))
         return dataclasses.replace(self.phase, together=2**below)
 
     def left(self, tokens: int, level: int) -> int:
-        """How many of the first `tokens` tokens of a text stay behind a level."""
+        """How many of the first `tokens` tokens of a text are left after a level."""
         chunks, block = 2**self.height * self.chunk, 2**level * self.chunk
         inside = min(max(tokens - self.prefix, 0), chunks)
-        # A block holds what its chunks have left; what a prompt has not reached is no part of one.
+        # A block holds what is left of its chunks; a partial last block holds what is left of its tokens.
         whole, part = divmod(inside, block)
         return tokens - inside + whole * (self.chunk // 2) + self._left_in(part, level)
 
     def _left_in(self, tokens: int, level: int) -> int:
-        """Of the first tokens of a block."""
+        """How many of the first `tokens` tokens of a block are left after a level."""
         if level == 0:
             return min(tokens, self.chunk // 2)
         below, part = divmod(tokens, 2 ** (level - 1) * self.chunk)
@@ -109,10 +109,10 @@ class Hierarchy:
 
 @dataclasses.dataclass(frozen=True)
 class Thinning:
-    """One level of a `Hierarchy`: the tokens of every block that its last query asks for most stay.
+    """One level of a `Hierarchy`: each block keeps the tokens to which its last query attends most.
 
-    A token's score is max_n q_n k / sqrt(H) - bias[d], with the last query of every query head and the
-    distance d at which the two stand. tokens: of the whole prompt.
+    A token's score is max_n q_n k / sqrt(H) - bias[d], with the last query of every query head and its
+    distance d to the token. tokens: the length of the whole prompt.
     """
 
     word: Hierarchy
@@ -120,15 +120,15 @@ class Thinning:
     tokens: int
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """No number is given: every block has its own."""
+        """Unused: every block has a number of its own."""
         return tokens
 
     def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The tokens that stay, in their order, and which of the entries are any."""
+        """The tokens that stay, in order, and which of the M entries are in use."""
         pos, phase, word = view.pos[:, 0], self.word.phase, self.word
         number, chunks = phase.number(pos), 2**word.height
         inside = (pos >= 0) & (number > 0) & (number <= chunks)
-        # The last token answers, wherever it stands.
+        # The last token always stays, because the answer is predicted from it.
         found = jnp.where(pos == seen.length[:, None] - 1, jnp.inf, self.score(view, seen))
         blocks = jnp.arange(chunks // 2**self.level)
         mine = inside[:, None] & ((number - 1)[:, None] // 2**self.level == blocks[None, :, None])
@@ -138,7 +138,7 @@ class Thinning:
         return slot_lists(kept, word.left(self.tokens, self.level))
 
     def score(self, view: View, seen: Seen) -> Float[Array, "B T"]:
-        """What the last query asks of every token, without what it asks of any at that distance."""
+        """The last query's logit for every token, minus the mean logit at that distance."""
         _, q_pos = seen.of(Queries(1))
         found = window_logits(view, seen, 1)[:, :, :, 0].max((1, 2))
         if self.word.fitted is None:

@@ -1,4 +1,4 @@
-"""The weights that marked tokens have beside their model's: what a word asks of the arrays that hold them."""
+"""Checks of the additional projection weights (LoRA) that marked tokens use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvjax.grammar.fitted import ModelSizes, check_sizes
 
 
 def check_lora(word: Any, model: ModelSizes) -> None:
-    """InputError where a word's arrays lack a map's weights (q, k, v and o), or are another model's."""
+    """Raises InputError if a word's arrays lack the weights of q, k, v or o, or do not fit the model."""
     heads = model.heads * model.head_dim
     for name in "qkvo":
         width = heads if name == "o" else model.width

@@ -1,4 +1,4 @@
-"""Memory tokens: behind every chunk of a prompt some learned tokens are read, whose slots alone stay."""
+"""Memory tokens: learned tokens are read after every chunk of a prompt, and only their slots are stored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from kvjax.keep.prompts.lora import check_lora
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTokens(Stating):
-    """Behind every `every` tokens of a prompt `tokens` learned ones are read, which alone stay.
+    """Reads `tokens` learned tokens after every `every` tokens of a prompt; only their slots are stored.
 
-    A chunk sees the memory of the chunks before it and itself; with None the whole prompt is one. Memory
-    tokens stand behind their chunk while it is read, and are projected by more weights
-    (`kvjax.steps.prefilling.lora`). What is then stored is turned anew, to positions without gaps behind
-    those of earlier turns; so the cache's length and positions are those of a text of memory tokens. The last
-    token of a prompt is read behind them, sees them and what the cache held, and stays, because it answers.
-    mean: the memory is the mean over chunks of what their memory tokens leave, and not all of it.
+    A chunk attends to itself and to the memory of earlier chunks; with None the whole prompt is one chunk.
+    While a chunk is read, its memory tokens have the positions after it; they are projected with additional
+    weights (`kvjax.steps.prefilling.lora`). Stored slots are then rotated to consecutive positions after
+    those of earlier turns, so the cache's length and positions are those of a text of memory tokens. The last
+    token of a prompt is read after them, attends to them and to earlier slots, and is stored, because the
+    answer is predicted from it.
+
+    mean: stores the mean of the chunks' memories instead of all of them.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
     of k, v and o.
@@ -39,7 +41,7 @@ class MemoryTokens(Stating):
     by: str = "ccm"
     fitted: Fitted | None = None
     turns = True
-    # Whether the memory tokens of a chunk see those behind them, too.
+    # Whether the memory tokens of a chunk attend to later ones, too.
     mutual = False
     reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
 
@@ -69,51 +71,51 @@ class MemoryTokens(Stating):
         return f"Behind {where} {self.tokens} learned tokens are read{held}."
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model, or of other memory tokens."""
+        """Raises InputError if the arrays do not fit the model's sizes or the number of memory tokens."""
         check_sizes(self, "memory tokens", "one, tokens, width", "memory", (1, self.tokens, model.width))
         check_lora(self, model)
 
     def chunk(self, tokens: int) -> int:
-        """Of how many tokens the chunks of a prompt of at most `tokens` tokens are."""
+        """The chunk length for prompts of at most `tokens` tokens."""
         return max(1, tokens - 1 if self.every is None else min(self.every, tokens - 1))
 
     def chunks(self, tokens: int) -> int:
-        """How many chunks that prompt has; its last token is in none."""
+        """How many chunks such a prompt has; its last token is in none."""
         return -(-(tokens - 1) // self.chunk(tokens))
 
     def of(self, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """How many memory tokens stand behind a chunk of so many tokens."""
+        """How many memory tokens follow a chunk of `tokens` tokens."""
         return self.tokens * jnp.minimum(tokens, 1)
 
     def stands_for(self, tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
-        """For which of a chunk's so many tokens each of its memory tokens stands, which are evenly spaced."""
+        """Which of a chunk's tokens each of its memory tokens represents, evenly spaced."""
         ends = jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
         return jnp.maximum(-(-ends[None] * tokens[:, None] // self.tokens), 1) - 1
 
     def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
-        """At which position of its turn a chunk begins that has so many before it."""
+        """The position in its turn at which chunk `number` begins."""
         return self.tokens * (jnp.minimum(number, 1) if self.mean else number)
 
     def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
-        """At which positions of its turn the memory of a chunk of so many tokens stands."""
+        """The positions in its turn of the memory of a chunk of `tokens` tokens."""
         first = jnp.zeros_like(number) if self.mean else self.before(number)
         at = first + jnp.arange(self.tokens, dtype=jnp.int32)
         return jnp.broadcast_to(at, (len(tokens), self.tokens))
 
     def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
-        """At which position of its turn the token behind a text of so many tokens stands."""
+        """The position in its turn of the token that follows a text of `text` tokens."""
         return self.count(text + 1) - 1
 
     def slots(self, chunks: int) -> int:
-        """How many slots the memory of so many chunks is."""
+        """How many slots the memory of `chunks` chunks takes."""
         return self.tokens * (min(chunks, 1) if self.mean else chunks)
 
     def most(self, tokens: int) -> int:
-        """How many slots a prompt of at most `tokens` tokens leaves."""
+        """The most slots that a prompt of at most `tokens` tokens is stored in."""
         return self.slots(self.chunks(tokens)) + 1
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The same, per row of so many tokens; 0 of rows without any."""
+        """The same for every row of `tokens` tokens; 0 for rows without tokens."""
         text = jnp.maximum(tokens - 1, 0)
         if self.every is None or self.mean:
             return self.of(text) + jnp.minimum(tokens, 1)
@@ -123,15 +125,15 @@ class MemoryTokens(Stating):
 
 @dataclasses.dataclass(frozen=True)
 class RunMemory(MemoryTokens):
-    """Memory tokens that see each other both ways, and of which a shorter last run has its share.
+    """Memory tokens that attend to each other in both directions; a shorter last run has fewer of them.
 
-    Runs are of `every` tokens, a multiple of `tokens`, and every memory token sees its run and all memory
-    tokens behind that (arXiv:2401.09486). It turns, and stays, at the position of the last token of those
-    for which it stands; so the cache's positions and length are those of the text. A last run of r tokens
-    has r `tokens` / `every` of them, rounded up. fitted: as of `MemoryTokens`, and "repeat" [1, D], the
-    embedding of the tokens by which a fit has a run said again from its memory.
+    Runs have `every` tokens, a multiple of `tokens`. Every memory token attends to its run and to all memory
+    tokens of that run (arXiv:2401.09486). It is rotated by, and stays at, the position of the last token that
+    it represents, so the cache's positions and length are those of the text. A last run of r tokens has r
+    `tokens` / `every` of them, rounded up. fitted: as of `MemoryTokens`, and "repeat" [1, D], the embedding
+    of the tokens from which, in fitting, a run is predicted again from its memory.
 
-    ValueError for runs that are no multiple of their memory.
+    ValueError if the length of a run is not a multiple of the size of its memory.
 
     >>> word = RunMemory(2, every=8)
     >>> word.most(33), word.count(jnp.array([33, 30, 18, 1])).tolist()
@@ -151,7 +153,7 @@ class RunMemory(MemoryTokens):
 
     @property
     def ratio(self) -> int:
-        """How many tokens of a run a memory token stands for."""
+        """How many tokens of a run one memory token represents."""
         assert self.every is not None
         return self.every // self.tokens
 
@@ -163,28 +165,28 @@ class RunMemory(MemoryTokens):
         )
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model, or of other memory tokens."""
+        """Raises InputError if the arrays do not fit the model's sizes or the number of memory tokens."""
         super().check(model)
         check_sizes(self, "repetition", "one, width", "repeat", (1, model.width))
 
     def of(self, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """How many memory tokens are read behind a run of so many tokens."""
+        """How many memory tokens follow a run of `tokens` tokens."""
         return -(-tokens // self.ratio)
 
     def stands_for(self, tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
-        """For which of a run's so many tokens each of its memory tokens stands: the last of its share."""
+        """Which of a run's tokens each of its memory tokens represents: the last one of its share."""
         ends = self.ratio * jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
         return jnp.minimum(ends[None], tokens[:, None]) - 1
 
     def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
-        """At which position of its turn a run begins that has so many before it."""
+        """The position in its turn at which run `number` begins."""
         assert self.every is not None
         return self.every * number
 
     def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
-        """At which positions of its turn the memory of a run of so many tokens stands."""
+        """The positions in its turn of the memory of a run of `tokens` tokens."""
         return self.before(number) + self.stands_for(tokens)
 
     def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
-        """At which position of its turn the token behind a text of so many tokens stands."""
+        """The position in its turn of the token that follows a text of `text` tokens."""
         return text

@@ -1,4 +1,4 @@
-"""Narrow: behind one layer, a prompt goes on with the tokens that matter there, at their own positions."""
+"""Narrow: above one layer, only the prompt tokens that matter go on, at their own positions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvjax.keep.select import slot_lists, top
 
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """Layers above `layer` see a share of every prompt's tokens (arXiv:2502.01068, section 3).
+    """Layers above `layer` read only a share of every prompt's tokens (arXiv:2502.01068, section 3).
 
-    layer: the last layer that sees all of them, by its number, or the share of the layers that do. score: of
-    the new tokens, summed over the heads of that layer; it sees nothing of earlier turns. share: how many go
-    on, rounded down per row; the newest `window` always do, and count among them.
+    layer: the last layer that reads all of them, by number, or as a share of the layers. score: the score of
+    new tokens, summed over the heads of that layer; it does not see earlier turns. share: how many tokens go
+    on, rounded down per row; the newest `window` always do, and are counted.
 
-    ValueError for numbers outside their ranges, or a score of more than queries, keys and values.
+    ValueError for numbers outside their ranges, or a score that needs more than queries, keys and values.
 
     >>> from kvjax.keep.scores.score import KeyNorm
     >>> word = Narrow(0.5, KeyNorm(), 0.2)
@@ -35,7 +35,7 @@ class Narrow:
     score: Score
     share: float
     window: int = 8
-    # Lower layers store what the upper ones do not see, and every turn gets narrower.
+    # Lower layers store tokens that upper layers do not read, and every turn is narrowed.
     all_layers = False
     first_turn_only = False
 
@@ -50,29 +50,29 @@ class Narrow:
 
     @property
     def needs(self) -> frozenset[Observation]:
-        """What is observed, so that the tokens can be chosen."""
+        """The observations by which tokens are selected."""
         return self.score.needs
 
     @property
     def looks(self) -> bool:
-        """Whether keys or values decide."""
+        """Whether the score reads keys or values."""
         return getattr(self.score, "looks", True)
 
     def after(self, layers: int) -> int:
-        """The number of the last layer that sees all tokens, in a model of so many layers."""
+        """The number of the last layer that reads all tokens, in a model of `layers` layers."""
         return number_of(self.layer, layers)
 
     def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
-        """What a first prompt turns by in a layer: what all layers turn by."""
+        """The phase of a first prompt in a layer: the same in all layers."""
         return phase
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Narrow], ...]:
-        """Behind which layers tokens leave, and who chooses those that go on."""
+        """(layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""
         return ((self.after(layers), self),)
 
     @property
     def _ratio(self) -> Fraction:
-        # In thousandths or simpler, so that counts are exact integer arithmetic.
+        # In thousandths or simpler fractions, so that counts are exact integer arithmetic.
         return Fraction(self.share).limit_denominator(1000)
 
     def most(self, tokens: int) -> int:
@@ -80,20 +80,20 @@ class Narrow:
         return min(tokens, max(self.window, tokens * self._ratio.numerator // self._ratio.denominator))
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The same, per row."""
+        """The same for every row."""
         shared = tokens * self._ratio.numerator // self._ratio.denominator
         return jnp.minimum(tokens, jnp.maximum(self.window, shared))
 
     def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The new tokens that go on, in their order, and which of the entries are any; M = most of theirs.
+        """The new tokens that go on, in order, and which of the M entries are in use.
 
-        view: the layer's new tokens, in every list the same ones.
+        view: the layer's new tokens, the same in every KV head.
         """
         return choose_tokens(self.score, view, seen, self.window, self.most(view.pos.shape[2]))
 
 
 def check_chooser(word: str, layer: int | float, score: Score) -> None:
-    """ValueError where a word that chooses tokens names no layer, or a score that is not known there."""
+    """Raises ValueError if a selecting word names no layer, or a score that is not available there."""
     by_number = isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0
     if not (by_number or (isinstance(layer, float) and 0 < layer < 1)):
         raise ValueError(
@@ -116,7 +116,7 @@ def check_chooser(word: str, layer: int | float, score: Score) -> None:
 def choose_tokens(
     score: Score, view: View, seen: Seen, window: int, most: int
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-    """The best seen.n of a layer's new tokens in their order, and which entries are any; the newest stay."""
+    """The best seen.n of a layer's new tokens, in order, and which entries are in use; newest always stay."""
     pos = view.pos[:, 0]
     found: Float[Array, "B T"] = scored(score, view, seen).astype(jnp.float32).sum(1)
     found = jnp.where(pos >= seen.length[:, None] - window, jnp.inf, found)

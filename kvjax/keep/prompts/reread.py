@@ -1,4 +1,4 @@
-"""Reread: some tokens of a prompt are chosen at an early layer, and read as a text of their own."""
+"""Reread: an early layer selects tokens of a prompt, which the model then reads as a text of their own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Reread(Stating):
-    """A prompt runs up to `layer` to choose its tokens, then the whole model reads those (arXiv:2409.17422).
+    """Layers up to `layer` select tokens of a prompt, then the whole model reads those (arXiv:2409.17422).
 
-    They stand at new positions, without gaps, behind those of earlier turns, so the cache, its length and
-    what `kept_positions` returns speak of the text that was read, not of the one that was given. layer: its
-    number, or the share of the layers that run. score: of the new tokens, summed over the heads of that
-    layer. budget: how many are read, a `Budget`; the `newest` are always among them, since the last answers.
+    The selected tokens get new consecutive positions after those of earlier turns, so the cache, its length
+    and `kept_positions` describe the text that was read, not the one that was given. layer: its number, or
+    the share of the layers that run. score: the score of new tokens, summed over the heads of that layer.
+    budget: how many are read, a `Budget`; the `newest` are always among them, since the answer is predicted
+    from the last one.
 
-    ValueError for a layer outside its range, or a score of more than queries, keys and values.
+    ValueError for a layer outside its range, or a score that needs more than queries, keys and values.
 
     >>> from kvjax.grammar import Budget
     >>> from kvjax.keep.scores.score import KeyNorm
@@ -51,20 +52,20 @@ class Reread(Stating):
 
     @property
     def needs(self) -> frozenset[Observation]:
-        """What is observed, so that the tokens can be chosen."""
+        """The observations by which tokens are selected."""
         return self.score.needs
 
     @property
     def looks(self) -> bool:
-        """Whether keys or values decide."""
+        """Whether the score reads keys or values."""
         return getattr(self.score, "looks", True)
 
     def after(self, layers: int) -> int:
-        """The number of the layer that chooses, in a model of so many layers."""
+        """The number of the layer that selects, in a model of `layers` layers."""
         return number_of(self.layer, layers)
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Reread], ...]:
-        """Behind which layers tokens are chosen, and who chooses them."""
+        """(layer, selector) pairs: after which layers tokens are selected, and by which word."""
         return ((self.after(layers), self),)
 
     def most(self, tokens: int) -> int:
@@ -72,9 +73,9 @@ class Reread(Stating):
         return min(tokens, self.budget.capacity(tokens))
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The same, per row."""
+        """The same for every row."""
         return jnp.minimum(tokens, self.budget.count(tokens))
 
     def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The new tokens that are read, in their order, and which of the entries are any."""
+        """The new tokens that are read, in order, and which of the M entries are in use."""
         return choose_tokens(self.score, view, seen, self.newest, self.most(view.pos.shape[2]))

@@ -1,4 +1,4 @@
-"""Restore tokens: learned tokens that read a prompt before slots of it leave, and whose own slots stay."""
+"""Restore tokens: learned tokens that attend to a prompt before it is compressed; their own slots stay."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvjax.keep.prompts.lora import check_lora
 
 @dataclasses.dataclass(frozen=True)
 class RestoreTokens:
-    """`tokens` learned tokens, read once behind a prompt over all of its slots, stay in place of as many.
+    """`tokens` learned tokens, read once after a prompt with all its slots, that replace as many slots.
 
-    They are projected by more weights (`kvjax.steps.prefilling.lora`) and see the prompt and those of them
-    that stand before; the scores of the prompt's own slots know nothing of them (arXiv:2608.01247). They
-    stand at the positions behind the prompt, and what follows stands behind them. In each list they count
-    among the slots of its budget, and no score lets them leave.
+    They are projected with additional weights (`kvjax.steps.prefilling.lora`) and attend to the prompt and to
+    earlier restore tokens; they do not change the scores of the prompt's slots (arXiv:2608.01247). They have
+    the positions after the prompt, and later tokens follow them. In each KV head they count against the
+    budget and are never evicted.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
     of k, v and o.
@@ -39,6 +39,6 @@ class RestoreTokens:
         return f"{self.tokens} learned tokens read the whole prompt before any slot leaves, and stay."
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model, or of other restore tokens."""
+        """Raises InputError if the arrays do not fit the model's sizes or the number of restore tokens."""
         check_sizes(self, "restore tokens", "one, tokens, width", "memory", (1, self.tokens, model.width))
         check_lora(self, model)

@@ -1,4 +1,4 @@
-"""BUZZ's score: of tokens behind the window, one of every few stays, and later one of a few of those."""
+"""BUZZ: keeps one sample of every few tokens before the window, and later one of a few samples."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Received
 
-# What a slot's trace says: it was taken as a sample, or will leave; 0 before it was asked.
+# Values of a slot's trace: sampled, or to be evicted; 0 before it was considered.
 _SAMPLE, _LEAVES = 1.0, -1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """1 for a sample, -1 for a slot that leaves now, 0 for a slot that has not been asked.
+    """1 for a sample, -1 for a slot to be evicted now, 0 for a slot that was not considered yet.
 
-    Slots behind the first `sinks` tokens and before the newest floor(recent * n) ones are asked whenever
-    there are more of them than the budget n leaves room for. In position order, every ceil(stride / 2)-th
-    sample stays one, from the first. Of `stride` others in a row, the one that has received the most
-    attention becomes one, the older of equal ones.
+    The slots considered are those after the first `sinks` tokens and before the newest floor(recent * n)
+    ones, whenever they exceed what is left of the budget n. In position order, of the old samples every
+    ceil(stride / 2)-th stays, from the first. Of every `stride` consecutive other slots, the one with the
+    most accumulated attention becomes a sample (the older one of equals).
     """
 
     stride: int = 5
@@ -54,7 +54,7 @@ class Sampled:
         return jnp.where(many & between, jnp.where(stays, _SAMPLE, _LEAVES), mark)
 
     def _peaks(self, received: Float[Array, "B K S"], new: Bool[Array, "B K S"]) -> Bool[Array, "B K S"]:
-        """The largest of every `stride` new slots, which follow each other."""
+        """The largest of every `stride` new slots, which are consecutive."""
         slots = new.shape[-1]
         first = jnp.argmax(new, -1, keepdims=True).astype(jnp.int32)
         along = jnp.arange(-(-slots // self.stride) * self.stride, dtype=jnp.int32)[None, None]
@@ -70,7 +70,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Samples(Word):
-    """Accumulated attention, and -inf for slots that `Sampled` has leave."""
+    """Accumulated attention, and -inf for slots that `Sampled` marks for eviction."""
 
     ordered = True
     looks = False

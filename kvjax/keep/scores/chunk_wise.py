@@ -1,4 +1,4 @@
-"""Scores by which a prompt's chunks choose for themselves, or one after the other."""
+"""Scores that rank slots within chunks of a prompt, or chunk after chunk."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kvjax.keep.select import top
 
 
 def chunk_starts(view: View, tokens: int) -> Array:
-    """For every slot of a view in position order, the first slot whose token is of the same `tokens`."""
+    """For every slot of a view in position order, the first slot of its chunk of `tokens` tokens."""
     which = jnp.where(view.pos >= 0, view.pos // tokens, jnp.iinfo(jnp.int32).max)
     return jax.vmap(jax.vmap(jnp.searchsorted))(which, which).astype(jnp.int32)
 
 
 def check_tokens(word: str, tokens: object) -> None:
-    """ValueError where a word's `tokens` is no whole number of them."""
+    """Raises ValueError if a word's `tokens` is not a positive integer."""
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"{word} needs a whole number of tokens >= 1, got {tokens!r}")
 
 
 @dataclasses.dataclass(frozen=True)
 class WithinChunks(Made):
-    """Minus the share of a slot's chunk of `tokens` tokens that scores as high or higher.
+    """Minus the fraction of a slot's chunk of `tokens` tokens that scores as high or higher.
 
-    So every chunk of a text keeps the same share of its slots, among them slots that the keep's patterns
-    protect. Slots that rounding leaves over go to the first chunks.
+    So every chunk of a text keeps the same share of its slots, protected slots included. Slots that rounding
+    leaves over go to the first chunks.
     """
 
     score: Score
@@ -52,11 +52,11 @@ class WithinChunks(Made):
 
 @dataclasses.dataclass(frozen=True)
 class BlockByBlock(Made):
-    """1 for what is left when slots are chosen block by block, 0 for all others.
+    """1 for the slots that stay when slots are selected block by block, 0 for all others.
 
-    Of a head's first n slots and the next `tokens` the n best stay, of those and the next `tokens` again,
-    until the text ends. Each time the score sees only the candidates, and slots that the keep's patterns
-    protect at the end of the text always stay.
+    Of a head's first n slots and the next `tokens`, the n best stay; of those and the next `tokens`, again
+    the n best, until the text ends. Each time the score sees only the candidates; slots that are protected at
+    the end of the text always stay.
     """
 
     score: Score
@@ -72,7 +72,7 @@ class BlockByBlock(Made):
         n = jnp.broadcast_to(seen.n[:, None], view.pos.shape[:2])
 
         def block(i: int | Array, kept: Bool[Array, "B K S"]) -> Bool[Array, "B K S"]:
-            """What stays of what is kept and the i-th block behind the first n slots."""
+            """Selects among the slots kept so far and the i-th block after the first n slots."""
             start = n[..., None] + i * self.tokens
             among = kept | (live & (slot >= start) & (slot < start + self.tokens))
             score = scored(self.score, view._replace(pos=jnp.where(among, view.pos, -1)), seen)
@@ -86,11 +86,12 @@ class BlockByBlock(Made):
 
 @dataclasses.dataclass(frozen=True)
 class EntropyGated(Made):
-    """Chunks of `tokens` tokens by their mean score, all heads of a layer together; of spiky ones only a few.
+    """Ranks chunks of `tokens` tokens by a layer's mean score; spiky chunks keep only a few tokens.
 
-    A chunk is spiky where its mean is at least the median of all chunks and the entropy of its scores, over
-    the log of its length, below the median: then its `few` best tokens count with it, and the others come
-    behind all chunks, by their own scores. Within a chunk the best come first. Medians are the lower ones.
+    A chunk is spiky if its mean is at least the median over chunks, and the entropy of its scores, divided by
+    the log of its length, is below the median: then only its `few` best tokens rank with the chunk, and its
+    others rank after all chunks, by their own scores. Within a chunk the best tokens come first. Medians are
+    lower medians.
     """
 
     score: Score
@@ -112,7 +113,7 @@ class EntropyGated(Made):
         starts = chunk_starts(view, self.tokens)
 
         def over_chunk(x: Float[Array, "B K S"], how: str = "add") -> Float[Array, "B K S"]:
-            """The sum, or the least, over a slot's chunk."""
+            """The sum, or the minimum, over a slot's chunk."""
             start = jnp.full(slots, 0.0 if how == "add" else jnp.inf, jnp.float32)
             found = jax.vmap(jax.vmap(lambda x, at: getattr(start.at[at], how)(x)))(x, starts)
             return jnp.take_along_axis(found, starts, -1)
@@ -127,7 +128,7 @@ class EntropyGated(Made):
         spiky = (mean >= _lower_median(mean, leads)) & (entropy < _lower_median(entropy, leads))
         within = _rank_within(score, starts)
         late = spiky & (within >= self.few)
-        # Chunks in the order of their means, the first of equal ones before the others.
+        # Chunks in descending order of mean, the first one of equals first.
         order = jnp.lexsort((within, starts, -jnp.where(live, mean, -jnp.inf), late & live))
         by_score = jnp.lexsort((-score, ~(late & live)))
         place, alone = _inverse(order), _inverse(by_score)
@@ -142,11 +143,11 @@ def _inverse(order: Array) -> Array:
 
 
 def _rank_within(score: Float[Array, "B K S"], starts: Array) -> Array:
-    """How many slots of the same chunk come before a slot by their scores, the first of equals first."""
+    """How many slots of the same chunk rank before a slot; of equal scores the first slot ranks first."""
     return _inverse(jnp.lexsort((-score, starts))).astype(jnp.int32) - starts
 
 
 def _lower_median(x: Float[Array, "B K S"], of: Bool[Array, "B K S"]) -> Float[Array, "B K 1"]:
-    """The median of the slots `of`; of an even number the lower of the two in the middle."""
+    """The median over the slots `of`; with an even number, the lower of the two middle ones."""
     middle = (jnp.maximum(of.sum(-1, keepdims=True), 1) - 1) // 2
     return jnp.take_along_axis(jnp.sort(jnp.where(of, x, jnp.inf), -1), middle, -1)

@@ -1,4 +1,4 @@
-"""Scores by how well a slot can be encoded."""
+"""Scores by how well a slot can be quantised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.state.codes import Codec
 
 @dataclasses.dataclass(frozen=True)
 class Encodable(Word):
-    """score[j] = max(1 - e_j, 0), with e_j what codes were off by when the token came (`CodeError`)."""
+    """score[j] = max(1 - e_j, 0), where e_j is the quantisation error when token j was read (`CodeError`)."""
 
     codec: Codec
 

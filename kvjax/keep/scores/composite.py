@@ -15,10 +15,10 @@ from kvjax.keep.select import ranks
 
 
 def over_heads(view: View, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """For every slot, the sum of `x` over the slots of its layer's heads that hold the same token.
+    """For every slot, the sum of `x` over all slots of the layer's heads that hold the same token.
 
-    After an earlier choice heads hold different tokens, so slots are found by position; empty slots of `x`
-    are zeros.
+    After an earlier eviction heads hold different tokens, so slots are matched by position; `x` is zero in
+    empty slots.
     """
     heads, slots = view.pos.shape[1:]
     at = jnp.where(view.pos < 0, 2**30, view.pos)
@@ -35,9 +35,9 @@ def over_heads(view: View, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 @dataclasses.dataclass(frozen=True)
 class Agreed(Made):
-    """score[h, j] + mean_h score[h, j]: what one head wants of a token, and what all heads of its layer do.
+    """score[h, j] + mean_h score[h, j]: a head's own score of a token plus the mean over the layer's heads.
 
-    A head that does not hold the token any more wants nothing of it.
+    A head that no longer holds the token counts as 0 in the mean.
     """
 
     score: Score
@@ -49,11 +49,11 @@ class Agreed(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """KVCompose: the L * n best composite tokens of the stack say how many slots the heads of a layer keep.
+    """KVCompose: layers share L * n slots per head by their number of the stack's best composite tokens.
 
-    A layer's r-th composite token is the r-th best slot of each of its heads, and its score is their mean;
-    the first layer's are at least the largest of all layers, as in the authors' code. The best one of every
-    layer stays. All heads of a layer keep as many.
+    A layer's r-th composite token consists of the r-th best slot of each of its heads, and its score is their
+    mean. The first layer's scores are raised to at least the largest of all layers, as in the authors' code.
+    The best composite token of every layer stays. All heads of a layer keep equally many slots.
     """
 
     uniform = False

@@ -1,4 +1,4 @@
-"""KVCrush: of the tokens that would leave, some stay that heads treat in different ways."""
+"""KVCrush: keeps some tokens that would be evicted, chosen so that heads rank them differently."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.keep.select import ranks
 
 @dataclasses.dataclass(frozen=True)
 class Representatives(Made):
-    """inf for a head's best n - r slots, 1 for r representatives of its others, 0 for what they stand for.
+    """inf for a head's best n - r slots, 1 for r representatives of the other slots, 0 for the rest.
 
     The newest `window` tokens are among the best (KVCrush, arXiv:2503.00022). A token's bits say which heads
-    of the layer have it among their best n; the slots that a head would lose are ordered by how many bits
-    differ from the anchor, which is 0, 1, 0, 1, ... over the heads, and of equal ones the older comes first.
-    Of m such slots those at 0, s, 2s, ... with s = m // r are the representatives; r = floor(share * n), or
-    what the window leaves.
+    of the layer rank it among their best n. A head's other slots are ordered by how many of their bits differ
+    from the anchor 0, 1, 0, 1, ... over the heads; of equals the older comes first. Of m such slots those at
+    0, s, 2s, ... with s = m // r are the representatives; r = floor(share * n), but at most what the window
+    leaves of the budget.
     """
 
     score: Score
@@ -34,7 +34,7 @@ class Representatives(Made):
         newest = view.pos >= (seen.length - self.window)[:, None, None]
         score = jnp.where(newest, jnp.inf, scored(self.score, view, seen))
         place = ranks(jnp.where(live, score, -jnp.inf))
-        # A head that holds no token has no bit of it, as if it would drop it.
+        # The bit of a head that does not hold the token is 0, as if it would evict it.
         anchor = (jnp.arange(live.shape[1]) % 2)[None, :, None].astype(jnp.float32)
         bits = (live & (place < seen.n[:, None, None])).astype(jnp.float32)
         apart = over_heads(view, jnp.where(live, jnp.abs(bits - anchor) - anchor, 0.0))

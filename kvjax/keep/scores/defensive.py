@@ -1,4 +1,4 @@
-"""Attention that a token may receive at worst, and what it can write then (DefensiveKV)."""
+"""DefensiveKV: scores slots by the attention that they may receive in the worst case, and by their output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvjax.keep.scores.score import attention_to_older, output_norms, probabilit
 
 @dataclasses.dataclass(frozen=True)
 class Defensive(Word):
-    """max(w_j, mean w) n_j / sum_k n_j, with w_j the largest smoothed attention of one query to a token.
+    """max(w_j, mean w) n_j / sum_k n_j, where w_j is the largest smoothed attention of one query to token j.
 
-    Of the last `last` queries and the heads of a group, each smoothed over `kernel` neighbours at an equal
-    sum; below its mean over the older tokens of a head no token is rated, since what was not attended to so
-    far may be later (DefensiveKV, arXiv:2510.13334, section 4). n_j = mean_h ||W_O[h]' v_j||_1 over a group's
-    heads, and its sum is that of the layer's KV heads k, as in the authors' code. First come, at infinity,
-    the tokens of most mean attention up to the share `mass` of it, less what a window's length of tokens
-    before the window receives, and at most as many as the budget leaves beside the window.
+    w_j is the maximum over the last `last` queries and the heads of a group, each smoothed over `kernel`
+    neighbours with its sum preserved. No token counts less than the mean of w over a head's older tokens,
+    since a token that received no attention so far may receive some later (DefensiveKV, arXiv:2510.13334,
+    section 4). n_j = mean_h ||W_O[h]' v_j||_1 over a group's heads, and it is divided by its sum over the
+    layer's KV heads k, as in the authors' code. The tokens with the most mean attention score infinity, up to
+    the share `mass` of it, minus what the `last` tokens before the window receive, and at most as many as the
+    budget leaves beside the window.
     """
 
     last: int
@@ -55,11 +56,11 @@ class Defensive(Word):
         return smooth * p.sum(-1, keepdims=True) / jnp.maximum(smooth.sum(-1, keepdims=True), 1e-30)
 
     def _first(self, p: Float[Array, "B K G W S"], view: View, seen: Seen) -> Array:
-        """The tokens of most attention, as many as their sum needs to come to the share."""
+        """The tokens with the most attention, as many as are needed to reach the share."""
         _, at = seen.of(Queries(self.last))
         real = jnp.maximum((at >= 0).sum(-1), 1).astype(jnp.float32)[:, None, None]
         mean = p.sum(3).mean(2) / real
-        # p of the tokens right before the window, over queries and heads.
+        # Attention to the `last` tokens before the window, over queries and heads.
         whole = probabilities(window_logits(view, seen, self.last))
         start = (seen.length - 2 * self.last)[:, None, None]
         near = (view.pos >= start) & (view.pos < start + self.last)

@@ -1,4 +1,4 @@
-"""How much the attention that a slot receives comes and goes."""
+"""Scores by how much the attention that a slot receives varies over queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.keep.observations.trace import Received
 class AttentionDeviation(Word):
     """score[j] = sqrt(mean p_ij^2 - (mean p_ij)^2) over all queries i since slot j (arXiv:2402.06262).
 
-    The means run over the heads of a group, too. The newest `newest` tokens, which few queries have seen,
+    The means run over the heads of a group, too. The newest `newest` tokens, which few queries can have seen,
     score infinity.
     """
 
@@ -27,7 +27,7 @@ class AttentionDeviation(Word):
 
     @property
     def needs(self) -> frozenset[Observation]:
-        # Its shape says how many query heads share a KV head.
+        # The observation's shape says how many query heads share a KV head.
         return frozenset({Queries(1)})
 
     @property

@@ -1,4 +1,4 @@
-"""Slots that stay by chance: a score and a random number that makes the best of them a draw."""
+"""Random selection: a score plus Gumbel noise, so that the best slots are a random draw."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvjax.keep.scores.score import Uniformly
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(Made):
-    """score[j] - log(-log u_j) with u_j uniform: its n best are n draws without replacement.
+    """score[j] - log(-log u_j) with u_j uniform, so that the n best slots are n draws without replacement.
 
-    At every draw, the chance of a slot goes by exp(score) among those not drawn yet (Gumbel's trick,
-    arXiv:1903.06059). u_j depends on seed, layer, head and position alone (`Uniformly`).
+    At every draw, the probability of a slot is proportional to exp(score) among those not drawn yet (Gumbel's
+    trick, arXiv:1903.06059). u_j depends on seed, layer, head and position alone (`Uniformly`).
     """
 
     score: Score
     seed: int = 0
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        # Between the ends: of 0 and 1 there is no finite logarithm of a logarithm.
+        # Clipped, because log(-log u) is not finite at 0 and 1.
         u = jnp.clip(Uniformly(self.seed)(view, seen), 1e-9, 1 - 1e-7)
         return scored(self.score, view, seen) - jnp.log(-jnp.log(u))

@@ -1,4 +1,4 @@
-"""Scores that say which slots are enough: how many stay follows from the attention of a text."""
+"""Scores that decide how many slots stay, from the attention of a text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvjax.keep.observations.trace import Received
 
 @dataclasses.dataclass(frozen=True)
 class EndsEnough(Word):
-    """1 for slots that a layer needs so that its attention keeps its norm, -1 for those in between.
+    """1 for slots that a layer needs to preserve the norm of its attention, -1 for the others.
 
-    Tokens count from the first `sinks` ones, then from the newest to the oldest. A token is needed as long as
-    those before it in this order hold less than the share 1 - `loss` of the Frobenius norm of the attention
-    of all queries and heads of the layer, without its other columns (DBudgetKV, arXiv:2502.16886).
+    Tokens are taken in the order: the first `sinks` ones, then from the newest to the oldest. They are needed
+    until those taken hold the share 1 - `loss` of the Frobenius norm of the attention matrix of all queries
+    and heads of the layer (DBudgetKV, arXiv:2502.16886).
     """
 
     looks = False
@@ -36,7 +36,7 @@ class EndsEnough(Word):
         squares = jnp.where(live, view.of(Received(Mass("squares"))), 0.0)
         first = live & (view.pos < self.sinks)
         sinks = jnp.where(first, squares, 0.0).sum((1, 2))[:, None, None]
-        # A layer's heads hold the same tokens, so that slots stand in the same places.
+        # All heads of the layer hold the same tokens, so their slots are aligned.
         layer = jnp.where(first, 0.0, squares).sum(1, keepdims=True)
         newer = jnp.cumsum(layer[..., ::-1], -1)[..., ::-1] - layer
         total = jnp.maximum(squares.sum((1, 2)), 1e-30)[:, None, None]
@@ -46,9 +46,9 @@ class EndsEnough(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Covering(Word):
-    """1 for the fewest slots that hold the share `share` of what their head has received, -1 for the others.
+    """1 for the fewest slots that hold the share `share` of a head's accumulated attention, else -1.
 
-    They are those of the most attention (LeanKV, arXiv:2412.03131).
+    These are the slots with the most attention (LeanKV, arXiv:2412.03131).
     """
 
     looks = False

@@ -1,4 +1,4 @@
-"""Expected attention: scoring keys by the queries that are still to come, in closed form."""
+"""Expected attention: scores keys by the distribution of future queries, in closed form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class QueryStatistics:
-    """The mean and covariance of a model's unrotated queries; an observation of what was fitted.
+    """The mean and covariance of a model's unrotated queries, fitted offline.
 
     fitted: "mean" [L, N, H] and "covariance" [L, N, H, H], as `kvjax fit expected-attention` writes them.
     """
@@ -27,11 +27,11 @@ class QueryStatistics:
     fitted: Fitted | None = None
     by = "expected-attention"
     phases = (IN_PREFILL,)
-    # Without it, the queries of the prompt itself are asked.
+    # Unfitted, the statistics are those of the prompt's own queries.
     fit_first = False
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.heads, model.head_dim)
         check_sizes(self, "statistics", "layers, heads, channels", "mean", sizes)
 
@@ -46,9 +46,9 @@ class QueryStatistics:
 class ExpectedAttention(Word):
     """score[j] = (softmax_j(k_j m / sqrt(H) + k_j' C k_j / 2H) + epsilon) ||v_j|| (arXiv:2510.00636).
 
-    Future queries are taken as Gaussian. Before rotation, their mean and covariance are those of the prompt's
-    queries without the first `sinks`, or, where they were fitted, `statistics`; m and C are both after the
-    average rotation of the next `future` positions. The softmax runs over the slots that are no sinks, and
+    Future queries are modelled as Gaussian. Before rotation, their mean and covariance are those of the
+    prompt's queries without the first `sinks`, or those in `statistics` if fitted; m and C are both after the
+    average rotation of the next `future` positions. The softmax runs over the slots that are not sinks, and
     the heads of a group are averaged.
     """
 

@@ -1,4 +1,4 @@
-"""Q-Filters: one direction per head, in which its queries lie, says what a key will be asked for."""
+"""Q-Filters: one direction per head, the main direction of its queries, predicts the logits of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.keep.algebra import Word
 
 @dataclasses.dataclass(frozen=True)
 class QueryFilters:
-    """The direction of the queries of every KV head (arXiv:2503.02812); an observation of what was fitted.
+    """The main direction of the queries of every KV head (arXiv:2503.02812), fitted offline.
 
     fitted: "filters" [L, K, H], as `kvjax fit q-filters` writes it.
     """
@@ -26,7 +26,7 @@ class QueryFilters:
     phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, model.head_dim)
         check_sizes(self, "filters", "layers, KV heads, channels", "filters", sizes)
 
@@ -38,7 +38,7 @@ class QueryFilters:
 
 @dataclasses.dataclass(frozen=True)
 class Filtered(Word):
-    """score[j] = <k_j, f> for the filter f of its head: about the mean of the logits that it will get."""
+    """score[j] = <k_j, f> for the filter f of its head, an estimate of the mean logit that key j will get."""
 
     filters: QueryFilters
 

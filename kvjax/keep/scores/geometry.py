@@ -1,4 +1,4 @@
-"""Scores by where a key or a value lies among those of its head, whatever was asked of it."""
+"""Scores by where a key or a value lies among the others of its head, independent of queries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvjax.ops.base.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class KeyDistinctness(Word):
-    """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point elsewhere (arXiv:2504.15364)."""
+    """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point away from the mean (arXiv:2504.15364)."""
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         k = view.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
-        # The sum is the mean of another length, and only its direction matters.
+        # The sum stands in for the mean: only its direction matters.
         anchor = jnp.where((view.pos >= 0)[..., None], unit, 0.0).sum(2)
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -jnp.einsum("bksh,bkh->bks", unit, anchor)
@@ -31,10 +31,10 @@ class KeyDistinctness(Word):
 
 @dataclasses.dataclass(frozen=True)
 class LocalNorms(Word):
-    """score[j] = a_j b_j / sum_i a_i b_i: the share that a slot has of its neighbours' squared lengths.
+    """score[j] = a_j b_j / sum_i a_i b_i: a slot's share of the squared norms in its window.
 
-    a_j = ||k_j||^2 / sum ||k_i||^2 and b_j the same of values, where the sums run over the `window` slots of
-    j's window; windows follow each other from a row's first slot on (CurDKV, arXiv:2509.15038).
+    a_j = ||k_j||^2 / sum ||k_i||^2 and b_j likewise of values, where the sums run over the `window` slots of
+    j's window; windows are consecutive from a row's first slot on (CurDKV, arXiv:2509.15038).
     """
 
     ordered = True
@@ -56,10 +56,10 @@ class LocalNorms(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Leverage(Word):
-    """score[j] = x_j' (X'X + ridge I)^-1 x_j of sketched keys: how little the others span a key.
+    """score[j] = x_j' (X'X + ridge I)^-1 x_j of sketched keys: how poorly the other keys span key j.
 
-    x_j = (k_j - mean_i k_i) Phi of keys before their rotation; Phi [H, rank] is Gaussian with variance
-    1 / rank, drawn by `seed`, the same for all heads, layers and rows (Compactor, arXiv:2507.08143).
+    x_j = (k_j - mean_i k_i) Phi of keys before rotation; Phi [H, rank] is Gaussian with variance
+    1 / rank, drawn from `seed`, the same for all heads, layers and rows (Compactor, arXiv:2507.08143).
     """
 
     rank: int = 48
@@ -75,7 +75,7 @@ class Leverage(Word):
         return leverage(x, jnp.ones(x.shape[:3], jnp.float32), self.ridge)
 
     def sketch(self, seen: Seen, width: int) -> Float[Array, "*_ H R"]:
-        """Phi, for keys of `width` channels."""
+        """Phi for keys of `width` channels."""
         return jax.random.normal(jax.random.key(self.seed), (width, self.rank), jnp.float32) / math.sqrt(
             self.rank
         )
@@ -83,11 +83,11 @@ class Leverage(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Capacity(Word):
-    """score[j] = w_j v_j' (I + sum_i (w_i + 1e-6) v_i v_i')^-1 v_j: values that nobody asked for count less.
+    """score[j] = w_j v_j' (I + sum_i (w_i + 1e-6) v_i v_i')^-1 v_j: weighted leverage of values.
 
-    w_j = exp(tau (cos(k_j, m) - max_i cos(k_i, m))) where m is the mean of the unrotated queries behind the
-    first `sinks`, after the average rotation of the next `future` positions. Sums run over the slots that are
-    no sinks; the query heads of a group are averaged (CapKV, arXiv:2604.25975).
+    w_j = exp(tau (cos(k_j, m) - max_i cos(k_i, m))) where m is the mean of the unrotated queries after the
+    first `sinks`, rotated by the average rotation of the next `future` positions. Sums run over the slots
+    that are not sinks; the query heads of a group are averaged (CapKV, arXiv:2604.25975).
     """
 
     tau: float = 5.0
@@ -112,7 +112,7 @@ class Capacity(Word):
         v = jnp.where(open_slots[:, :, 0, :, None], view.v.astype(jnp.float32), 0.0)
 
         def of_query_head(w: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-            # sqrt(w + 1e-6) v spans the sum; what it weighs in the score is w alone.
+            # The sum is over (w + 1e-6) v v', but the score itself is weighted by w alone.
             return w * leverage(v, w + 1e-6, 1.0)
 
         return jnp.stack([of_query_head(w[:, :, i]) for i in range(w.shape[2])]).mean(0)
@@ -123,11 +123,11 @@ def leverage(
 ) -> Float[Array, "B K S"]:
     """x_j' (ridge I + sum_i weights_i x_i x_i')^-1 x_j; rows that do not count are zeros.
 
-    The ridge stands in the sum as further rows, sqrt(ridge) I. All rows are brought to coordinates in which
-    the sum is I; there, a row's squared length is its leverage. Where the ridge is less than the rounding of
-    the sum, as behind long texts, a Cholesky factor of the sum itself breaks down; so the first two of three
-    times a share of the trace is added, which leaves the next one a sum that is better to factor (shifted
-    CholeskyQR, Fukaya et al., 2018, arXiv:1809.11085).
+    The ridge enters the sum as further rows, sqrt(ridge) I. All rows are transformed to coordinates in which
+    the sum is I; there, a row's squared length is its leverage. If the ridge is smaller than the rounding
+    error of the sum, as after long texts, a Cholesky factorisation of the sum itself breaks down. So there
+    are three rounds, and the first two add a share of the trace, which leaves a better conditioned sum for
+    the next (shifted CholeskyQR, Fukaya et al., 2018, arXiv:1809.11085).
     """
     eye = jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=jnp.float32), (*x.shape[:2], x.shape[-1], x.shape[-1]))
     rows, least = math.sqrt(ridge) * eye, jnp.full(x.shape[:2], ridge, jnp.float32)
@@ -142,10 +142,10 @@ def leverage(
 
 
 def _whitening(gram: Float[Array, "B K R R"], least: Float[Array, "B K"]) -> Float[Array, "B K R R"]:
-    """W with W' gram W = I, upper triangular. least: no eigenvalue of `gram` is smaller, but for rounding.
+    """W with W' gram W = I, upper triangular. least: a lower bound of `gram`'s eigenvalues, up to rounding.
 
-    Column by column, in plain operations: on CPUs the library's Cholesky can wait forever for threads that
-    another program has.
+    Computed column by column in plain operations: on CPUs the library's Cholesky can wait forever for threads
+    that another program holds.
     """
     rank, at = gram.shape[-1], jnp.arange(gram.shape[-1])
 
@@ -163,7 +163,7 @@ def _whitening(gram: Float[Array, "B K R R"], least: Float[Array, "B K"]) -> Flo
 
 
 def unrotated(view: View, seen: Seen) -> Float[Array, "B K S H"]:
-    """A view's keys as they were before their rotation."""
+    """A view's keys before rotation."""
     rope = seen.attention.rope
     cos, sin = angles(rope, jnp.maximum(view.pos, 0), view.k.shape[-1], seen.length[:, None, None])
     size = rope.amplitude**2

@@ -1,4 +1,4 @@
-"""Scores by hashes: keys whose codes are like that of the newest query."""
+"""Scores by hashes: keys whose sign codes are close to that of the newest query."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HashLikeness(Word):
     """score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query q, R Gaussian [bits, H].
 
     It grows with the cosine of q and k_j (arXiv:2412.16187). Query heads of a group are summed. All heads
-    and layers share R, which is drawn by `seed`.
+    and layers share R, which is drawn from `seed`.
     """
 
     bits: int = 16
@@ -35,5 +35,5 @@ class HashLikeness(Word):
         side = lambda x: jnp.where(x.astype(jnp.float32) @ normals > 0, 1.0, -1.0)  # noqa: E731
         asked = side(q[:, :, 0]).reshape(*view.pos.shape[:2], -1, self.bits)
         agreed = jnp.einsum("bkgp,bksp->bks", asked, side(view.k))
-        # Bits that agree less those that differ, over a group.
+        # Bits that agree minus bits that differ, over a group.
         return (agreed - self.bits * asked.shape[2]) / 2

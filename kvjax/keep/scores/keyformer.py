@@ -1,4 +1,4 @@
-"""Keyformer's score: attention that is drawn with noise, so that what has left counts among what may come."""
+"""Keyformer's score: attention with Gumbel noise, which allows for the tokens that are already evicted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvjax.keep.scores.score import STRIP, probabilities
 class NoisyMass:
     """sum_i softmax_j((q_i k_j / sqrt(H) + z_ij) / tau_i), over a group's heads and new queries i.
 
-    z_ij is a draw of the standard Gumbel distribution, a new one for every query, key, head and layer, as in
-    the authors' code; tau_i rises from `tau` to `tau_end` over the first `horizon` positions of a text
-    (Keyformer, arXiv:2403.09054, section 3). Slots that were held before have one softmax, new
-    tokens another.
+    z_ij is drawn from the standard Gumbel distribution, independently for every query, key, head and layer,
+    as in the authors' code; tau_i rises from `tau` to `tau_end` over the first `horizon` positions of a text
+    (Keyformer, arXiv:2403.09054, section 3). Slots that were cached before and new tokens have a softmax
+    each.
     """
 
     tau: float = 1.0
@@ -37,7 +37,7 @@ class NoisyMass:
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"], layer: int | Int[Array, ""] = 0,
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """Attention that slots receive from new queries, computed for a strip of queries at a time."""
+        """The attention that slots receive from new queries, computed for a strip of queries at a time."""
         (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
         pos = jnp.broadcast_to(pos, (b, heads, slots))
         keys, size = k.astype(jnp.float32), min(STRIP, t)
@@ -60,12 +60,12 @@ class NoisyMass:
     def draws(
         self, q_pos: Int[Array, "B T"], pos: Int[Array, "B K S"], heads: int, layer: int | Int[Array, ""] = 0
     ) -> Float[Array, "B N T S"]:
-        """Draws z by (seed, layer, head, query, key) alone, so a row draws the same alone and in a batch."""
+        """The noise z, by (seed, layer, head, query, key) alone, so a row draws the same in any batch."""
         of_layer = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), layer)
         fold = jax.random.fold_in
 
         def pair(key: Array, query: Array, slots: Array) -> Float[Array, "S"]:
-            # The folded key itself is the random number: one hash for every pair.
+            # The folded key itself is the random number: one hash per pair.
             bits = jax.random.key_data(jax.vmap(fold, (None, 0))(fold(key, query), slots))[:, 0]
             uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
             return -jnp.log(-jnp.log(uniform))
@@ -77,7 +77,7 @@ class NoisyMass:
         return jax.vmap(of_heads, (None, 0, 0))(keys, q_pos, slots)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Of earlier and of new queries together."""
+        """Combines the values from earlier and from new queries."""
         return old + new
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -86,7 +86,7 @@ class NoisyMass:
 
 @dataclasses.dataclass(frozen=True)
 class NoisyAttention(Word):
-    """All the noisy attention that a slot has received so far: see `NoisyMass`."""
+    """The accumulated noisy attention of a slot: see `NoisyMass`."""
 
     looks = False
 

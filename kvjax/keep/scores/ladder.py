@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 
-# What a slot's trace says: it is what is left of a step in this round, or will leave; 0 otherwise.
+# Values of a slot's trace: kept from a step that was cut in this round, or to be evicted; 0 otherwise.
 _LEFT, _LEAVES = 1.0, -1.0
 
 
 class _Cut(NamedTuple):
-    """Steps of `size` places from the place `first` on, and how many of them are cut, per list."""
+    """`number` steps of `size` slots each, starting at place `first`, per KV head."""
 
     first: Int[Array, "B K 1"]
     size: Int[Array, "B K 1"] | int
@@ -29,13 +29,14 @@ class _Cut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rungs:
-    """1 for what is left of a step in this round, -1 for a slot that leaves now, else 0 (arXiv:2507.14204).
+    """1 for a slot kept from a step cut in this round, -1 for one to evict now, else 0 (arXiv:2507.14204).
 
-    Slots in position order, behind the first `sinks` and before the `newest` ones, are cut into steps
-    of `size` slots, the oldest ones first, as many as bring a list to its budget. Of a step, layer l keeps
-    `kept` slots in a row from its (l mod (size - kept + 1))-th. What is left is not cut again until all
-    others were; then a round begins anew from the sinks. Where one round does not suffice, as at the end of a
-    long prompt, its steps are t times as long, and layers keep every t-th slot from their places in them.
+    Slots in position order, after the first `sinks` and before the `newest` ones, are cut into steps of
+    `size` slots, the oldest ones first, as many steps as bring a KV head down to its budget. Of each step,
+    layer l keeps `kept` consecutive slots from the (l mod (size - kept + 1))-th on. Kept slots are not cut
+    again until all others were; then a new round begins after the sinks. If one round does not suffice, as at
+    the end of a long prompt, steps of the new round are t times as long, and layers keep every t-th slot from
+    their place in the step on.
     """
 
     size: int = 2
@@ -60,7 +61,7 @@ class Rungs:
         n = jnp.broadcast_to(seen.n[:, None, None], held.shape)
         first = (live & (view.pos < self.sinks)).sum(-1, keepdims=True, dtype=jnp.int32)
         down = self.size - self.kept
-        # This round: what is left of its steps lies behind the sinks.
+        # This round: slots kept from its earlier steps follow the sinks.
         behind = first + (live & (mark == _LEFT)).sum(-1, keepdims=True, dtype=jnp.int32)
         able = jnp.minimum(
             (n - self.newest - behind) // self.kept, (held - self.newest - behind) // self.size
@@ -69,7 +70,7 @@ class Rungs:
         one = _Cut(behind, self.size, jnp.clip(able, 0, -(-many // down)))
         place = jnp.cumsum(live, -1, dtype=jnp.int32) - 1
         goes = self._leaves(place, one, 1, seen.layer)
-        # The next one, where it did not suffice.
+        # The next round, if this one does not suffice.
         held, more = held - one.number * down, many - one.number * down
         again = more > 0
         within = jnp.maximum((n - first - self.newest) // self.kept, 1) * down
@@ -91,7 +92,7 @@ class Rungs:
     def _leaves(
         self, place: Int[Array, "B K S"], cut: _Cut, times: Int[Array, "B K 1"] | int, layer: int | Array
     ) -> Bool[Array, "B K S"]:
-        """The slots of the steps that are cut, at these places, that a layer does not keep."""
+        """The slots of the steps being cut that a layer does not keep."""
         starts = times * (self.size - self.kept) + 1
         along = jnp.mod(place - cut.first, cut.size) - jnp.mod(jnp.asarray(layer, jnp.int32), starts)
         stays = (along >= 0) & (jnp.mod(along, times) == 0) & (along < times * self.kept)
@@ -100,7 +101,7 @@ class Rungs:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder(Word):
-    """Newer is better, and -inf for slots that `Rungs` has leave."""
+    """Newer is better, and -inf for slots that `Rungs` marks for eviction."""
 
     ordered = True
     looks = False

@@ -1,4 +1,4 @@
-"""LagKV's score: how much the channels of a token differ, measured by the tokens that come after it."""
+"""LagKV's score: how much the channels of a token vary, normalised by the tokens that come after it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 
-# What a slot's trace says before its partition was ranked.
+# The value of a slot's trace before its partition is ranked.
 _UNRANKED = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LagRank:
-    """The place of a slot in its partition, from 0 to 1 - 1 / lag; -1 until the partition is ranked.
+    """The rank of a slot in its partition, from 0 to 1 - 1 / lag; -1 until the partition is ranked.
 
-    Behind the first `sinks` tokens and the slots that were ranked before, slots in position order are cut
-    into partitions of `lag`. Every whole partition whose next one is whole is ranked, once, by
+    After the first `sinks` tokens and the slots ranked earlier, slots in position order are cut into
+    partitions of `lag`. A full partition is ranked, once, as soon as the next one is full, too, by
 
         score[j] = softmax_j(std_h((k_jh - min_h) / (max_h - min_h))),
 
-    averaged with the same of the values; min and max are those of a channel over the next partition, std runs
-    over the channels (with H - 1) and the softmax over the partition.
+    averaged with the same score of the values; min and max are those of a channel over the next partition,
+    std runs over the channels (with H - 1) and the softmax over the partition.
     """
 
     lag: int = 128
@@ -43,13 +43,13 @@ class LagRank:
         return old
 
     def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        """The numbers when slots are chosen among, with the partitions that have become whole."""
+        """The ranks at the time of a selection, with the partitions that are full by now."""
         old, live, slots = view.of(self), view.pos >= 0, view.pos.shape[-1]
         parts = slots // self.lag
         if parts < 2:
             return old
         settled = live & ((view.pos < self.sinks) | (old >= 0))
-        # Sinks and ranked slots are older than all others: they are the first in position order.
+        # Sinks and ranked slots are the oldest ones, so they come first in position order.
         first = settled.sum(-1, keepdims=True, dtype=jnp.int32)
         whole = (live.sum(-1, keepdims=True, dtype=jnp.int32) - first) // self.lag
         index = jnp.minimum(first + jnp.arange(parts * self.lag, dtype=jnp.int32)[None, None], slots - 1)
@@ -62,7 +62,7 @@ class LagRank:
         return jnp.where(live & (back >= 0) & (back < (whole - 1) * self.lag), mine, old)
 
     def _scores(self, x: Float[Array, "B K S H"], index: Int[Array, "B K T"]) -> Float[Array, "B K P L"]:
-        """The scores of all partitions but the last, of which the next one may not be whole."""
+        """The scores of all partitions but the last, whose next one may not be full."""
         b, heads, _, width = x.shape
         parts = jnp.take_along_axis(x.astype(jnp.float32), index[..., None], axis=2)
         parts = parts.reshape(b, heads, -1, self.lag, width)
@@ -74,7 +74,7 @@ class LagRank:
 
 @dataclasses.dataclass(frozen=True)
 class LagRelative(Word):
-    """A slot's `LagRank`; slots without one, the newest lag .. 2 lag - 1, stand above, the newest first."""
+    """A slot's `LagRank`; slots without one (the newest lag .. 2 lag - 1) score higher, the newest first."""
 
     ordered = True
 

@@ -1,4 +1,4 @@
-"""Queries of tokens that the model would write next, which judge a prompt before it is compressed."""
+"""Lookahead: queries of tokens that the model would generate next score a prompt before it is compressed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.ops.attention.union import Keys, logits
 
 @dataclasses.dataclass(frozen=True)
 class Lookahead(Probe):
-    """The `ahead` likeliest tokens behind a prompt, one after the other (arXiv:2505.20334)."""
+    """The `ahead` tokens that greedy decoding generates after a prompt (arXiv:2505.20334)."""
 
     ahead: int = 8
 
@@ -37,7 +37,7 @@ class Lookahead(Probe):
 class LookaheadAttention(Word):
     """score[j] = sum_i softmax_j(q_i k_j / sqrt(H)) over the queries i of a `Lookahead`.
 
-    The softmax runs over the slots that are held, without the tokens ahead; the mean over a group's heads
+    The softmax runs over the cached slots, without the generated tokens, and is averaged over a group's heads
     (Lookahead Q-Cache, arXiv:2505.20334).
     """
 

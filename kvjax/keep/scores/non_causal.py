@@ -1,4 +1,4 @@
-"""Attention among the tokens of a chunk, later ones included: what a text asks of itself."""
+"""Attention within a chunk, without a causal mask."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvjax.keep.observations.trace import Received
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMates:
-    """sum_i softmax_j(q_i k_j) over the tokens i of j's chunk, the mean over a group's heads.
+    """sum_i softmax_j(q_i k_j) over the tokens i of j's chunk, averaged over a group's heads.
 
-    The new tokens of a turn are cut into chunks of `chunk`; in each, every query sees every key. Older slots
-    get nothing. There is no 1 / sqrt(H) (Compactor, arXiv:2507.08143, as in its authors' code).
+    The new tokens of a turn are cut into chunks of `chunk`, in which every query sees every key. Older slots
+    get 0. There is no 1 / sqrt(H) (Compactor, arXiv:2507.08143, as in its authors' code).
     """
 
     chunk: int
@@ -30,7 +30,7 @@ class ChunkMates:
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"],
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """What new tokens give each other. Queries lie one behind the other, and keys of new tokens, too."""
+        """The attention that new tokens receive. Queries and the keys of new tokens are in token order."""
         (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
         if t == 1:
             return jnp.broadcast_to(pos == q_pos[:, :, None], (b, heads, slots)).astype(jnp.float32)
@@ -42,18 +42,18 @@ class ChunkMates:
         keys, live = _cut(k.astype(jnp.float32), 2, size), _cut(q_pos >= 0, 1, size)
 
         def one(of_chunk: tuple[Array, Array, Array]) -> Float[Array, "B K size"]:
-            """One chunk after the other: a map of all chunks is as large as many layers' keys."""
+            """One chunk at a time: all attention maps together are as large as many layers' keys."""
             q, k, live = of_chunk
             s = jnp.einsum("bkgih,bkjh->bkgij", q, k)
             p = jax.nn.softmax(jnp.where(live[:, None, None, None], s, -1e30), -1)
             return jnp.where(live[:, None, None, :, None], p, 0.0).sum(3).mean(2)
 
         found = jnp.moveaxis(jax.lax.map(one, (queries, keys, live)), 0, 2).reshape(b, heads, chunks * size)
-        # As many older slots as there are new tokens are still not new.
+        # `pos` has as many slots as there are new tokens, but older slots among them get 0.
         return jnp.where((pos >= q_pos[:, :1, None]) & (pos >= 0), found[..., :t], 0.0)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Of earlier and of new queries together."""
+        """Combines the values from earlier and from new queries."""
         return old + new
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -61,7 +61,7 @@ class ChunkMates:
 
 
 def _cut(x: Array, axis: int, size: int) -> Array:
-    """Chunks of `size` along an axis, with zeros behind the last, in front: [chunks, ..., size, ...]."""
+    """Chunks of `size` along an axis, zero-padded, as a new first axis: [chunks, ..., size, ...]."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % size)
     x = jnp.pad(x, pad)
@@ -70,7 +70,7 @@ def _cut(x: Array, axis: int, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class NonCausalAttention(Word):
-    """score[j] = ||v_j|| (what j received of its `ChunkMates`), remembered from the turn in which it came."""
+    """score[j] = ||v_j|| times the attention of `ChunkMates` to j in the turn in which j was read."""
 
     chunk: int = 128
 

@@ -1,4 +1,4 @@
-"""Scores by the sizes of keys and values, of which equal tokens have equal ones in the first layer."""
+"""Scores by the norms of keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.keep.algebra import Made, Word
 
 @dataclasses.dataclass(frozen=True)
 class NormRatio(Word):
-    """score[j] = ||v_j||_2 / ||k_j||_2 (arXiv:2509.04377)."""
+    """score[j] = ||v_j||_2 / ||k_j||_2: PagedEviction (arXiv:2509.04377)."""
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         k, v = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (view.k, view.v))
@@ -24,7 +24,7 @@ class NormRatio(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(Made):
-    """A score in 17 bits, in which norms of equal tokens are equal, though rotations round them apart."""
+    """A score rounded to 17 bits, so that equal tokens tie despite the rounding errors of rotation."""
 
     score: Score
 

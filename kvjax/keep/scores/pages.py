@@ -1,4 +1,4 @@
-"""Scores of whole pages of slots, which leave together."""
+"""Scores of whole pages of slots, which are evicted together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvjax.keep.algebra import Made
 
 @dataclasses.dataclass(frozen=True)
 class WholePages(Made):
-    """The score of a slot, or where just a page must leave, that of its page, so that one leaves whole.
+    """The score of a slot's page when a whole page must be evicted, else the slot's own score.
 
-    A list's pages are `page` slots each, in position order. A page's score is the mean over its slots and
-    all heads, which share pages. Pages that are not full, or hold one of the newest `page` tokens, score
+    A KV head's pages are `page` slots each, in position order. A page's score is the mean over its slots and
+    over all heads, which share pages. Pages that are not full, or hold one of the newest `page` tokens, score
     infinity, as those tokens do everywhere.
     """
 

@@ -1,4 +1,4 @@
-"""Passages: tokens of a text that stand together, by their number or by what separates them, and stay so."""
+"""Passages: tokens of a text, cut by length or at separators, that stay or are evicted together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvjax.keep.scores.tokens import TokensOf
 
 @dataclasses.dataclass(frozen=True)
 class InPassages(Made):
-    """The mean of a score over the passage of a slot, or over the `best` best slots of it (0: over all).
+    """The mean of a score over the passage of a slot, or over the passage's `best` best slots (0: over all).
 
-    cut: passages are so many tokens of the text each, or end with separators.
+    cut: the length of passages in tokens, or the separators at which they end.
     """
 
     score: Score
@@ -41,7 +41,7 @@ class InPassages(Made):
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         live, slots = view.pos >= 0, view.pos.shape[-1]
         score = jnp.where(live, scored(self.score, view, seen), -jnp.inf)
-        # Slots are in position order, so those of a passage lie side by side; empty ones come last.
+        # Slots are in position order, so the slots of a passage are contiguous; empty ones come last.
         which = jnp.where(live, self._number(view), slots)
         order = jnp.lexsort((-score, which))
         starts = jax.vmap(jax.vmap(jnp.searchsorted))(which, which).astype(jnp.int32)
@@ -54,7 +54,7 @@ class InPassages(Made):
         return jnp.take_along_axis(total / jnp.maximum(many, 1.0), starts, -1)
 
     def _number(self, view: View) -> Int[Array, "B K S"]:
-        """The passage of every live slot, ascending."""
+        """The number of each live slot's passage, ascending."""
         if isinstance(self.cut, int):
             return view.pos // self.cut
         ends = (view.of(self.cut) > 0).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What a repeated context takes from a slot, by what the slot writes and by a weight of each query."""
+"""KVzip+ and KVgrad: attention from a repeated context, times the slot's output and a weight per query."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SizedQueries:
 
 
 class Repeated(NamedTuple):
-    """What a repeated context asked: queries, positions, a weight of each query, and its own keys."""
+    """What a repeated context observed: queries, positions, a weight per query, and its own keys."""
 
     q: Float[Array, "*layers B N P H"]
     q_pos: Int[Array, "*layers B P"]
@@ -42,9 +42,9 @@ class Repeated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RepeatWithSizes(RepeatContext):
-    """KVzip's probe (`RepeatContext`), of which all queries are recorded, and the norms of their inputs.
+    """KVzip's probe (`RepeatContext`) that records all queries, and the norms of their inputs.
 
-    A query's weight is 1 / ||h_i||, h_i the layer's input there (KVzip+, arXiv:2601.07891, section 3).
+    A query's weight is 1 / ||h_i||, with h_i the layer's input there (KVzip+, arXiv:2601.07891, section 3).
     """
 
     keys = True
@@ -64,9 +64,9 @@ class RepeatWithSizes(RepeatContext):
 
 @dataclasses.dataclass(frozen=True)
 class RepeatWithSensitivity(RepeatWithSizes):
-    """KVzip's probe, of which all queries are recorded, and what the last hidden states owe to each of them.
+    """KVzip's probe that records all queries, and the gradient with respect to each of them.
 
-    A query's weight is |d phi / d a_i|, a_i the hidden state behind the layer's attention, and
+    A query's weight is |d phi / d a_i|, where a_i is the hidden state after the layer's attention and
     phi = sum_i |h_i|^2 over the probe's last hidden states (KVgrad, openreview.net/forum?id=cg1wTCJjjk).
     """
 
@@ -83,8 +83,8 @@ class RepeatWithSensitivity(RepeatWithSizes):
 class WeightedProbeAttention(Word):
     """score[j] = max_i w_i p_ij ||W_O' v_j|| over a probe's queries i and the heads of a group.
 
-    The probe says how queries are weighted. W_O are the rows of the head that asks, and the softmax behind p
-    runs over the slots and the tokens of the probe.
+    The probe gives the weights w. W_O are the rows of the query's head, and the softmax of p runs over the
+    slots and the tokens of the probe.
     """
 
     probe: Probe
@@ -108,7 +108,7 @@ class WeightedProbeAttention(Word):
         q = jnp.pad(asked.q, [(0, 0), *pad, (0, 0)])
 
         def more(i: int | Array, best: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
-            """The largest so far, with a strip of queries."""
+            """The largest so far, including one more strip of queries."""
             mine = jax.lax.dynamic_slice_in_dim(q, i * strip, strip, 2)
             at, by = (jax.lax.dynamic_slice_in_dim(x, i * strip, strip, 1) for x in (q_pos, weight))
             s = [logits(mine, x, at, scale=spec.scale, softcap=spec.softcap) for x in sets]

@@ -1,4 +1,4 @@
-"""A question at a prompt's end, by which slots of all chunks before it are scored (FINCH, CItruS)."""
+"""Scores by the question at the end of a prompt, asked after every chunk before it (FINCH, CItruS)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.ops.attention.union import NEG_INF, Keys, logits
 
 
 class QuestionQueries(NamedTuple):
-    """What a question asked behind a chunk: its queries, their positions (-1: none), and its own keys."""
+    """The queries of a question read after a chunk, their positions (-1: none), and its own keys."""
 
     q: Float[Array, "*layers B N W H"]
     q_pos: Int[Array, "*layers B W"]
@@ -28,9 +28,9 @@ class QuestionQueries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Question(Probe):
-    """The last `last` tokens of a prompt, read behind every chunk in which it does not end.
+    """The last `last` tokens of a prompt, read after every chunk but the one that contains them.
 
-    A chunk is told of these tokens by the verb that reads the prompt (FINCH, arXiv:2408.00167).
+    The function that reads the prompt passes these tokens to each chunk (FINCH, arXiv:2408.00167).
     """
 
     last: int
@@ -41,7 +41,7 @@ class Question(Probe):
         return frozenset({Queries(self.last)})
 
     def tokens(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> None:
-        """Nothing: a prompt that is read at once has the question at its end."""
+        """None: a prompt that is read in one chunk has the question at its end."""
         return None
 
     def seen(
@@ -53,7 +53,7 @@ class Question(Probe):
         return QuestionQueries(q, q_pos, keys)
 
 
-# What is subtracted from the number of positions that a query sees, itself included, to weigh its attention.
+# The weight of a query is the number of positions it sees, itself included, minus this.
 WEIGHTS = {"visible": 0, "before": 1}
 
 
@@ -61,10 +61,10 @@ WEIGHTS = {"visible": 0, "before": 1}
 class QuestionAttention(Word):
     """score[j] = mean_i n_i p_ij over the queries i of a question and the heads of a group.
 
-    n_i is the number of visible positions before query i, and the softmax behind p_ij runs over these and
-    itself: with more positions each of them gets less, which n_i makes up for (FINCH, arXiv:2408.00167).
-    weigh: "before" (n_i), "visible" (n_i + 1), or "alike" (1). heads: "mean" over a group, or "layer" for one
-    score of all heads. The question's own slots score infinity once the prompt ends with them.
+    n_i is the number of visible positions before query i, and the softmax of p_ij runs over these and itself:
+    with more positions each of them gets less, which n_i compensates (FINCH, arXiv:2408.00167). weigh:
+    "before" (n_i), "visible" (n_i + 1), or "alike" (1). heads: "mean" over a group, or "layer" for one score
+    of all heads. The question's own slots score infinity once the prompt ends with them.
     """
 
     probe: Question
@@ -108,9 +108,9 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkStays(Made):
-    """inf for the tokens of the current chunk while the prompt goes on after it, `score` for all others.
+    """inf for the tokens of the current chunk while more chunks follow, `score` for all others.
 
-    If the chunk does not fit the budget, `score` ranks all slots (CItruS, arXiv:2406.12018).
+    If the chunk exceeds the budget, `score` ranks all slots (CItruS, arXiv:2406.12018).
     """
 
     score: Score
@@ -131,6 +131,6 @@ class ChunkStays(Made):
 
 
 def _ends(probe: Question, seen: Seen) -> Bool[Array, "B"]:
-    """The rows whose prompt ends with the current chunk; for the others, the question is read after it."""
+    """The rows whose prompt ends with the current chunk."""
     asked = seen.observed.get(key_of(probe))
     return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)

@@ -1,4 +1,4 @@
-"""Scores by what the newest queries look at, decided anew after every token: nothing is accumulated."""
+"""Scores by the attention of the newest queries alone, recomputed after every token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FusedAttention(Word):
     """score[j] = fuse_i softmax_j(sum_g q_gi k_j / sqrt(H)) over the last queries i (arXiv:2503.00979).
 
     The softmax runs over the tokens before the window, whose own slots score 0 (protect them). The logits of
-    a group's query heads g are summed before it. fusion: "sum" or "max" over the
-    last `last` queries.
+    a group's query heads g are summed before the softmax. fusion: "sum" or "max" over the last `last`
+    queries.
     """
 
     last: int
@@ -41,9 +41,9 @@ class FusedAttention(Word):
 class Votes(Word):
     """score[j] = max_i t_i p_ij over the last `last` queries i and the heads of a group (arXiv:2404.15949).
 
-    t_i is the number of tokens up to query i, so a score of at least 1 says that one of these queries gave
-    slot j no less than an even share. The `newest` tokens score infinity. All but the n best slots
-    of a head score -1.
+    t_i is the number of tokens up to query i, so a score of at least 1 means that one of these queries gave
+    slot j at least an even share. The `newest` tokens score infinity. All but the n best slots of a head
+    score -1.
     """
 
     last: int
@@ -65,9 +65,9 @@ class Votes(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Neglect(Word):
-    """score[j] = -(how often the last `last` queries i, which see j, gave it p_ij < 1 / t_i).
+    """score[j] = -(how many of the last `last` queries i that see j gave it p_ij < 1 / t_i).
 
-    t_i is the number of tokens up to query i, 1 / t_i an even share; the mean over a group's heads
+    t_i is the number of tokens up to query i, so 1 / t_i is an even share; averaged over a group's heads
     (Scissorhands, arXiv:2305.17118).
     """
 
@@ -89,7 +89,7 @@ class Neglect(Word):
 class RecencyWeighted(Word):
     """score[j] = mean_i w_i p_ij over the last `last` queries i and all heads of a layer (arXiv:2405.12532).
 
-    w rises evenly from 1 for the oldest of these queries to `most` for the newest. The window's own slots
+    w rises linearly from 1 for the oldest of these queries to `most` for the newest. The window's own slots
     score 0 (protect them).
     """
 

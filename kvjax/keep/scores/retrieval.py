@@ -26,11 +26,11 @@ class HeadGates:
     of_kv_heads = True
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "gates", "layers, KV heads", "gates", (model.layers, model.kv_heads))
 
     def retrieving(self, share: float, kv_heads: int) -> Bool[np.ndarray, "L K"]:
-        """The share of the stack's heads with the largest gates; of equal ones the first."""
+        """The `share` of the model's KV heads with the largest gates; of equals the first."""
         assert self.fitted is not None
         gates = self.fitted.arrays["gates"]
         best = np.zeros(gates.size, bool)
@@ -40,10 +40,10 @@ class HeadGates:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatingHeads:
-    """How much every query head looks back where a text repeats itself (RazorAttention, arXiv:2407.15891).
+    """How much every query head attends to what came earlier in a repeated text (arXiv:2407.15891).
 
-    fitted: "echo" and "induction" [L, N], as `kvjax fit razorattention` writes them. echoes: the share of the
-    stack's query heads that retrieve for their echo score.
+    The heads of RazorAttention. fitted: "echo" and "induction" [L, N], as `kvjax fit razorattention` writes
+    them. echoes: the share of the model's query heads that count as retrieving because of their echo score.
     """
 
     fitted: Fitted | None = None
@@ -51,11 +51,11 @@ class RepeatingHeads:
     by = "razorattention"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "heads", "layers, heads", "echo", (model.layers, model.heads))
 
     def retrieving(self, share: float, kv_heads: int) -> Bool[np.ndarray, "L K"]:
-        """KV heads that serve a query head of the `share` with the best induction, or the best echo, scores.
+        """The KV heads of the `share` of query heads with the best induction scores, or the best echo.
 
         Numbers of heads are rounded up; of equal scores the first heads count.
         """
@@ -70,13 +70,13 @@ class RepeatingHeads:
 
 @dataclasses.dataclass(frozen=True)
 class Retrieving(Word):
-    """1 for every slot of the `share` of heads that retrieve, -1 for every slot of the others."""
+    """1 for every slot of the `share` of heads that retrieve, -1 for every slot of the other heads."""
 
     gates: HeadGates | RepeatingHeads
     share: float
     looks = False
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        # A few bits per layer, known before anything runs.
+        # A constant mask per layer, known before the program runs.
         mine = jnp.asarray(self.gates.retrieving(self.share, view.pos.shape[1]))[seen.layer]
         return jnp.broadcast_to(jnp.where(mine, 1.0, -1.0)[None, :, None], view.pos.shape)

@@ -14,7 +14,7 @@ from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import Decayed, Received, Surprise
 from kvjax.ops.attention.union import Keys, logits
 
-# Keys that are compared with all others at a time.
+# How many keys are compared with all others at a time.
 STRIP = 256
 
 
@@ -23,11 +23,11 @@ class WindowAttention(Word):
     """Attention that slots receive from the last `last` queries.
 
     score[j] = reduce_i softmax_j(q_i k_j / sqrt(H)) over i in the window, where the softmax runs over all
-    visible slots; the window's own slots score 0 (protect them). A decode step has computed the attention of
-    its one query anyway, so last=1 costs nothing there.
+    visible slots; the window's own slots score 0 (protect them). A decode step computes the attention of its
+    one query anyway, so last=1 costs nothing there.
 
     Args:
-        last: queries of the window.
+        last: the number of queries in the window.
         reduce: "sum" or "mean" over the window, or "squares", the sum of p^2.
         heads: "mean" over the group of a KV head, "layer" for one score shared by the layer's heads, or
             "logits" for the largest logit in a group before the softmax.
@@ -87,7 +87,7 @@ def probabilities(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:
 
 
 def attention_to_older(view: View, seen: Seen, last: int) -> Float[Array, "B K G W S"]:
-    """What the last W queries give to the tokens before them; the softmax runs over all visible slots."""
+    """Attention of the last W queries to the tokens before them; the softmax runs over all visible slots."""
     older = view.pos < (seen.length - last)[:, None, None]
     return jnp.where(older[:, :, None, None], probabilities(window_logits(view, seen, last)), 0.0)
 
@@ -95,7 +95,7 @@ def attention_to_older(view: View, seen: Seen, last: int) -> Float[Array, "B K G
 def over_queries(
     p: Float[Array, "B K G W S"], q_pos: Int[Array, "B W"]
 ) -> tuple[Float[Array, "B K G S"], Float[Array, "B K G S"]]:
-    """Mean and unbiased variance, over a row's queries, of what each slot received of them."""
+    """The mean and unbiased variance, over a row's queries, of the attention that each slot receives."""
     real = (q_pos >= 0)[:, None, None, :, None]
     count = jnp.maximum(real.sum(3), 1).astype(p.dtype)
     mean = p.sum(3) / count
@@ -105,9 +105,9 @@ def over_queries(
 
 @dataclasses.dataclass(frozen=True)
 class MeanAndVariance(Word):
-    """mean_i p_ij + gamma var_i p_ij over the last `last` queries i, the mean over a group's heads.
+    """mean_i p_ij + gamma var_i p_ij over the last `last` queries i, averaged over a group's heads.
 
-    A token on which the attention comes and goes may matter again (CAKE, arXiv:2503.12491). The variance is
+    A token whose attention fluctuates may matter again (CAKE, arXiv:2503.12491). The variance is
     the unbiased one; the window's own slots score 0 (protect them).
     """
 
@@ -173,7 +173,7 @@ class AccumulatedAttention(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Novelty(Word):
-    """score[j] = -log p(x_j | x_<j): what the model did not expect when it read it (arXiv:2410.01518)."""
+    """score[j] = -log p(x_j | x_<j): how unexpected the token was to the model (arXiv:2410.01518)."""
 
     looks = False
 
@@ -190,7 +190,7 @@ class DecayedAttention(Word):
     """All the attention a slot has received, older queries counting less: F[j] = sum_i rate^(t - i) p_ij.
 
     Args:
-        rate: what a query's attention is multiplied by for each newer query.
+        rate: the factor on a query's attention for each newer query.
 
     >>> len(DecayedAttention(0.9).traces)
     1
@@ -227,7 +227,7 @@ class Position(Word):
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(Word):
-    """score[j] = -||k_j||_2: small keys draw attention (arXiv:2406.11430).
+    """score[j] = -||k_j||_2: keys with a small norm draw attention (arXiv:2406.11430).
 
     >>> KeyNorm().needs
     frozenset()
@@ -256,7 +256,7 @@ class ValueNorm(Word):
 
 @dataclasses.dataclass(frozen=True)
 class OutputNorm(Word):
-    """score[j] = mean over a group's heads n of ||W_O[n]' v_j||_1 (arXiv:2502.03805): what it can write.
+    """score[j] = mean over a group's heads n of ||W_O[n]' v_j||_1 (arXiv:2502.03805).
 
     >>> OutputNorm().weights
     True
@@ -278,7 +278,8 @@ def output_norms(view: View, seen: Seen, order: int) -> Float[Array, "B K G S"]:
     strips = jnp.moveaxis(values.reshape(b, heads, -1, strip, width), 2, 0)
 
     def norms(v: Float[Array, "B K T V"]) -> Float[Array, "B K G T"]:
-        # One head of each group at a time: what all of them write is as large as the hidden states.
+        # One head of each group at a time: the outputs of all heads together are as large as the hidden
+        # states.
         each = [
             jnp.linalg.norm(jnp.einsum("bktv,kvd->bktd", v, out[:, i]), order, axis=-1)
             for i in range(out.shape[1])
@@ -291,13 +292,13 @@ def output_norms(view: View, seen: Seen, order: int) -> Float[Array, "B K G S"]:
 
 @dataclasses.dataclass(frozen=True)
 class KeyRedundancy(Word):
-    """How much a key repeats others of its head: R[j] = softmax_j(mean_i c_ij) (arXiv:2505.24133, section 3).
+    """How redundant a key is within its head: R[j] = softmax_j(mean_i c_ij) (arXiv:2505.24133, section 3).
 
     c_ij is the cosine of keys i and j, but 0 for i = j, and 0 where j is the newest key with which key i has
-    a cosine above `threshold`: of keys that repeat each other, the newest does not count as a repetition.
+    a cosine above `threshold`: of similar keys, the newest one does not count as redundant.
 
     Args:
-        threshold: the cosine from which on keys repeat each other.
+        threshold: the cosine above which keys count as similar.
 
     >>> KeyRedundancy().threshold
     0.5
@@ -314,7 +315,7 @@ class KeyRedundancy(Word):
         column = jnp.arange(slots, dtype=jnp.int32)
 
         def add(i: int | Array, total: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-            """The sum of c_ij over a strip of keys i more; no map of all pairs exists."""
+            """Adds c_ij for one more strip of keys i; the map of all pairs is never formed."""
             mine = jax.lax.dynamic_slice_in_dim(rows, i * strip, strip, 2)
             cosine = jnp.einsum("bkih,bkjh->bkij", mine, unit)
             row = i * strip + jnp.arange(strip, dtype=jnp.int32)
@@ -326,7 +327,7 @@ class KeyRedundancy(Word):
 
         total = jax.lax.fori_loop(0, -(-slots // strip), add, jnp.zeros(view.pos.shape, jnp.float32))
         mean = total / jnp.maximum(live.sum(-1, keepdims=True), 1).astype(jnp.float32)
-        # Not -inf, of which a row without tokens would have nothing else.
+        # Not -inf: a row without tokens would have nothing else, and a NaN softmax.
         return jax.nn.softmax(jnp.where(live, mean, -1e30), -1)
 
 

@@ -1,4 +1,4 @@
-"""CompressKV: only the heads that look at what an answer needs say which tokens stay (arXiv:2508.02401)."""
+"""CompressKV: tokens are ranked by the heads that attend to what answers need (arXiv:2508.02401)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.keep.select import ranks
 
 @dataclasses.dataclass(frozen=True)
 class SemanticHeads:
-    """How much every query head attends to what answers need; an observation of what was fitted.
+    """How much every query head attends to the tokens that answers need, fitted offline.
 
     fitted: "attention" [L, N], as `kvjax fit compresskv` writes it; only its order in a layer matters.
     """
@@ -28,7 +28,7 @@ class SemanticHeads:
     phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "heads", "layers, heads", "attention", (model.layers, model.heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B N"]:
@@ -39,10 +39,10 @@ class SemanticHeads:
 
 @dataclasses.dataclass(frozen=True)
 class SemanticAttention(Word):
-    """score[j] = the mean over the layer's `heads` best heads of what the last `last` queries give j, in sum.
+    """score[j] = mean over the layer's `heads` best heads of the summed attention of the last `last` queries.
 
-    Best are those of the largest `SemanticHeads`; all heads of a layer share the score. The softmax runs over
-    all visible slots; the window's own slots score 0 (protect them).
+    The best heads are those with the largest `SemanticHeads`; all heads of a layer share the score. The
+    softmax runs over all visible slots; the window's own slots score 0 (protect them).
     """
 
     semantic: SemanticHeads

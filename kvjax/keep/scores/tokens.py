@@ -1,4 +1,4 @@
-"""What tokens are: which of them separate the parts of a text, by their ids."""
+"""Token types: which tokens, by their ids, separate the parts of a text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvjax.keep.select import ranks
 
 @dataclasses.dataclass(frozen=True)
 class TokensOf:
-    """A trace of the ids of tokens: 1 for a token that is one of `ids`, 0 for others.
+    """A trace of token types: 1 for a token whose id is one of `ids`, 0 for others.
 
-    Where `ids` is None, the verbs take them from the model's tokenizer: all tokens whose text has one of
+    If `ids` is None, it is filled in from the model's tokenizer: all tokens whose text contains one of
     `characters`, and no letter or digit.
     """
 
@@ -46,7 +46,7 @@ class TokensOf:
 
 @dataclasses.dataclass(frozen=True)
 class SeparatorsFirst(Word):
-    """Separators before all other tokens, and of both the newer ones first (SepLLM, arXiv:2412.12094)."""
+    """Separators before all other tokens; newer ones first within each kind (SepLLM, arXiv:2412.12094)."""
 
     looks = False
 
@@ -63,12 +63,12 @@ class SeparatorsFirst(Word):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLadder(Word):
-    """1 for the slots of the cheapest policy that is good enough for their head, -1 for its others.
+    """1 for the slots of the cheapest policy that suffices for their head, -1 for the head's other slots.
 
-    Policies add to each other: the first `sinks` tokens; separators; the floor(frequent * t) tokens of a
-    prompt's t that have received the most attention; the floor(local * t) newest; all. The first one is taken
-    whose slots have at least the share `recover` of what the last `last` queries give, the mean over these
-    and a group's heads (FastGen, arXiv:2310.01801).
+    Each policy adds slots to the one before: the first `sinks` tokens; separators; the floor(frequent * t) of
+    a prompt's t tokens with the most accumulated attention; the floor(local * t) newest; all. A head takes
+    the first policy whose slots get at least the share `recover` of the attention of the last `last` queries,
+    averaged over these and a group's heads (FastGen, arXiv:2310.01801).
     """
 
     separators: TokensOf = TokensOf()
@@ -101,7 +101,7 @@ class PolicyLadder(Word):
             ranks(mass) < many,
             view.pos >= seen.length[:, None, None] - newest,
         )
-        # The number of the first policy that a slot is in, and of the first one that has enough.
+        # The index of the first policy that includes a slot, and of the first one that suffices.
         first = jnp.full(view.pos.shape, len(added), jnp.int32)
         for i, slots in reversed([*enumerate(added)]):
             first = jnp.where(slots, i, first)

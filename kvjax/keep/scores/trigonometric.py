@@ -1,4 +1,4 @@
-"""Trigonometric scores: what keys get of a head's typical query at distances to come (TriAttention)."""
+"""Trigonometric scores: logits of a head's mean query for each key, at future distances (TriAttention)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 
 
 def pair_sizes(x: Float[Array, "*b H"], rope: Rope) -> Float[Array, "*b F"]:
-    """The lengths of the pairs of channels that turn together, F of them.
+    """The lengths of the F pairs of channels that RoPE rotates together.
 
     >>> pair_sizes(jnp.asarray([3.0, 0.0, 4.0, 2.0]), Rope()).tolist()
     [5.0, 2.0]
     """
     half = rope.turning(x.shape[-1]) // 2
     a, b = x[..., rope.start : rope.start + half], x[..., rope.start + half : rope.start + 2 * half]
-    # The root of 0 has no finite slope.
+    # sqrt has no finite gradient at 0.
     return jnp.sqrt(jnp.maximum(a * a + b * b, 1e-24))
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryCentres:
-    """The mean of a head's queries before rotation, and the mean length of each of their turning pairs.
+    """The mean of a head's queries before rotation, and the mean length of each of their channel pairs.
 
     fitted: "mean" [L, N, H] and "size" [L, N, F], as `kvjax fit triattention` writes them.
     """
@@ -38,7 +38,7 @@ class QueryCentres:
     phases = (IN_PREFILL, IN_STEP)
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.heads, model.head_dim)
         check_sizes(self, "centres", "layers, heads, channels", "mean", sizes)
 
@@ -46,7 +46,7 @@ class QueryCentres:
         return self._of(inputs.fitted, inputs.pos.shape[0])
 
     def at_hand(self, seen: Seen, rows: int) -> tuple[Float[Array, "B N H"], Float[Array, "B N F"]]:
-        """The same where a score is asked: behind a prompt it was observed, in steps it lies beside."""
+        """The same when a score needs them: observed at the end of a prompt, carried in decode steps."""
         assert self.fitted is not None
         return self._of(seen.fitted, rows) if self.fitted.digest in seen.fitted else seen.of(self)
 
@@ -64,10 +64,10 @@ class QueryCentres:
 class Trigonometric(Word):
     """score[j] = max_n z_j(mean_d <turn(c_n, t + d), k_j> + sum_f (s_nf - |c_nf|) |k_jf|) (arXiv:2604.04921).
 
-    c is a query head's mean query, turned to the positions t + d behind a row's t tokens with d = 1, 2, 4 and
-    so on up to `farthest`; this is sum_f |c_f| |k_f| cos(w_f D + phi_f) at the distances D to come. The
-    second term is what queries off their mean can give: s_f is the mean length of their pair f. z makes the
-    mean over a head's slots 0 and the variance 1; the best of a group's heads n counts.
+    c is a query head's mean query, rotated to the positions t + d after a row's t tokens with d = 1, 2, 4 and
+    so on up to `farthest`; this is sum_f |c_f| |k_f| cos(w_f D + phi_f) at the future distances D. The second
+    term accounts for queries off their mean: s_f is the mean length of their pair f. z standardises over a
+    head's slots (mean 0, variance 1); the maximum over a group's heads n counts.
     """
 
     centres: QueryCentres
