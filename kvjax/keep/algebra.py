@@ -291,7 +291,7 @@ def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Stage
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Smooths a score along the slots: "mean" or "max" over `kernel` neighbours, zero-padded at the ends.
+    """Smoothing along the slots: "mean" or "max" over `kernel` neighbours, zeros beyond the ends.
 
     Args:
         kernel: an odd number of neighbours.
