@@ -173,7 +173,7 @@ def _evicts(keep: Keep | None) -> str:
         return "at prefill"
     if not keep.when.at_once:
         return "every few steps"
-    needs = observations(keep)
+    needs = observations(keep, in_steps=True)
     if any(isinstance(o, Mass) for o in needs):
         return "every step by mass"
     return "every step by query" if any(isinstance(o, Queries) for o in needs) else "every step"

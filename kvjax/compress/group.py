@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.calls import counts_slots, hiding_of, observations
+from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
@@ -132,7 +132,7 @@ class GroupMethod:
         """What every row carries from step to step: observations of more than the newest token."""
         if self.keep is None or not self.evicting:
             return ()
-        found = [o for o in observations(self.keep) if isinstance(o, Carried)]
+        found = [o for o in observations(self.keep, in_steps=True) if isinstance(o, Carried)]
         # A token's own step has its query at hand.
         return tuple(o for o in found if not (self.at_once and o == Queries(1)))
 
@@ -164,8 +164,8 @@ class GroupMethod:
             return ()
         asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Mass)}
         if self.at_once:
-            asked |= {o for o in observations(self.keep) if isinstance(o, Mass)}
-            if Queries(1) in self.keep.score.needs:
+            asked |= {o for o in observations(self.keep, in_steps=True) if isinstance(o, Mass)}
+            if Queries(1) in step_score(self.keep.score).needs:
                 asked.add(Mass("sum"))
         return tuple(sorted(asked, key=key_of))
 

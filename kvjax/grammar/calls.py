@@ -87,12 +87,21 @@ def met(
     return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
 
 
-def observations(keep: Keep) -> list[Any]:
-    """What the words of a keep and its score's traces observe, in the order of their names."""
-    words = [word for word in (keep.score, keep.merge) if word is not None]
+def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
+    """What the words of a keep and its score's traces observe, in the order of their names.
+
+    in_steps: what the step of one token observes for them, where another score ranks slots then.
+    """
+    score = step_score(keep.score) if in_steps else keep.score
+    words = [word for word in (score, keep.merge) if word is not None]
     words += [keep.allocate] if isinstance(keep.allocate, Preferring) else []
     words += [] if keep.score is None else keep.score.traces
     return sorted({o for word in words for o in word.needs}, key=key_of)
+
+
+def step_score(score: Any) -> Any:
+    """The score that ranks slots while decoding: a part of one that takes turns, or the score itself."""
+    return getattr(score, "in_steps", score)
 
 
 def hiding_of(keep: Keep | None) -> Hiding | None:

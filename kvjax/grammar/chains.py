@@ -13,14 +13,16 @@ from kvjax.grammar.read_protocols import Read
 from kvjax.grammar.refuse_keep import refused
 from kvjax.grammar.refuse_method import refused_parts
 from kvjax.grammar.sentence import Budget, Keep, Method, Store
+from kvjax.grammar.stages import in_stages
 from kvjax.grammar.to_text import NAMELESS
 
 
 def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """Joins parts to one method: at most one make, keep, store, read and place.
+    """Joins parts to one method: at most one make, store, read and place, and a keep or two in turn.
 
     Args:
-        *parts: a `Keep`, a `Store`, a read, a `Residence` or a whole `Method` each. A keep that evicts
+        *parts: a `Keep`, a `Store`, a read, a `Residence` or a whole `Method` each. Of two keeps, the first
+            selects at the ends of prompts and the second evicts after every decoded token; a keep that evicts
             nothing and has a phase gives that to the other keep. Of two stores, one that drops numbers of a
             row (think, mustafar) has the other encode the rest.
         spec: how to build the method again, (id, hyper-parameters); made of those of the parts unless given.
@@ -34,6 +36,8 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
     'snapkv + kivi'
+    >>> chain(method("snapkv", budget=256), method("tova", budget=256)).keep.when
+    Every(tokens=1)
     """
     found: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -58,24 +62,32 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
                 )
             pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
-            turned = None
-            if name in found and isinstance(piece, Keep):
-                turned = _turned(found[name], piece)
-            if name in found and isinstance(piece, Store):
-                turned = _inside(found[name], piece)
-            if turned is not None:
-                piece = turned
-            elif name in found:
-                raise ValueError(
-                    f"a method has at most one {name}; this chain has two, of {owner[name]} and "
-                    f"{_called(part)}: leave one out"
-                )
+            if name in found:
+                piece = _both(found[name], piece, name, f"{owner[name]} and {_called(part)}")
             found[name], owner[name] = piece, _called(part)
     method = Method(**found)
     if spec := spec or _joined(specs, len(parts)):
         method = method.called(spec)
     check(method)
     return method
+
+
+def _both(a: Any, b: Any, name: str, owners: str) -> Keep | Store:
+    """One keep or store that does what two of a chain do; ValueError where there is none."""
+    one, why = None, "leave one out"
+    if isinstance(a, Keep):
+        one = _turned(a, b)
+        if one is None:
+            try:
+                one = in_stages(a, b)
+            except ValueError as error:
+                why = str(error)
+    elif isinstance(a, Store):
+        one = _inside(a, b)
+    if one is None:
+        number = "two keeps only in turn" if isinstance(a, Keep) else f"at most one {name}"
+        raise ValueError(f"a method has {number}; this chain has two, of {owners}: {why}")
+    return one
 
 
 def _turned(a: Keep, b: Keep) -> Keep | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP, hiding_of, observations, probes_of
+from kvjax.grammar.calls import IN_PREFILL, IN_STEP, hiding_of, observations, probes_of, step_score
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import alike, key_of
 from kvjax.grammar.protocols import Answering, Judging
@@ -50,7 +50,8 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
     in_steps, threshold = keep.when.in_steps, hasattr(keep.allocate, "threshold")
     masses = _masses(score)
-    absent = [o for o in observations(keep) if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
+    observed = observations(keep, in_steps=True)
+    absent = [o for o in observed if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
     return [
         (
             isinstance(keep.when, Full) and not 0 < whole < keep.when.slots,
@@ -202,7 +203,7 @@ def _probed(keep: Keep, score: Score) -> Refusals:
     in_steps, probes = keep.when.in_steps, probes_of(score)
     return [
         (
-            in_steps and keep.probe is not None,
+            in_steps and bool(probes_of(step_score(score)) - {None}),
             f"evicting while decoding cannot score by a probe that follows a prompt ({keep.probe!r}): "
             "use when=PREFILL_END",
         ),

@@ -18,6 +18,7 @@ from typing import Any
 
 import kvjax.grammar.phase
 import kvjax.grammar.sentence
+import kvjax.grammar.stages
 import kvjax.grammar.when
 import kvjax.keep
 import kvjax.make
@@ -30,7 +31,7 @@ from kvjax.grammar.fitted import SHIPPED, Fitted, as_fitted
 from kvjax.grammar.to_text import constructor
 
 _ROOMS = (kvjax.keep, kvjax.make, kvjax.place, kvjax.read, kvjax.store)
-_FILES = (kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.when)
+_FILES = (kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.stages, kvjax.grammar.when)
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Mult: operator.mul,

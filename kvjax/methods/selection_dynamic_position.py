@@ -8,10 +8,10 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.phase import ByRank, Clamped
+from kvjax.grammar.stages import Phased
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.algebra import Aged
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.budgets.phases import Phased
 from kvjax.keep.gates.controller import Controller, Wanted
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.hashed import HashLikeness

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method, check
+from kvjax.grammar.stages import in_stages
 from kvjax.grammar.when import Every
-from kvjax.keep.budgets.phases import Phased
 from kvjax.keep.merges.merge_values import ValueBlend
 from kvjax.keep.scores.chunk_wise import BlockByBlock, WithinChunks
 from kvjax.methods.around import around
@@ -141,29 +141,14 @@ def phased(prompt: Method | str, later: Method | str) -> Method:
     True
     """
     prompt, later = as_method(prompt), as_method(later)
-    first, then = _score(prompt), _score(later)
-    a, b = prompt.keep, later.keep
-    assert a is not None and b is not None
-    if a.when.in_steps:
-        raise InputError(f"{prompt.id} evicts while decoding, too: give a method for prompts, such as snapkv")
-    if not b.when.at_once:
-        raise InputError(
-            f"{later.id} does not evict after every token: give one that does, such as tova, or "
-            "kvjax.while_decoding(method)"
-        )
-    if a.budget != b.budget:
-        raise InputError(
-            f"{prompt.id} has the budget {a.budget.amount!r} and {later.id} {b.budget.amount!r}: give both "
-            "the same"
-        )
-    return _around(
-        later,
-        score=Phased(first, then),
-        protect=(*a.protect, *b.protect),
-        per_query_head=a.per_query_head or b.per_query_head,
-        probe=a.probe,
-        allocate=a.allocate,
-    )
+    for method in (prompt, later):
+        _score(method)
+    assert prompt.keep is not None and later.keep is not None
+    try:
+        keep = in_stages(prompt.keep, later.keep)
+    except ValueError as error:
+        raise InputError(f"{prompt.id}, then {later.id}: {error}") from error
+    return _around(later, **{field.name: getattr(keep, field.name) for field in dataclasses.fields(keep)})
 
 
 def _score(method: Method) -> Any:

@@ -165,7 +165,7 @@ REFUSED = {
     ),
     "two keeps": (
         lambda: chain(kvjax.method("streamingllm", budget=0.5), kvjax.method("renumbered")),
-        "at most one keep",
+        "one of them selects no slots",
     ),
 }
 

@@ -33,7 +33,7 @@ def test_a_chain_joins_the_verbs_of_its_parts():
 @pytest.mark.parametrize(
     "parts, message",
     [
-        (("snapkv", "h2o"), "at most one keep"),
+        (("h2o", "snapkv"), "the first evicts while decoding, too"),
         (("int8", "kivi"), "at most one store"),
         (("keepkv", "kivi"), "writes slots one by one"),
         (("streamingllm", "quest"), "a key meets all queries turned by its position, and this keep turns"),

@@ -147,7 +147,7 @@ BAD = {
     "refused value": ("kivi:bits=3", r"kivi: bits must be one of 1, 2, 4, 8, got 3"),
     "unknown variant": ("snapkv:variant=x", r"variant must be one of 'grouped', 'paper', 'kvpress', got 'x'"),
     "bad budget inside": ("snapkv:budget=1.5", r"budget must be a fraction in \(0, 1\]"),
-    "two keeps": ("snapkv+h2o", r"at most one keep; this chain has two, of snapkv and h2o: leave one out"),
+    "two keeps": ("h2o+snapkv", r"two keeps only in turn; .*, of h2o and snapkv: the first evicts"),
     "cannot work together": ("keepkv+kivi", r"writes slots one by one while decoding .*and this store"),
     "no function": ("mine.py", r"'mine\.py' names a file but no function, expected mine\.py:my_method"),
     "no such function": ("mine.py:shirt", r"mine\.py has no function 'shirt': did you mean short\?"),
@@ -199,6 +199,7 @@ SNAPKV, TOVA = (kvjax.method(id, budget=0.5) for id in ("snapkv", "tova"))
 BY_HAND = Method(Keep(0.5 * (KeyNorm() + 0.25) * KeyNorm() >> Pool(3), Budget(4), Uniform()))
 MADE = {
     "chain": chain(method("snapkv", budget=64, window=8), method("kivi", bits=4)),
+    "two keeps": chain(SNAPKV, TOVA),
     "numbers that are equal": method("h2o", budget=1, recent=0.5),
     "texts": method("snapkv", budget=1.0, variant="paper"),
     "none": method("int4", group=None),

@@ -1,5 +1,7 @@
 """What stands around methods that choose slots; kvpress has the same sets (`test_kvpress.py`)."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, pr
 from tests.methods.expected import keydiff_score
 from tests.methods.rows import WINDOW, count
 from tests.methods.table import BY_LABEL
+from tests.sweep import sweep
 
 KNORM = dict(budget=0.5, skip_layers=0)
 
@@ -47,28 +50,35 @@ def test_lists_come_back_to_their_budget_after_so_many_tokens():
     assert held == [{11}, {12}, {10}, {11}, {12}, {10}]
 
 
-def test_prompts_are_left_by_one_method_and_steps_by_another():
-    ((_, hyper),) = BY_LABEL["snapkv"].build
-    method, m = kvjax.phased(kvjax.method("snapkv", **hyper), kvjax.method("tova", budget=0.5)), model("4/2")
+# By the label of its row, a method that selects at the ends of prompts: its sinks, and its window.
+FIRST = {"snapkv": (0, WINDOW), "expected-attention": (4, 0), "laq": (0, 2), "keydiff": (0, 0)}
+
+
+@pytest.mark.parametrize("label", sweep(FIRST, "snapkv", "expected-attention"))
+def test_prompts_are_left_by_one_method_and_steps_by_another(label):
+    ((id, hyper),) = BY_LABEL[label].build
+    method, m = kvjax.chain(kvjax.method(id, **hyper), kvjax.method("tova", budget=0.5)), model("4/2")
+    assert method.keep == kvjax.phased(kvjax.method(id, **hyper), kvjax.method("tova", budget=0.5)).keep
     _, cache = kvjax.prefill(m, MAIN.first, method=method, room=ROOM)
     prompts = [prompt_of("4/2", "main", b) for b in range(len(MAIN.first))]
-    rows = [Row(prompt, kept_of("snapkv", prompt)) for prompt in prompts]
+    rows = [Row(prompt, kept_of(label, prompt)) for prompt in prompts]
     assert [[lists[b] for lists in positions(cache)] for b in range(len(rows))] == [
         r.positions() for r in rows
     ]
     for tokens in MAIN.steps:
         logits, cache = kvjax.step(m, cache, tokens)
         for b, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            assert off(logits[b], row.step(token, victim=least_loved)) < 3e-5
+            assert off(logits[b], row.step(token, victim=partial(least_loved, protected=FIRST[label]))) < 3e-5
             assert [lists[b] for lists in positions(cache)] == row.positions()
 
 
-def least_loved(lists, length, queries):
-    """TOVA's choice among slots that SnapKV's window does not protect."""
+def least_loved(lists, length, queries, protected):
+    """TOVA's choice among slots that the first method does not protect."""
+    sinks, window = protected
     if len(lists[0]) <= count(length):
         return [None] * len(lists)
     mean = np.mean([[slot["now"] for slot in slots] for slots in lists], axis=0)
-    free = np.array([[slot["pos"] < length - WINDOW for slot in slots] for slots in lists])
+    free = np.array([[sinks <= slot["pos"] < length - window for slot in slots] for slots in lists])
     return [int(np.argmin(np.where(mine, mean, np.inf))) for mine in free]
 
 
@@ -89,11 +99,14 @@ def least_loved(lists, length, queries):
             "kvzip cannot be changed so: evicting while decoding works",
         ),
         (lambda: kvjax.in_chunks(Method(), 8), "full chooses no slots"),
-        (lambda: kvjax.phased(kvjax.method("h2o", budget=8), knorm()), "h2o evicts while decoding, too"),
-        (lambda: kvjax.phased(knorm(), knorm()), "l2compress does not evict after every token"),
+        (
+            lambda: kvjax.phased(kvjax.method("h2o", budget=8), knorm()),
+            "h2o, then l2compress: the first evicts while decoding, too",
+        ),
+        (lambda: kvjax.phased(knorm(), knorm()), "the second does not evict after every token"),
         (
             lambda: kvjax.phased(knorm(), kvjax.method("tova", budget=8)),
-            "l2compress has the budget 0.5 and tova 8: give both the same",
+            r"the budget Budget\(amount=0.5\) and the second Budget\(amount=8\): give both the same",
         ),
         (lambda: kvjax.phased(Method(), knorm()), "full chooses no slots"),
     ],

@@ -60,14 +60,3 @@ class InPhases(Made):
         share = seen.n * (1000 - round(self.written * 1000)) // 1000
         stays = jnp.where(ranks(first) < share[:, None, None], _STAYS, -jnp.inf)
         return jnp.where(written, later, stays)
-
-
-@dataclasses.dataclass(frozen=True)
-class Phased(Made):
-    """One score at the end of a prompt, another one in decode steps, which evict a slot after every token."""
-
-    prompt: Score
-    later: Score
-
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return scored(self.prompt if seen.query is None else self.later, view, seen)
