@@ -1,1 +1,1 @@
-"""Compress: from scores to a smaller cache: which slots stay, how they move, what lies beside them."""
+"""Compress: from scores to a smaller cache: which slots stay, how they move, what is stored with them."""

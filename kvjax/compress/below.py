@@ -1,4 +1,4 @@
-"""Codes that look at the layer below: a group is encoded and decoded over what comes back of that.
+"""Codecs that look at the layer below: keys and values are encoded relative to that layer's decoded ones.
 
 All groups then hold the same tokens in the same slots, since none evicts.
 """
@@ -20,7 +20,7 @@ Decoded = tuple[Array, Array]
 
 
 def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
-    """The group with the decoded body of the one below at hand, where its codes look at it."""
+    """Gives the group the decoded body of the group below, if its codecs use it."""
     if not gm.sees_below:
         return gm
     assert below is not None
@@ -28,7 +28,7 @@ def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
 
 
 def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
-    """The group with so many slots of the layer below at hand: the first ones, and empty ones after them."""
+    """Gives the group the first `slots` slots of the layer below, padded with empty ones."""
     taught = dict(gm.taught)
     if BELOW not in taught:
         return gm
@@ -41,7 +41,7 @@ def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
 
 
 def of_granules(gm: GroupMethod, row: Int[Array, "l B K F"]) -> Taught:
-    """What codecs see where the granules `row` of a body are encoded; rows below 0 stand for any."""
+    """What codecs see when they encode the granules `row` of a body; rows below 0 are placeholders."""
     taught = dict(gm.taught)
     if BELOW not in taught:
         return taught
@@ -54,7 +54,7 @@ def of_granules(gm: GroupMethod, row: Int[Array, "l B K F"]) -> Taught:
 def encoded_pair(
     gm: GroupMethod, k: Array, v: Array | None, taught: Taught | tuple[()]
 ) -> tuple[Array | Codes, Array | Codes | None]:
-    """Keys and values as the group stores them; values may look at the keys that come back."""
+    """Keys and values encoded as the group stores them; the codec of values may see the decoded keys."""
     keys = encode(k, gm.codecs[0], taught)
     if v is None:
         return keys, None
@@ -68,7 +68,7 @@ def _with_own(keys: Array | Codes, taught: Taught) -> Taught:
 
 
 def decoded(gm: GroupMethod, body: Slots, below: Decoded | None) -> Decoded:
-    """The keys and values that come back of a body's codes."""
+    """Decodes the keys and values of a body."""
     taught = dict(seeing(gm, below).taught)
     assert body.v is not None
     return dense(lent(body.k, taught)), dense(lent(body.v, _with_own(body.k, taught)))
@@ -77,7 +77,7 @@ def decoded(gm: GroupMethod, body: Slots, below: Decoded | None) -> Decoded:
 def over_below(
     gm: GroupMethod, state: GroupState, below: Decoded | None
 ) -> tuple[GroupState, Decoded | None]:
-    """The group with its body decoded, and what came back; as it is where it holds no body yet."""
+    """The group with its body decoded, and the decoded arrays; unchanged if it has no body yet."""
     if not state.bodies:
         return state, None
     (body,) = state.bodies

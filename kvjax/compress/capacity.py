@@ -1,4 +1,4 @@
-"""Room: how many more tokens fit into a cache, and more empty slots where they do not."""
+"""Room: how many more tokens fit into a cache, and more empty slots if they do not fit."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvjax.state.cache import Cache, GroupState, Slots, State
 from kvjax.state.codes import Codes, width_of
 from kvjax.state.write import pad_slots
 
-# Tokens that fit where a group makes room by itself.
+# The number of tokens that fit into a group that evicts by itself.
 PLENTY = 2**30
 
 
 def free_slots(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
-    """Per row, how many more tokens fit; a large number where every group makes room by itself."""
+    """Per row, how many more tokens fit; a large number if every group makes room by evicting."""
     return free_by_group(gms, cache).min(0)
 
 
 def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "groups B"]:
-    """Per group and row, how many more tokens fit; a large number where it makes room by itself."""
+    """Per group and row, how many more tokens fit; a large number for groups that make room by evicting."""
     free = []
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.grows:
@@ -48,18 +48,19 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
             free.append(jnp.full(cache.next.shape, PLENTY, jnp.int32))
             continue
         if gm.rated:
-            # A token needs an empty slot before another leaves. Lists that are due before they are full take
-            # more tokens than they have empty slots, until the budget, a share of the tokens, outgrows them.
+            # A token is written into an empty slot before another one is evicted. Heads that have slots left
+            # before their next eviction take more tokens than that, until the budget, a share of the tokens,
+            # exceeds their slots.
             assert gm.keep is not None and group.tail is not None
             empty = (group.tail.pos < 0).sum(-1, dtype=jnp.int32).min((0, 2))
             due = tokens_in(gm.keep, list_capacity(gm, group)) - cache.next
             free.append(jnp.where(empty > 0, due if gm.split else jnp.maximum(due, empty), 0))
             continue
-        # New tokens enter a tail; only where they are encoded behind it does a body take them, too.
+        # New tokens are written to the tail; a body takes them only if full tails are encoded into it.
         parts = (*group.bodies, group.tail) if gm.split else (group.tail,)
         used = [(s.pos < 0).sum(-1, dtype=jnp.int32) for s in parts if isinstance(s, Slots)]
         if gm.split:
-            # Holes that slots left are gathered, a granule at a time.
+            # Holes left by evicted slots are collected, one granule at a time.
             used[0] = used[0] // gm.granule * gm.granule
         room = reduce(jnp.add, used) + jnp.maximum(gm.sinks - cache.next, 0)[None, :, None]
         # A full body cannot take the granule that a full tail would flush.
@@ -68,7 +69,7 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
 
 
 def list_capacity(gm: GroupMethod, group: GroupState) -> int:
-    """How many slots a list holds at most: a granule of a body may consist of holes."""
+    """The most slots of one KV head: a granule of a body may consist of holes."""
     assert group.tail is not None
     if not gm.split:
         return group.tail.capacity
@@ -76,12 +77,12 @@ def list_capacity(gm: GroupMethod, group: GroupState) -> int:
 
 
 def tokens_in(keep: Keep, capacity: int) -> int:
-    """How many tokens a row may have seen while lists that evict in steps stay within so many slots."""
+    """How many tokens a row may have seen before a keep that evicts in steps exceeds `capacity` slots."""
     return keep.budget.reach(capacity - (1 if isinstance(keep.when, Full) else keep.when.due_at(0)))
 
 
 def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
-    """The cache with `room` more empty slots per head in every group that does not evict."""
+    """The cache with `room` more empty slots per KV head in every group that does not evict."""
 
     def grow(gm: GroupMethod, group: GroupState) -> GroupState:
         if gm.grows:
@@ -99,10 +100,10 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
 def as_used(
     gms: tuple[GroupMethod, ...], cache: Cache, bucket: Callable[[int], int], room: int
 ) -> Cache:  # fmt: skip
-    """The cache cut to what is in use, where only the data says how much that is.
+    """The cache cut down to the slots in use, if only the data says how many these are.
 
-    Pools as `trimmed` says; dense lists of which a threshold says how long they are, to bucket(the longest
-    one's slots) and `room` more. bucket: as of `trimmed`.
+    Pools are cut as in `trimmed`; dense slots whose number a score threshold decides, to bucket(the most
+    slots of any KV head) and `room` more. bucket: as of `trimmed`.
     """
 
     def shorter(gm: GroupMethod, group: GroupState) -> GroupState:
@@ -110,7 +111,7 @@ def as_used(
             return group
         tail = group.tail
         assert tail is not None
-        # What stays lies in the first slots of every list, in granules and behind them.
+        # Kept slots are the first ones of every KV head: in granules, then in the tail.
         parts = [part for part in (*group.bodies, tail) if isinstance(part, Slots)]
         held = [(fetch(part.pos) >= 0).sum(-1) for part in parts]
         longest = bucket(int(reduce(np.add, held).max(initial=1)))
@@ -127,17 +128,17 @@ def as_used(
 
 
 def _first_slots(slots: Slots, count: int) -> Slots:
-    """The first `count` slots of every list, of codes as many granules."""
+    """The first `count` slots of every KV head; of codes, as many granules."""
     return jax.tree.map(lambda x: x[:, :, :, : x.shape[3] * count // slots.capacity], slots)
 
 
 def more_slots(gm: GroupMethod, room: int, width: int) -> int:
-    """How many empty slots a group of rows of that width gets for `room` more tokens."""
+    """How many empty slots a group with rows of `width` channels gets for `room` more tokens."""
     return -(-room // gm.granule) * gm.granule if gm.split else whole_tiles(room, width, gm.multiple)
 
 
 def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
-    """The group with more empty slots, as many as `more_slots` says."""
+    """The group with more empty slots, `more_slots` of them."""
     if gm.grows:
         return longer(gm, group, slots)
     if not gm.split:
@@ -151,7 +152,7 @@ def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
 
 
 def _room_of_state(gm: GroupMethod, group: GroupState) -> int:
-    """For how many tokens the parts of a state that grow have room."""
+    """How many tokens fit into those parts of a state that grow."""
     assert group.state is not None
     part = group.state.data[min(gm.grows)]
     assert not isinstance(part, Codes)
@@ -159,7 +160,7 @@ def _room_of_state(gm: GroupMethod, group: GroupState) -> int:
 
 
 def longer(gm: GroupMethod, group: GroupState, tokens: int) -> GroupState:
-    """The group with room for so many more tokens in the parts of its state that grow."""
+    """The group with room for `tokens` more tokens in those parts of its state that grow."""
     if not gm.grows or not tokens:
         return group
     assert group.state is not None

@@ -1,4 +1,4 @@
-"""Groups: what a sentence means for one run of equal layers."""
+"""Groups: what a method means for one run of equal layers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from kvjax.state.codes import Taught, at_layer
 
 @dataclasses.dataclass(frozen=True)
 class GroupMethod:
-    """What a method means for one group of layers; what follows from its fields is worked out once.
+    """What a method means for one group of layers; derived properties are computed once.
 
-    shared: channels of the keys that are the values too, which are then not stored; None where they are
-    stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
-    (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
-    have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
-    the codecs' words were fitted to and have learnt (`kvjax.steps.shared.fitted_arrays`). stack: how a
-    prefill merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body
-    in host memory. picker: the layer whose picks a read visits, the group's own where it chooses for those
-    above. multiple: a list has as many slots on each of so many devices. grows: the parts of a state that
-    have room for tokens, as slots do; such states are not encoded. rope: by what keys that lie unrotated
-    turn before a read ranks them; None where they lie as queries meet them.
+    shared: how many channels of the keys are the values, which are then not stored; None if values are
+    stored. kind: "slots", "state" (the layers carry a recurrent state; codecs[0] encodes its matrices),
+    "fixed" (their slots are a context, such as an encoder's, to which tokens add nothing) or "reads" (they
+    read another layer's slots and have none). sinks: how many first tokens are stored unencoded beside codes.
+    taught: inside a program, the fitted and learnt arrays of the codecs (`kvjax.steps.shared.fitted_arrays`).
+    stack: how a prefill merges the layer with a neighbouring layer; `upper` is the upper one of the two.
+    host: which part of a body in host memory is also on the device. picker: the layer whose choice of pages a
+    read uses; the group's own first layer if it chooses for the layers above. multiple: the number of slots
+    per KV head is a multiple of this number of devices. grows: the parts of a state that grow with tokens, as
+    slots do; such states are not encoded. rope: how keys that are stored unrotated are rotated before a read
+    ranks them; None if they are stored rotated.
     """
 
     keep: Keep | None
@@ -62,12 +63,12 @@ class GroupMethod:
 
     @cached_property
     def picks(self) -> bool:
-        """Whether the layer chooses for those above it, and reads all of its own slots."""
+        """Whether the layer chooses pages for the layers above it, and reads all of its own slots."""
         return self.picker == self.first
 
     @cached_property
     def budget(self) -> Budget | None:
-        """How many slots of a prompt stay beside those that are merged; None where all do."""
+        """How many slots of a prompt stay beside those that are merged; None if all stay."""
         if self.stack is not None:
             return self.stack.most
         return None if self.keep is None else self.keep.budget
@@ -78,52 +79,52 @@ class GroupMethod:
 
     @cached_property
     def codecs_of_new(self) -> tuple[Any, Any]:
-        """The codecs of the slots that new tokens enter; a tail before an encoded body is plain."""
+        """The codecs of the slots that new tokens enter; a tail after an encoded body is unencoded."""
         return (None, None) if self.split else self.codecs
 
     @cached_property
     def evicting(self) -> bool:
-        """Whether slots leave in steps."""
+        """Whether decode steps evict slots."""
         return self.keep is not None and self.keep.when.in_steps
 
     @cached_property
     def at_once(self) -> bool:
-        """Whether a slot may leave after every token, inside the layer."""
+        """Whether a slot may be evicted after every token, inside the layer."""
         return self.keep is not None and self.keep.when.at_once
 
     @cached_property
     def hiding(self) -> Hiding | None:
-        """What hides slots from tokens behind them, before a layer attends."""
+        """The word that hides slots from later tokens before a layer attends; None if there is none."""
         return hiding_of(self.keep)
 
     @cached_property
     def rated(self) -> bool:
-        """Whether steps keep the group's dense lists at a budget, rather than let slots leave alone."""
+        """Whether decode steps keep the group's dense slots at a budget, rather than evict by a threshold."""
         return self.evicting and not self.paged and not counts_slots(self.keep)
 
     @cached_property
     def lasting(self) -> bool:
-        """Whether steps add slots and change none that is stored, so that copies can have these in common."""
+        """Whether decode steps only add slots and change none, so that copies of a row can share slots."""
         apart = self.split or self.sinks or self.stack is not None or self.host is not None
         unsteady = self.keep is not None and not self.keep.phase.steady
         return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
 
     @cached_property
     def traces_of_keep(self) -> frozenset[Trace]:
-        """What a keep remembers of every slot."""
+        """The per-slot traces that the keep needs."""
         score = None if self.keep is None else self.keep.score
         return frozenset() if score is None else frozenset(score.traces)
 
     @cached_property
     def traces(self) -> tuple[Trace, ...]:
-        """What is remembered of every slot."""
+        """The per-slot traces that the group's slots carry."""
         found = {*self.traces_of_keep}
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
         return tuple(sorted(found, key=key_of))
 
     @cached_property
     def meetings(self) -> tuple[Meeting, ...]:
-        """What is computed of slots and new queries, because traces grow by it."""
+        """What is computed from slots and new queries for the traces."""
         asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
         return tuple(sorted(asked, key=key_of))
 
@@ -138,7 +139,7 @@ class GroupMethod:
 
     @cached_property
     def learns(self) -> tuple[Carried, ...]:
-        """What rows learn of their prompts for the codecs."""
+        """What rows learn from their prompts for the codecs."""
         return tuple(sorted(learns(self.codecs), key=key_of))
 
     @cached_property
@@ -148,18 +149,18 @@ class GroupMethod:
 
     @cached_property
     def merge(self) -> CarryingMerge | None:
-        """The merge of which every row carries something."""
+        """The keep's merge, if rows carry something for it."""
         merge = None if self.keep is None else self.keep.merge
         return merge if isinstance(merge, CarryingMerge) else None
 
     @cached_property
     def answering(self) -> Answering | None:
-        """The merge that answers queries for what has left."""
+        """The keep's merge, if it answers queries for evicted slots."""
         return self.merge if isinstance(self.merge, Answering) else None
 
     @cached_property
     def masses(self) -> tuple[Mass, ...]:
-        """The attention that a step records of its query, in the ways in which words ask for it."""
+        """The attention reductions that a decode step records for its query."""
         if self.keep is None or self.keep.score is None:
             return ()
         asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Mass)}
@@ -170,11 +171,11 @@ class GroupMethod:
         return tuple(sorted(asked, key=key_of))
 
     def replaced(self, **fields: Any) -> GroupMethod:
-        """The same with other fields."""
+        """A copy with other fields."""
         return dataclasses.replace(self, **fields)
 
     def of_layer(self, index: Array, row: Array | None = None) -> GroupMethod:
-        """The same with what was taught to one layer, as a group of its own; of all rows, or of one."""
+        """A group of one layer, with the fitted arrays of that layer; for all rows, or for one."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
         taught = jax.tree.map(one, dict(self.taught))
         if row is not None:
@@ -185,19 +186,19 @@ class GroupMethod:
 
     @cached_property
     def split(self) -> bool:
-        """Whether new tokens go to a plain tail before a body that is encoded, rather than to one segment."""
+        """Whether new tokens go to an unencoded tail after an encoded body, rather than into one segment."""
         return self.granule > 1 or self.residual > 0 or self.read is not None
 
 
 def group_method(
     method: Method, first: int, size: int, window: int | None, shared: int | None = None, kind: str = "slots"
 ) -> GroupMethod:
-    """The part of a sentence that the layers first .. first + size - 1, stacked as one group, follow.
+    """The part of a method that the layers first .. first + size - 1, stacked as one group, follow.
 
-    Windowed layers keep their window and nothing else (all of it, so that the last token can be asked again),
-    recurrent ones their state and others a context; codecs that encode token by token encode all three, but
-    neither window nor state where these would drift, nor a state or a context by what was fitted to slots.
-    The first `skip_layers` layers keep everything.
+    Windowed layers keep exactly their window (all of it, so that the last token can be asked again),
+    recurrent ones their state and others a context. Codecs that encode token by token encode all three,
+    except a window or a state in which repeated encoding would drift, and a state or a context for which
+    codecs were not fitted. The first `skip_layers` layers keep everything.
     """
     if len({method.at(i) for i in range(first, first + size)}) > 1:
         raise ValueError(
@@ -232,13 +233,13 @@ def group_method(
         read = read_behind(keep, read)
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
-    # Layers that a read leaves alone stay on the device.
+    # Layers to which the read does not apply stay on the device.
     host = method.host if (read is None) == (method.read is None) else None
     return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host)
 
 
 def _codecs(method: Method, first: int, size: int) -> tuple[Any, Any]:
-    """How the layers first .. first + size - 1 store keys and values."""
+    """The codecs of keys and values of the layers first .. first + size - 1."""
     store = method.store
     if store is None:
         return None, None

@@ -1,8 +1,8 @@
-"""Holes: slots that left a body whose codes lie several tokens together, and how their places are used again.
+"""Holes: places of evicted slots in a body whose codes span several tokens, and how they are reused.
 
-A granule keeps its bytes while one of its slots is live. When a list of the tail has a granule to give and no
-granule of the body is empty, the sparsest granules are gathered: the fewest of them that fit into one less.
-They alone are decoded, encoded and summarised anew, by the range of their live tokens; all others stay.
+A granule keeps its bytes while one of its slots is live. When a KV head must flush a granule of its tail and
+no granule of its body is empty, the sparsest granules are compacted: the fewest that fit into one less.
+Only they are decoded, encoded and summarised anew, by the range of their live tokens; all others stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvjax.state.codes import Codes, dense, encode, lent
 
 
 def in_order(slots: Slots) -> Slots:
-    """Plain slots by position, the empty ones last."""
+    """Unencoded slots sorted by position, the empty ones last."""
     index = orders(slots.pos)[0]
     return jax.tree.map(lambda x: _taken(x, index), slots)
 
@@ -31,14 +31,14 @@ def in_order(slots: Slots) -> Slots:
 def empty_granules(
     pos: Int[Array, "l B K S"], granule: int, wanted: Int[Array, "l B K"], most: int
 ) -> Int[Array, "l B K most"]:
-    """The first `wanted` granules of every list in which no slot is live, -1 behind them."""
+    """The first `wanted` granules of every KV head without a live slot, padded with -1."""
     empty = (pos < 0).reshape(*pos.shape[:3], -1, granule).all(-1)
     index, used = slot_lists(empty, most)
     return jnp.where(used & (_numbers(index.shape) < wanted[..., None]), index, -1)
 
 
 def gathered(gm: GroupMethod, body: Slots, due: Bool[Array, "l B K"], layer: int | Array) -> Slots:
-    """The body with an empty granule in every list that is due, where its holes are as many as one has."""
+    """The body with an empty granule in every head that is due, if its holes add up to one."""
     size = due.shape[0]
     part = jax.lax.dynamic_slice_in_dim(body.pos, layer, size)
     rows = part.shape[3] // gm.granule
@@ -46,7 +46,7 @@ def gathered(gm: GroupMethod, body: Slots, due: Bool[Array, "l B K"], layer: int
     order = jnp.argsort(count, axis=-1, stable=True)
     held = jnp.cumsum(jnp.take_along_axis(count, order, -1), -1)
     fits = held <= _numbers(count.shape) * gm.granule
-    # An empty granule is one that fits into none: then there is nothing to gather.
+    # If an empty granule exists already, there is nothing to compact.
     due &= fits.any(-1) & (count > 0).all(-1)
     rank = jnp.argsort(order, axis=-1)
     mine = (rank <= jnp.argmax(fits, -1)[..., None]) & due[..., None]
@@ -58,7 +58,7 @@ def gathered(gm: GroupMethod, body: Slots, due: Bool[Array, "l B K"], layer: int
 
 
 def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer: int | Array) -> Slots:
-    """The body with the live slots of some granules side by side in the first of these."""
+    """The body with the live slots of some granules compacted into the first of these."""
     size, granule = mine.shape[0], gm.granule
     part: Slots = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, size), body)
     part = lent(part, gm.taught)
@@ -69,11 +69,11 @@ def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer:
     place = jnp.repeat(jnp.cumsum(mine, -1, dtype=jnp.int32) - 1, granule, axis=3) * granule
     place += _numbers(place.shape) % granule
     used = here & (place < total)
-    # Empty slots repeat a live token, so that they widen no quantiser's range.
+    # Empty slots repeat a live token, so that they do not widen a quantiser's range.
     index = jnp.take_along_axis(source, jnp.clip(place, 0, jnp.maximum(total - 1, 0)), axis=-1)
 
     def put(old: Array, new: Array, block: Bool[Array, "l B K R"]) -> Array:
-        """New rows where granules are gathered."""
+        """Takes new rows where granules are compacted."""
         there = jnp.repeat(block, old.shape[3] // block.shape[3], axis=3)
         new = jnp.where(there.reshape(*there.shape, *(1,) * (old.ndim - 4)), new, _sliced(old))
         return jax.lax.dynamic_update_slice_in_dim(old, new, layer, 0)

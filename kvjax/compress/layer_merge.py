@@ -1,8 +1,8 @@
-"""Pairs: how a prefill makes two layers one.
+"""Layer merging: how a prefill merges two layers into one.
 
-A pair of layers has one body, in which every token has a direction once and the length of its vector in
-either layer. Directions lie with the lower layer, and each layer holds its own lengths. Tokens that stay as
-computed, and those that came later, lie in the tail of each layer. Both layers hold the same tokens in the
+A pair of layers shares one body, which stores a direction per token once and the length of its vector for
+each layer. Directions are stored with the lower layer, and each layer stores its own lengths. Tokens that
+are not merged, and later tokens, are in the tail of each layer. Both layers hold the same tokens in the
 same slots.
 """
 
@@ -26,7 +26,7 @@ from kvjax.state.write import pad_slots, write_rows
 
 
 class Half(NamedTuple):
-    """A layer of a pair: what the sentence means for it, what it holds, and what it computed anew."""
+    """One layer of a pair: its group method, what it holds, and what it computed for new tokens."""
 
     gm: GroupMethod
     past: GroupState
@@ -36,9 +36,10 @@ class Half(NamedTuple):
 def merge_pair(
     lower: Half, upper: Half, pos: Int[Array, "B T"], length: Int[Array, "B"], *, tokens: int, room: int
 ) -> tuple[GroupState, GroupState]:
-    """The groups of a pair of layers behind a prefill: what lay in the tails and what is new, merged.
+    """Merges the tails and new tokens of two layers after a prefill; returns both groups.
 
-    What was merged before stays as it is. tokens bounds how many any row has seen, and room is for more.
+    What was merged before stays as it is. tokens: a bound of any row's length. room: for how many more
+    tokens.
     """
     stack = lower.gm.stack
     assert stack is not None
@@ -51,7 +52,7 @@ def merge_pair(
         stack.apart((low.k, high.k), (low.v, high.v), live),
         jnp.broadcast_to(stack.most.count(length)[None, :, None], live.shape[:3]),
     )
-    # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
+    # A row without new tokens, such as one that ended in an earlier chunk, is unchanged.
     apart = live & (apart | (pos < 0).all(-1)[None, :, None, None])
     capacity = whole_tiles(tokens, low.k.shape[-1])
     keys, values = (
@@ -67,7 +68,7 @@ def merge_pair(
 
 
 def _appended(past: GroupState, new: Slots, which: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
-    """A layer's merged slots with those of `new` that `which` names behind them, in `capacity` slots."""
+    """A layer's merged slots followed by those of `new` that `which` selects, in `capacity` slots."""
     if past.bodies:
         (old,) = past.bodies
         assert isinstance(old, Slots)

@@ -1,4 +1,4 @@
-"""Storage acts where lists are unequal: the slots that a method keeps in pages, a dense tail behind them."""
+"""Pages: if KV heads keep unequal numbers of slots, these are stored in pages, followed by a dense tail."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvjax.place.paged import build_pages, pool_pages
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.write import pad_slots
 
-# The largest page that is chosen; of how many slots of a list one may be empty, in the last page.
+# The largest page size that is chosen; at most one in so many slots of a head may be empty in its last page.
 _LARGEST, _ONE_IN = 128, 64
-# Least rows that a TPU kernel copies: of numbers, of codes, and where slots have scales or biases.
+# The fewest rows that a TPU kernel copies: of numbers, of codes, and of slots with scales or biases.
 _TILE, _TILE_OF_CODES, _LANES = 16, 32, 128
 
 
 class Tier(NamedTuple):
-    """One tier of all groups: its slots, the most of a row per layer and of a list, and their codecs."""
+    """One tier of all groups: kept slots, the most per layer of a row and per KV head, and codecs."""
 
     kept: list[Bool[Array, "_ B K S"]]
     most: list[int]
@@ -45,10 +45,10 @@ def build_group_pages(
 ) -> tuple[list[GroupState], tuple[Pages, ...]]:
     """Paged bodies of groups, each with a dense tail of `room` slots for new tokens.
 
-    A keep with a second tier has a second body, in pages of its own. Where slots leave in steps, the tail
-    also holds the newest tokens, which may leave when they are older. First tokens lie apart where the store
-    holds them as computed. One pool per tier for all groups where the allocation moves slots between layers,
-    else one per group. lists: as in `Ahead`.
+    A keep with a second tier has a second body in pages of its own. If decode steps evict, the tail also
+    holds the newest tokens, which may be evicted once they are older. First tokens are stored separately if
+    the store keeps them unencoded. There is one pool per tier for all groups if the allocation moves slots
+    between layers, else one per group. lists: as in `ChunkHint`.
     """
     gms, views, kept = (list(x) for x in zip(*chosen, strict=True))
     keep = gms[0].keep
@@ -86,7 +86,7 @@ def build_group_pages(
 def _build_tier(
     gms: list[GroupMethod], views: list[View], tier: Tier, page: int, pools: list[Pages]
 ) -> list[Paged]:
-    """One tier of every group in pages of `page` slots; its pools are added to `pools`."""
+    """One tier of every group in pages of `page` slots; its pools are appended to `pools`."""
     keep = gms[0].keep
     assert keep is not None
     sizes = [view.pos.shape[0] for view in views]
@@ -112,26 +112,27 @@ def _build_tier(
 
 
 def list_slots(keep: Keep, slots: int, tokens: int) -> int:
-    """Of how many slots at most a list in pages is chosen, if there are `slots` and so many tokens.
+    """The most slots from which a KV head's pages are chosen, for `slots` slots of at most `tokens` tokens.
 
-    What drops nothing has a slot for each token, however many empty ones lie in both tiers.
+    With two tiers nothing is dropped, so there is one slot per token, however many empty slots both tiers
+    have.
     """
     return slots if keep.lower is None else min(slots, tokens)
 
 
 def longest_list(gm: GroupMethod, slots: int, tokens: int) -> int:
-    """Most slots in pages of a list chosen of `slots`: the tokens that `Recent` protects lie in the tail."""
+    """The most slots of a KV head in pages; tokens that `Recent` protects are in the tail instead."""
     return max(min(slots, tokens - recent_tokens(gm)), 0) if gm.evicting else slots
 
 
 def page_of(gms: Sequence[GroupMethod], slots: int, tokens: int) -> int:
-    """Slots per page of all groups, for lists chosen out of `slots` slots of at most `tokens` tokens.
+    """Slots per page of all groups, for KV heads that choose among `slots` slots of at most `tokens` tokens.
 
-    In a list's last page, all but one slot may be empty and still take memory. So a page is the largest power
-    of two of which all but one slot are at most a 64th of what lists keep on average; where scores alone
-    decide how many stay, a quarter of their tokens stands for that average. On a TPU a page has at least one
-    tile, and where slots have scales, biases or phases the 128 slots that the kernel asks for, if lists
-    keep four times as many.
+    In a head's last page, all but one slot may be empty and still take memory. So a page is the largest power
+    of two of which all but one slot are at most a 64th of the slots that heads keep on average; if scores
+    alone decide how many stay, that average is taken as a quarter of the tokens. On a TPU a page has at least
+    one tile, and, if slots have scales, biases or phases and heads keep four times as many, the 128 slots
+    that the kernel needs.
     """
     keep, codecs = gms[0].keep, gms[0].codecs
     assert keep is not None
@@ -150,13 +151,13 @@ def page_of(gms: Sequence[GroupMethod], slots: int, tokens: int) -> int:
 
 
 def _whole_granules(gms: Sequence[GroupMethod], page: int) -> int:
-    """The least page of as many slots that holds whole granules of every group."""
+    """The smallest page size of at least `page` slots that holds whole granules of every group."""
     granule = math.lcm(*(gm.granule for gm in gms))
     return -(-page // granule) * granule
 
 
 def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
-    """Most slots that a row of at most `tokens` tokens has in the second tier of all its heads, per layer."""
+    """The most slots in the second tier of all heads of a row of at most `tokens` tokens, per layer."""
     rest = getattr(keep.allocate, "layer_rest", None)
     return [heads * tokens] * layers if rest is None else rest(keep.budget, tokens, layers, heads)
 
@@ -164,9 +165,9 @@ def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
 def _newest(
     gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], length: Int[Array, "B"]
 ) -> Bool[Array, "Lg B K S"]:
-    """The kept slots that do not go into pages: those that a step may evict, which `Recent` protects now.
+    """The kept slots that do not go into pages: those that `Recent` protects now and a step may evict later.
 
-    Where several tokens are encoded together, also those that fill no granule of the pages.
+    If several tokens are encoded together, also those that do not fill a granule of the pages.
     """
     newest = kept & (view.pos >= (length - recent_tokens(gm))[None, :, None, None])
     if not gm.split:
@@ -190,7 +191,7 @@ def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
 
 
 def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int, most: int) -> GroupState:
-    """Pages and the tail behind them; between both, granules of what may leave and of what steps encode."""
+    """Pages and a tail; between them, granules for slots that may be evicted or that steps encode."""
     if not gm.split:
         return GroupState(tuple(pages), tail)
     body, tail = flush(gm, empty_body(gm, tail, _new_granules(gm, room, most)), tail)
@@ -198,12 +199,12 @@ def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int, mo
 
 
 def _new_granules(gm: GroupMethod, room: int, most: int) -> int:
-    """Slots that the newest and `room` more tokens need between pages and a full tail."""
+    """How many slots the newest and `room` more tokens need between pages and a full tail."""
     return body_slots(gm, max(gm.residual, min(recent_tokens(gm), most)) + room + gm.granule - 1)
 
 
 def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:
-    """The newest slots behind pages, and empty ones for `room` more tokens."""
+    """A tail with the newest slots, and empty ones for `room` more tokens."""
     if gm.split:
         return take(gm, view, newest, max(min(recent_tokens(gm), most), gm.residual) + gm.granule)
     slots = take(gm, view, newest, min(recent_tokens(gm), most))

@@ -1,4 +1,4 @@
-"""Storage acts: from the slots a method keeps to the segments of a cache.
+"""Segments: from the slots that a method keeps to the segments of a cache.
 
 `build` makes a group's dense segments from chosen slots (`kvjax.compress.pages` those in pages), `extend`
 adds new tokens where nothing is evicted, `flush` moves full granules of the newest tokens into an encoded
@@ -37,10 +37,11 @@ TILE, LANES, SUBLANES = 32, 128, 8
 
 
 class ChunkHint(NamedTuple):
-    """What one chunk of a prompt is told of the others (static); nothing for a prompt that is read at once.
+    """What one chunk of a prompt must know of the others (static); empty for a prompt that is read at once.
 
-    slots: by group, how many empty slots a group that keeps everything gets for later chunks. lists: of how
-    many slots at most a list in pages is chosen, which decides how many pages there are; 0 for those it has.
+    slots: per group, how many empty slots a group that keeps everything gets for later chunks. lists: the
+    most slots from which a head's pages are chosen, which decides how many pages there are; 0 for the present
+    number.
     """
 
     slots: tuple[int, ...] = ()
@@ -54,36 +55,37 @@ AT_ONCE = ChunkHint()
 
 
 def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
-    """Static capacity of one head's list: a function of method, bucket, room and platform only."""
+    """Static capacity of one KV head: a function of method, bucket, room and platform only."""
     if gm.budget is None:
         return whole_tiles(tokens + room, width, gm.multiple)
     slots, keep = gm.budget.capacity(tokens) + room, gm.keep
     if keep is not None and gm.evicting and not counts_slots(keep):
-        # More than the budget: a token is attended before others leave.
+        # More than the budget, because a token is attended to before others are evicted.
         due = keep.when.due_at(keep.budget.capacity(tokens + room))
-        # A share of the tokens bounds them by `room`, so lists that are not due before are no longer.
+        # If the budget is a share of the tokens, `room` bounds the number of tokens, and so the slots before
+        # an eviction.
         bounded = keep.budget.ratio and not (keep.when.at_once or gm.split)
         slots = min(due, slots) if bounded else due
     return whole_tiles(slots, width, gm.multiple)
 
 
 def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
-    """A TPU's memory holds slots in whole tiles, used or not: all of them can hold tokens.
+    """Rounds up to whole tiles of a TPU's memory, which are allocated in any case.
 
-    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes. Devices that share a
-    list hold as many slots each.
+    A tile has up to 32 slots, or 128 slots with few channels. Devices that share a head's slots hold equally
+    many each.
     """
     tile = (LANES if width % LANES else TILE) if platform() == "tpu" else 1
     return -(-slots // (tile * devices)) * tile * devices
 
 
 def whole_granules(granules: int) -> int:
-    """As many as fill tiles of a TPU's memory, in which a granule has one row of scales."""
+    """Rounds up to whole tiles of a TPU's memory, in which a granule has one row of scales."""
     return -(-granules // SUBLANES) * SUBLANES if platform() == "tpu" else granules
 
 
 def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> GroupState:
-    """Dense segments holding the kept slots of a group, with room for `room` more tokens."""
+    """Dense segments that hold the kept slots of a group, with room for `room` more tokens."""
     capacity = slots_needed(gm, tokens, room, view.k.shape[-1])
     live = view.pos >= 0
     kept = live if kept is None else kept & live
@@ -101,7 +103,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
         return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
     if not gm.split:
         return GroupState(tail=_tail(gm, slots), sinks=sinks)
-    # The tail is filled as if everything were new, then flushed into an empty body.
+    # The tail is filled as if all tokens were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, empty_body(gm, tail, body_slots(gm, capacity)), tail)
     body = in_its_memory(gm.host, gm.read, body)
@@ -109,17 +111,17 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
 
 
 def _tail(gm: GroupMethod, slots: Slots) -> Slots:
-    """The slots of a group that has no body, as it stores them and where."""
+    """The slots of a group without a body, encoded and placed in device or host memory."""
     return in_its_memory(gm.host, gm.read, encoded(slots, gm))
 
 
 def first_tokens(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
-    """The kept ones of every row's first tokens, as computed; None where the group holds none so."""
+    """The kept slots of every row's first tokens, unencoded; None if the group keeps none so."""
     return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
-    """The second tier: what leaves the first, with room for what will leave it in steps."""
+    """The second tier: slots evicted from the first, with room for those evicted in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most), 1)
@@ -128,7 +130,7 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
 
 
 def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int, room: int) -> GroupState:
-    """A group that nothing has left yet, with the second tier that its steps need for what will, if any."""
+    """A group that has evicted nothing yet, with the empty second tier that its steps need, if any."""
     if not gm.evicting or gm.keep is None or gm.keep.lower is None:
         return group
     nothing = jnp.zeros(view.pos.shape, bool)
@@ -136,8 +138,8 @@ def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int,
 
 
 def body_slots(gm: GroupMethod, capacity: int) -> int:
-    """Slots of the encoded body that `capacity` tokens need before a tail."""
-    # Holes take up to a granule less one: a list that evicts needs another one's places.
+    """How many slots of the encoded body `capacity` tokens need, beside a tail."""
+    # Holes take up to a granule less one slot, so a head that evicts needs one more granule.
     more = gm.granule - 1 if gm.evicting else 0
     return whole_granules(max((capacity - gm.residual + more) // gm.granule, 1)) * gm.granule
 
@@ -148,11 +150,11 @@ def capacity_of(gm: GroupMethod, slots: int) -> int:
 
 
 def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
-    """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
+    """An encoded body of empty slots, built from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
         body = with_summary(gm, encoded(_sized(slots, capacity), of_slots(gm, capacity)))
-        # What a read alone remembers of slots goes into its summaries.
+        # Traces that only a read needs are stored in its summaries.
         traces = {} if isinstance(gm.read, Remembering) and gm.keep is None else body.traces
         return dataclasses.replace(body, traces=traces)
 
@@ -161,13 +163,13 @@ def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
 
 
 def whole_slots(gm: GroupMethod, view: View) -> Slots:
-    """All slots of a view as they are; values that lie in the keys are not stored again."""
+    """All slots of a view unchanged; values that are channels of the keys are not stored again."""
     v = view.v if gm.shared is None else None
     return Slots(view.k, v, view.pos, view.bias, view.traces, shared=gm.shared or 0)
 
 
 def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
-    """The kept slots in slot order, `capacity` of them, empty ones behind."""
+    """The kept slots in slot order, padded to `capacity` with empty ones."""
     index, used = slot_lists(kept, capacity)
 
     def pick(x: Array, fill: int) -> Array:
@@ -180,7 +182,7 @@ def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: i
 
 
 def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
-    """The kept slots of a group as it stores them, with room for `room` more tokens."""
+    """The kept slots of a group, encoded, with room for `room` more tokens."""
     return encoded(take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
 
 
@@ -191,20 +193,20 @@ def encoded(slots: Slots, gm: GroupMethod) -> Slots:
 
 
 def _sized(slots: Slots, capacity: int) -> Slots:
-    """Plain slots cut or padded to `capacity`."""
+    """Unencoded slots cut or padded to `capacity`."""
     cut = jax.tree.map(lambda x: x[:, :, :, :capacity], slots)
     return pad_slots(cut, capacity - cut.capacity)
 
 
 def is_full(gm: GroupMethod, tail: Slots) -> Bool[Array, ""]:
-    """Whether any list of a tail at its resting capacity has a granule to give to the body before it."""
+    """Whether the tail of any KV head has a whole granule to flush into the body."""
     return ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()
 
 
 def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
-    """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
+    """`flush` of a tail of its usual capacity, row by row of a layer, so that no layer is held twice."""
     layers, rows = tail.pos.shape[:2]
-    # A row of a layer looks like a layer of one row. Rows of several devices stay together.
+    # A row of a layer is processed like a layer of one row. Rows on several devices stay together.
     apart = alone(body, tail)
     steps = layers * rows if apart else layers
 
@@ -217,7 +219,7 @@ def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Sl
         return flat((body, tail))
 
     def flat(tree: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
-        """Layers and rows as one axis: XLA for CPUs would copy a body to move an axis of one row."""
+        """Merges the axes of layers and rows: XLA for CPUs would copy a body to move an axis of one row."""
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if apart else tree
 
     done = jax.lax.fori_loop(0, steps, one, flat((body, tail)))
@@ -227,8 +229,9 @@ def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Sl
 def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:
     """Moves the oldest full granules of the tail into the body, leaving `residual` tokens or a few more.
 
-    The tail's live slots must be its first ones, in order, unless slots leave in steps; `layer`: which of the
-    body's its first layer is. Returns it with its resting capacity of residual + granule slots.
+    The tail's live slots must be its first ones, in order, unless decode steps evict; `layer`: the index of
+    the tail's first layer in the body. Returns the body, and the tail with its usual capacity of residual +
+    granule slots.
     """
     g = gm.granule
     tail = in_order(tail) if gm.evicting else tail
@@ -252,7 +255,7 @@ def _rested(tail: Slots, count: Array, moved: Array, granule: int, capacity: int
     def shift(x: Array) -> Array:
         extra = (1,) * (x.ndim - source.ndim)
         if x.shape[3] == capacity:
-            # At most one granule has left. A gather would hold every slot twice.
+            # At most one granule was moved. A gather would hold every slot twice.
             left = (moved > 0).reshape(*moved.shape, 1, *extra)
             return jnp.where(left, jnp.roll(x, -granule, axis=3), x)
         index = jnp.minimum(source, x.shape[3] - 1).reshape(*source.shape, *extra)
@@ -265,7 +268,7 @@ def _rested(tail: Slots, count: Array, moved: Array, granule: int, capacity: int
 def _write_granules(
     gm: GroupMethod, body: Slots, row: Int[Array, "l B K F"], new: Slots, layer: int | Array
 ) -> Slots:
-    """Whole granules `new` [.., F * g, ..] into granule rows of the body; rows < 0 write nothing."""
+    """Writes whole granules `new` [.., F * g, ..] to granule rows of the body; rows < 0 write nothing."""
 
     def put(old: Array, fresh: Array) -> Array:
         return write_blocks(old, row, fresh, layer)
@@ -290,7 +293,7 @@ def _write_granules(
 
 
 def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T"]) -> GroupState:
-    """New tokens behind what a group holds; nothing is evicted. The tail must have room."""
+    """Appends new tokens to a group without evicting any. The tail must have room."""
     assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape
     where = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
@@ -318,7 +321,7 @@ def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T
 
 
 def _grown_slots(gm: GroupMethod, segment: Segment, received: dict[str, Array]) -> Segment:
-    """A segment whose slots' traces have grown by what they received; those of pages lie in their pool."""
+    """A segment with updated traces, given what its slots received; the traces of pages are in their pool."""
     if isinstance(segment, Paged):
         return segment
     return dataclasses.replace(segment, traces=grown(gm.traces, segment.traces, received))
@@ -330,7 +333,7 @@ def remember_in_pages(
     pools: tuple[Pages, ...],
     received: tuple[dict[str, Float[Array, "_ _ _ _"]], ...],
 ) -> tuple[Pages, ...]:
-    """The pools with what their slots remember, grown by what they received of new queries."""
+    """Pools with updated traces, given what their slots received from new queries."""
     for segment, seen in zip(group.bodies, received, strict=False):
         if isinstance(segment, Paged) and gm.traces:
             pool = pools[segment.pool]
@@ -343,9 +346,9 @@ def remember_in_pages(
 def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = ()) -> int:
     """Bytes of keys and values that a decode step leaves unread because a read method visits some slots.
 
-    What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
-    decoded to look at any of it, or to pick slots of granules. Lists in pages count with the share that the
-    longest one leaves.
+    Channels that a selection looks at in every key count as read, and are read again in the selected slots;
+    codes are decoded whole to look at any part of them, and granules whole for any of their slots. Heads in
+    pages count with the share that the longest one leaves unread.
     """
     if gm.read is None or gm.picks:
         return 0
@@ -365,6 +368,6 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
     keys = held * max(left * width - slots * looked, 0) // (slots * width)
-    # Of what the device holds of a body in host memory a step reads what it does not count there.
+    # A step reads the device's copies of a body in host memory, and what those copies do not include.
     copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
     return keys + found * left // slots + copies

@@ -1,7 +1,7 @@
-"""Methods decide: the union of old and new slots, its scores, and which slots stay.
+"""Select: the union of old and new slots, their scores, and which of them stay.
 
-How one layer's slots are ranked and folded stands in `kvjax.compress.selection`. Nothing here moves a slot;
-that is `kvjax.compress.segments`.
+How the slots of one layer are ranked and merged is in `kvjax.compress.selection`. Nothing here moves a slot;
+`kvjax.compress.segments` does.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvjax.keep.select import top
 from kvjax.state.cache import GroupState, Pages, Segment, Slots
 from kvjax.state.page_gather import gather_pages, gather_traces
 
-# (a layer's parameters, its stored keys and values, their positions) -> keys and values that queries meet.
+# (a layer's parameters, its stored keys and values, their positions) -> keys and values as queries meet them.
 AsMet = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
 
 
 class Fresh(NamedTuple):
-    """What the layers of a group computed for new tokens: stored keys, values, and what was observed.
+    """What the layers of a group computed for new tokens: stored keys and values, and observations.
 
-    v is None where the values are not stored (`GroupMethod.shared`). masses: what the slots of (each past
-    part ..., the new tokens) received, by the repr of the mass; empty where nobody asked. traces: what the
-    new tokens' slots start with, by the repr of the trace. readers: what was observed in the layers that read
-    these slots; masses include theirs. k is None in those layers themselves. rows: what rows carry behind the
-    new tokens, by the repr of the observation.
+    v is None if values are not stored (`GroupMethod.shared`). masses: attention received by the slots of
+    (each past part ..., the new tokens), by the key of the mass; empty if not needed. traces: the initial
+    traces of the new tokens' slots, by key. readers: the observations of other layers that read these slots;
+    masses include theirs. k is None in those layers themselves. rows: what rows carry after the new tokens,
+    by the key of the observation.
     """
 
     k: Float[Array, "Lg B K T H"] | None
@@ -52,7 +52,8 @@ def union(
 ) -> View:
     """All slots of a group, old and new, decoded and in position order, empty ones last: [Lg, B, K, S, ...].
 
-    Traces have grown by what each slot received. Where the keep's merge writes biases, every slot has one.
+    Traces include what each slot received from the new queries. If the keep's merge writes biases, every slot
+    has one.
     """
     assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape
@@ -70,7 +71,8 @@ def union(
     if len(views) == 1:
         return views[0]
     both = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
-    # Smoothing looks at neighbours, granules are filled in order, and ties go to the older token.
+    # In position order, because smoothing uses neighbours, granules are filled in order, and ties keep the
+    # older token.
     order = jnp.argsort(jnp.where(both.pos < 0, jnp.iinfo(jnp.int32).max, both.pos), axis=3, stable=True)
     return jax.tree.map(
         lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 4)), axis=3), both
@@ -80,7 +82,7 @@ def union(
 def in_first_tier(
     gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], view: View, tokens: int
 ) -> Bool[Array, "Lg B K S"]:
-    """The live slots of a view that do not lie in the past's second tier; positions are below `tokens`."""
+    """The live slots of a view that are not in the past's second tier; positions are below `tokens`."""
     live = view.pos >= 0
     if gm.keep is None or gm.keep.lower is None:
         return live
@@ -91,7 +93,7 @@ def in_first_tier(
 
 
 def judged_layers(gm: GroupMethod, view: View, length: Int[Array, "B"], attention: AttentionSpec) -> View:
-    """The view of all layers with what traces remember of this choice."""
+    """The view of all layers, with traces that record this selection."""
     if not any(isinstance(t, Judging) for t in gm.traces):
         return view
     assert gm.keep is not None
@@ -124,9 +126,9 @@ def score_slots(
 ) -> Float[Array, "Lg B K S"]:
     """The keep's scores, +inf where a pattern protects and -inf where a slot is empty.
 
-    Slots that several layers read have the sum of the scores that each reader gives them. weights: matrices
-    of the group's layers [Lg, ...]. met: where queries do not meet what is stored (`Mixer.met`); a score that
-    looks at keys then judges every head that they meet, and a list has the mean of its heads' scores.
+    Slots that several layers read get the sum of each reader's scores. weights: matrices of the group's
+    layers [Lg, ...]. met: given if queries do not meet what is stored, as with latents (`Mixer.met`); a score
+    that reads keys is then computed for every head expanded from a latent, and averaged over these heads.
     """
     assert gm.keep is not None and gm.keep.score is not None
     keep, score = gm.keep, gm.keep.score
@@ -151,7 +153,7 @@ def score_slots(
 
 
 def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
-    """A layer's slots as its queries meet them: every head of a list at that one's positions."""
+    """A layer's slots as its queries meet them, with all heads that are expanded from a KV head."""
     k, v = met(weights, view.k, view.v, view.pos)
     each = k.shape[1] // view.pos.shape[1]
     pos, bias = (None if x is None else jnp.repeat(x, each, axis=1) for x in (view.pos, view.bias))
@@ -162,9 +164,9 @@ def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
 def preferences(
     gm: GroupMethod, view: View, fresh: Fresh, length: Int[Array, "B"], attention: AttentionSpec
 ) -> Float[Array, "Lg B K"] | None:
-    """What the layers of a group should get, as the keep's allocation says; None where it needs only scores.
+    """The layers' preferences by which the keep's allocation shares slots; None if it needs scores alone.
 
-    Slots that several layers read have the sum of what each reader prefers.
+    Slots that several layers read get the sum of each reader's preference.
     """
     assert gm.keep is not None
     keep, allocate = gm.keep, gm.keep.allocate
@@ -191,10 +193,10 @@ def merge_evicted(
     carried: dict[str, Any],
     params: dict[str, Any],
 ) -> tuple[View, dict[str, Any]]:
-    """The view with every live slot that is not kept folded into the kept ones, as the keep's merge says.
+    """The view with every live slot that is not kept merged into kept ones, by the keep's merge.
 
-    carried: what rows carry of the merge [Lg, B, ...], which comes back with these slots. params: the
-    model's, with what was fitted.
+    carried: what rows carry for the merge [Lg, B, ...]; it is returned updated. params: the model's
+    parameters, with fitted arrays.
     """
     assert gm.keep is not None
     keep, n = gm.keep, gm.keep.budget.count(length)
@@ -211,7 +213,7 @@ def merge_evicted(
 def reused(
     keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]]
 ) -> dict[int, Float[Array, "_ B K S"]]:
-    """The scores by which every layer chooses: where a keep says so, those of the first of several layers."""
+    """The scores by which layers select: if a keep says so, several layers use those of their first one."""
     out = dict(scores)
     alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items() if keep and keep.reuse > 1}
     for kind in dict.fromkeys(alike.values()):
@@ -230,9 +232,9 @@ def choose(
     preferences: dict[int, Float[Array, "_ B K"] | None],
     length: Int[Array, "B"],
 ) -> dict[int, Bool[Array, "_ B K S"]]:
-    """Which slots stay, per group; counts are shared over all layers with the same keep and heads."""
+    """Which slots stay, per group; budgets are allocated over all layers with the same keep and heads."""
     chosen: dict[int, Array] = {}
-    # Lists of some groups have more empty slots than those of others, which says nothing.
+    # Groups may have different numbers of empty slots, which do not matter here.
     alike = {i: (keep, scores[i].shape[1:3]) for i, keep in keeps.items()}
     for kind in dict.fromkeys(alike.values()):
         keep = kind[0]

@@ -1,8 +1,8 @@
-"""Selection: a layer's slots are scored, protected and ranked, and those that leave join those that stay.
+"""Selection: a layer's slots are scored, protected and ranked, and evicted slots are merged into kept ones.
 
 One routine for prompts (`kvjax.compress.select`, whose allocations look at all layers between the two halves,
-`ranked` and `folded`), for a token's own step and for other triggers (`select`). Slots come as a `View`: of
-one segment or of the union of several.
+`ranked` and `folded`), for a token's own step and for other triggers (`select`). Slots are given as a
+`View`: of one segment or of the union of several.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.select import top
 from kvjax.ops.base.rope import Rope
 
-# What a token's own step has at hand: its query, and the attention that slots received of it.
+# Available in a token's own step: its query, and the attention that slots received from it.
 NEWEST, RECEIVED = key_of(Queries(1)), key_of(Mass("sum"))
-# Higher than any score that is computed from numbers of a model, and finite.
+# Higher than any score computed by a model, and finite.
 _HIGHEST = 1e30
 
 
 class Selected(NamedTuple):
-    """What a selection leaves, in the order in which the slots were given.
+    """The result of a selection, in the given order of slots.
 
-    changed: by name, what merges and traces changed of the slots ("traces" is a dict). rows: what rows carry
-    for the merge. lost: rows in which a live slot's score was not a number (NaN), which cannot be ranked.
+    gone: the evicted slots. changed: by name, the arrays that merges and traces changed ("traces" is a dict).
+    rows: what rows carry for the merge. lost: rows in which a live slot's score was NaN, which cannot be
+    ranked.
     """
 
     gone: Bool[Array, "B K S"]
@@ -48,10 +49,10 @@ def select(
     due: Bool[Array, "B"],
     carried: dict[str, Any],
 ) -> Selected:
-    """The slots of one layer that leave while decoding, in the rows that are due; others stay as they are.
+    """Selects the slots of one layer that a decode step evicts, in the rows that are due.
 
-    After every token (`at_once`) that is the worst slot beyond the budget, or what lies below a threshold;
-    else all that are not among the budget's best. carried: what rows carry, by the key of the word.
+    With `at_once`, after every token, it is the worst slot beyond the budget, or the slots below a threshold;
+    else all slots that are not among the budget's best. carried: what rows carry, by the key of the word.
     """
     assert keep.score is not None
     given, back = view, None
@@ -81,10 +82,10 @@ def select(
 def ranked(keep: Keep, view: View, seen: Seen, score: Any = None) -> Float[Array, "B K S"]:
     """The scores of a layer's slots, +inf where a pattern protects and -inf where a slot is empty.
 
-    score: what the keep's word gave, where it was asked of another view.
+    score: the output of the keep's score, if it was computed on another view.
     """
     s = (scored(keep.score, view, seen) if score is None else score).astype(jnp.float32)
-    # What a pattern protects stays also before what a score wants at any price, as `stage` does.
+    # Protected slots rank even before slots to which a score gives infinity, as `stage` does.
     s = jnp.minimum(s, _HIGHEST) if keep.protect else s
     for pattern in keep.protect:
         s = jnp.where(protected(pattern, view.pos, seen.length, seen.n), jnp.inf, s)
@@ -100,9 +101,9 @@ def folded(
     *,
     one: bool = False,
 ) -> tuple[View, dict[str, Any]]:
-    """The view after the live slots that do not stay have joined those that do, as the keep's merge says.
+    """The view with evicted live slots merged into those that stay, by the keep's merge.
 
-    Also what rows carry for the merge. one: at most one slot of a list leaves.
+    Also returns what rows carry for the merge. one: at most one slot per KV head is evicted.
     """
     slots, gone = view.pos.shape[-1], (view.pos >= 0) & ~stay
     if one:
@@ -116,9 +117,9 @@ def folded(
 def _worst(
     keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
 ) -> Bool[Array, "B K S"]:
-    """The slots below a threshold, or the one of the lowest score in lists beyond their budget.
+    """The slots below a threshold, or the slot with the lowest score in heads beyond their budget.
 
-    Where slots merge, the first of those below a threshold: the others are merged after later tokens.
+    If slots are merged, only the first one below a threshold: the others are merged after later tokens.
     """
     live = pos >= 0
     threshold = getattr(keep.allocate, "threshold", None)
@@ -135,15 +136,15 @@ def _worst(
 def _beyond(
     keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
 ) -> Bool[Array, "B K S"]:
-    """The live slots that are not among the n best of their list; the view is in position order."""
+    """The live slots that are not among the n best of their KV head; the view is in position order."""
     return (pos >= 0) & ~top(score, jnp.broadcast_to(n[:, None], pos.shape[:2]))
 
 
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
-    """The traces of slots after new queries, from the attention that slots received of these [..., S].
+    """The traces of slots after new queries, given the attention [..., S] that the slots received from them.
 
-    A trace that the slots do not have yet is not begun here. Traces of other methods, with which a prompt is
-    shared, are left out.
+    Traces that the slots do not have yet are not added. Traces of other methods with which a prompt is shared
+    are dropped.
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
@@ -152,18 +153,18 @@ def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, 
 
 
 def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
-    """A layer's view with what traces remember of this choice."""
+    """A layer's view with traces that record this selection."""
     new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
     return view._replace(traces=view.traces | new)
 
 
 def not_numbers(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[Array, "B"]:
-    """Rows in which a live slot's score is not a number."""
+    """Rows in which a live slot's score is NaN."""
     return (jnp.isnan(score) & (pos >= 0)).any((1, 2))
 
 
 def _in_order(view: View, seen: Seen, order: Int[Array, "B K S"]) -> tuple[View, Seen]:
-    """A view, and what was seen of its slots, with the slots in another order."""
+    """A view and its observations, with the slots in another order."""
     there = lambda x: taken(x, order)  # noqa: E731
     masses = seen.observed | {name: there(x) for name, x in view.received.items()}
     mass = None if seen.mass is None else there(seen.mass)
@@ -171,11 +172,11 @@ def _in_order(view: View, seen: Seen, order: Int[Array, "B K S"]) -> tuple[View,
 
 
 def orders(pos: Int[Array, "*b S"]) -> tuple[Int[Array, "*b S"], Int[Array, "*b S"]]:
-    """Slots by position, the empty ones last, and the way back."""
+    """Slots sorted by position, the empty ones last, and the inverse permutation."""
     order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), axis=-1, stable=True)
     return order, jnp.argsort(order, axis=-1)
 
 
 def taken(x: Array, index: Int[Array, "B K S"]) -> Array:
-    """Takes x of the slots at `index`, KV head by KV head."""
+    """Takes the slots of x at `index`, KV head by KV head."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 3)), axis=2)

@@ -1,4 +1,4 @@
-"""The first tokens of every row, which some stores keep as computed beside the codes of all others."""
+"""The first tokens of every row, which some stores keep unencoded beside the codes of all others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_sinks(
     traces: dict[str, Array],
     layer: int | Array = 0,
 ) -> GroupState:
-    """The group with those of new tokens that are their rows' first; each goes where its position says."""
+    """Writes new tokens that are among their rows' first ones to the slots of their positions."""
     if group.sinks is None:
         return group
     slot = jnp.where(pos < gm.sinks, pos, -1)
@@ -35,9 +35,9 @@ def behind_sinks(gm: GroupMethod, group: GroupState, pos: Int[Array, "*b"]) -> I
 def empty_slots(
     group: GroupState, held: Int[Array, "l B K S"], pos: Int[Array, "l B K T"]
 ) -> tuple[Int[Array, "l B K T"], Bool[Array, "l B K T"]]:
-    """The empty slots of lists that hold the positions `held`, in order, for new tokens; and which there are.
+    """The empty slots of KV heads with slot positions `held`, in order, for new tokens; and which exist.
 
-    Where first tokens lie apart, the first slot is for the first token that is none of them.
+    If first tokens are stored separately, the first empty slot is for the first token that is none of them.
     """
     empty, free = slot_lists(held < 0, pos.shape[-1])
     if group.sinks is None:

@@ -1,4 +1,4 @@
-"""What lies beside the slots of a body for a read method: summaries per page, and what it holds of a list."""
+"""What a read method stores with the slots of a body: summaries per page, and sums per KV head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.state.page_gather import gather_pages
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:
-    """A body with what its method keeps beside it, of all its slots."""
+    """A body with the summaries and sums of all its slots that its method needs."""
     if gm.read is None:
         return body
     body, bare = lent(body, gm.taught), body
@@ -33,7 +33,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
 def as_queries_meet(
     gm: GroupMethod, k: Float[Array, "l B K S H"], pos: Int[Array, "l B K S"]
 ) -> Float[Array, "l B K S H"]:
-    """Stored keys, rotated by their positions where they lie unrotated."""
+    """Stored keys, rotated by their positions if they are stored unrotated."""
     if gm.rope is None:
         return k
     rope, length = gm.rope, jnp.zeros(pos.shape[1], jnp.int32)
@@ -49,9 +49,9 @@ def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, A
 def summary_of_new(
     gm: GroupMethod, body: Slots, k: Array | Codes, new: Slots, layer: int | Array
 ) -> dict[str, Array]:
-    """Summaries of whole granules that go into l layers of a body from `layer` on.
+    """Summaries of whole granules that are written to l layers of a body from `layer` on.
 
-    k: their keys [l, B, K, ...] as they are stored. new: the slots that they are of.
+    k: their keys [l, B, K, ...] as they are stored. new: the slots they summarise.
     """
     if gm.read is None:
         return {}
@@ -66,7 +66,7 @@ def _layers(k: Array | Codes) -> int:
 def sums_with_new(
     gm: GroupMethod, body: Slots, new: Slots, moves: Bool[Array, "l B K S"], layer: int | Array
 ) -> dict[str, Array]:
-    """What is held of a body's slots together, once those of `new` that move are among them."""
+    """The per-head sums of a body after the slots of `new` that move into it are added."""
     if not isinstance(gm.read, Resting):
         return body.sums
     stored = lent(new, gm.taught).keys().v
@@ -77,12 +77,12 @@ def sums_with_new(
 def sums_without(
     gm: GroupMethod, body: Slots, gone: Bool[Array, "B K S"], layer: int | Array
 ) -> dict[str, Array]:
-    """What is held of a body's slots together, once those of one layer that leave are not among them."""
+    """The per-head sums of a body after the evicted slots of one layer are subtracted."""
     if not isinstance(gm.read, Resting):
         return body.sums
     v = lent(body, gm.taught).layer(layer).keys().v
     if gm.at_once and getattr(gm.keep and gm.keep.allocate, "threshold", None) is None:
-        # At most one slot of a list leaves.
+        # At most one slot per KV head is evicted.
         v = jnp.take_along_axis(v, jnp.argmax(gone, -1)[..., None, None], axis=2)
         gone = gone.any(-1, keepdims=True)
     less = gm.read.total(jnp.where(gone[..., None], v, jnp.zeros((), v.dtype)))
@@ -90,7 +90,7 @@ def sums_without(
 
 
 def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
-    """A body with new summaries and sums of one layer, in which a merge has changed keys or values."""
+    """A body with summaries and sums of one layer computed anew after a merge changed keys or values."""
     if gm.read is None or not (body.summary or body.sums):
         return body
     own = jax.tree.map(lambda x: x[layer][None], dataclasses.replace(lent(body, gm.taught), near=None))
@@ -118,11 +118,11 @@ def _added(old: Array, more: Array, layer: int | Array) -> Array:
 def summarised(
     gm: GroupMethod, group: GroupState, past: GroupState, pools: tuple[Pages, ...], idle: Bool[Array, "B"]
 ) -> tuple[GroupState, tuple[Pages, ...]]:
-    """A group at the end of a prefill with all that its read keeps beside slots, and the pools likewise.
+    """A group, and the pools, at the end of a prefill, with everything that its read stores beside slots.
 
-    What a method learns of keys (`Learning`) it learns here; else summaries of slots are made where these are
-    written, but for those in pages, which are written once. past: the group before. Rows that got no tokens,
-    `idle`, keep what was learnt of them.
+    What a method learns from keys (`Learning`) is learnt here. Other summaries are made where slots are
+    written, except those of pages, which are written once. past: the group before. Rows without new tokens
+    (`idle`) keep what they learnt before.
     """
     read = gm.read
     if read is None or not group.bodies:
@@ -150,7 +150,7 @@ def _of_lists(
     gm: GroupMethod, lists: Paged | None, body: Slots, pools: tuple[Pages, ...], before: dict[str, Array],
     idle: Bool[Array, "B"],
 ) -> dict[str, Array]:  # fmt: skip
-    """What a read holds of the keys and values of a list together, its pages and the body behind them."""
+    """What a read stores per KV head, over the keys and values of its pages and of the body after them."""
     read = gm.read
     if not isinstance(read, Learning | Resting):
         return {}
@@ -171,7 +171,7 @@ def _of_lists(
 
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
-    """The pool with summaries of a group's pages; those of other groups stay."""
+    """The pool with summaries of a group's pages; those of other groups are unchanged."""
     k = as_queries_meet(gm, dense(pool.k)[None, :, None], pool.pos[None, :, None])[0, :, 0]
     layers, rows, heads = lists.lengths.shape
     owner = pool.owner - lists.first_layer * rows * heads

@@ -1,7 +1,7 @@
-"""The logical axes of every part of a cache, and caches placed by a mesh's rules.
+"""The logical axes of every part of a cache, and caches sharded by a mesh's rules.
 
-A part's axes follow from its place in the tree. Which of them are split is the rules' to say
-(`kvjax.mesh.rules`): here stands what each axis of an array is.
+A part's axes follow from its place in the tree. The rules decide which axes are split
+(`kvjax.mesh.rules`); this module says what each axis of an array is.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.ops.base.memory import KIND, in_host
 from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Segment, Slots, State, nbytes
 
-# (axes, array) -> what becomes of the array.
+# (axes, array) -> the result for the array.
 OfArray = Callable[[Axes, Array], Any]
 
 _LISTS: Axes = ("layers", "batch", "kv_heads")
-# After layers and rows, by the names of recurrent states: what mixers say beside them.
+# The axes of recurrent states after layers and rows, by name; mixers register them.
 _STATES: dict[str, Axes] = {}
 
 
 def say_state_axes(name: str, axes: Axes) -> None:
-    """Says the logical axes of the recurrent states of a name, those after layers and rows.
+    """Registers the logical axes of the recurrent states of a name, those after layers and rows.
 
     A cache knows its states by name alone, so a name has the same axes in all mixers.
     Raises InputError for a name that has others.
@@ -40,14 +40,14 @@ def say_state_axes(name: str, axes: Axes) -> None:
 
 
 def axes_of_state(name: str) -> Axes | None:
-    """The logical axes of a recurrent state after layers and rows; None where no mixer says them."""
+    """The logical axes of a recurrent state after layers and rows; None if no mixer registered them."""
     return _STATES.get(name)
 
 
 def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
     """The cache with f(axes, array) in place of every array.
 
-    on: slots that its rules hold for too few to split are no axis of their arrays.
+    on: slots that its rules consider too few to split do not count as an axis.
     """
     groups = tuple(_group(f, group, on) for group in cache.groups)
     pools = tuple(_pool(f, pool) for pool in cache.pools)
@@ -76,7 +76,7 @@ def _state(f: OfArray, state: State) -> State:
 
 
 def _row(f: OfArray, x: Array, heads: set[int]) -> Any:
-    """What a method remembers of rows. Words say no axes of it: an axis as long as the lists is theirs."""
+    """Applies f to a method's per-row array; an axis as long as the KV heads is taken as theirs."""
     many = x.ndim > 3 and any(x.shape[2] % count == 0 for count in heads if count)
     return _padded(f, _LISTS if many else ("layers", "batch"))(x)
 
@@ -89,19 +89,19 @@ def _segment(f: OfArray, segment: Segment, on: OnMesh | None) -> Segment:
 
 
 def specs_of_slots(slots: Slots, on: OnMesh) -> Slots:
-    """How every array of a segment of slots is split."""
+    """The partition spec of every array of a segment of slots."""
     axes = (*_LISTS, "slots" if are_many(slots, on) else None)
     return _slots(lambda axes, x: on.spec(axes, x.shape), slots, axes)
 
 
 def are_many(slots: Slots, on: OnMesh) -> bool:
-    """Whether a row's slots of one layer take as many bytes as the rules ask for."""
+    """Whether a row's slots of one layer are large enough, in bytes, for the rules to split them."""
     layers, rows = slots.pos.shape[:2]
     return nbytes((slots.k, slots.v)) >= on.rules.slots_from * layers * rows
 
 
 def lie_apart(segment: Segment, on: OnMesh) -> bool:
-    """Whether the slots of a list lie on several devices."""
+    """Whether the slots of a KV head are split over several devices."""
     if not isinstance(segment, Slots) or not are_many(segment, on):
         return False
     return len(on.spec((*_LISTS, "slots"), segment.pos.shape)) == 4
@@ -132,22 +132,22 @@ def _pool(f: OfArray, pool: Pages) -> Pages:
 
 
 def _memory(x: Array) -> str | None:
-    """The kind of memory that an array lies in, where it is not the device's own."""
+    """The memory kind of an array, if it is not the device's own memory."""
     return KIND if in_host(x) else None
 
 
 def pinned(cache: Cache, on: OnMesh | None) -> Cache:
-    """Inside a program: the cache, of which the compiler is told how it lies."""
+    """Inside a program: the cache with sharding constraints."""
     return cache if on is None else map_axes(lambda axes, x: on.pin(x, axes, _memory(x)), cache, on)
 
 
 def pinned_to(x: Array, on: OnMesh | None, *axes: str | None) -> Array:
-    """Inside a program: x with these logical axes, likewise."""
+    """Inside a program: x with a sharding constraint for these logical axes."""
     return x if on is None else on.pin(x, axes)
 
 
 def placed(cache: Cache, on: OnMesh | None) -> Cache:
-    """Outside of programs: the cache where the rules put it; what lies there already is not copied."""
+    """Outside of programs: the cache moved to where the rules put it; arrays already there are not copied."""
     if on is None:
         return cache
     where = map_axes(lambda axes, x: on.sharding(axes, x.shape, _memory(x)), cache, on)
@@ -156,7 +156,7 @@ def placed(cache: Cache, on: OnMesh | None) -> Cache:
 
 
 def check_rows(rows: int, on: OnMesh | None) -> None:
-    """InputError where so many rows cannot be split as the rules say."""
+    """Raises InputError if this number of rows cannot be split as the rules say."""
     if on is not None:
         n = on.devices("batch")
         on.check("batch", rows, "rows", f"give {-(-rows // n) * n} rows or another multiple of {n}")

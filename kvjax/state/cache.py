@@ -1,4 +1,4 @@
-"""The KV state: what a decoder keeps of its past, as one plain pytree.
+"""The KV cache: what a decoder keeps of its past, as one plain pytree.
 
 A cache has one `GroupState` for each run of equal layers, stacked on axis Lg; a layer's past is the union of
 its parts. A slot knows its token's position (`pos`, -1 = empty) and nothing else about order. What is kept,
@@ -34,15 +34,15 @@ class Slots:
 
     Args:
         k: keys [Lg, B, K, S, H], or Codes.
-        v: values alike; None where they are the first `shared` channels of the keys (latents).
+        v: values likewise; None if they are the first `shared` channels of the keys (latents).
         pos: token position per slot, -1 = empty.
         bias: added to the logits.
-        traces: what a method remembers per slot; moves with the slots.
-        summary: what a read keeps per page of slots.
-        sums: what a read keeps of all slots of a KV head, such as sums and means, [Lg, B, K, ...].
-        near: where k and v lie in host memory, the pages that the device holds, too.
-        shared: channels of the keys that are the values.
-        far: k and v lie in host memory, from which they come layer by layer (`kvjax.place.by_layer`).
+        traces: numbers that a method keeps per slot; they move with the slots.
+        summary: what a read method keeps per page of slots.
+        sums: what a read method keeps per KV head, such as sums and means over its slots, [Lg, B, K, ...].
+        near: if k and v are in host memory, copies of some pages on the device.
+        shared: how many channels of the keys are the values.
+        far: whether k and v are in host memory and copied layer by layer (`kvjax.place.by_layer`).
 
     >>> import kvjax
     >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]], room=5)
@@ -70,11 +70,11 @@ class Slots:
         return self.pos.shape[-2]
 
     def layer(self, index: int | Array) -> Slots:
-        """The same slots of one layer, without the Lg axis."""
+        """The slots of one layer, without the Lg axis."""
         return jax.tree.map(lambda x: layer_of(x, index), self)
 
     def keys(self) -> Keys:
-        """What attention reads; leading axes as they are."""
+        """What attention reads; leading axes are unchanged."""
         k = dense(self.k)
         return Keys(k, k[..., : self.shared] if self.v is None else dense(self.v), self.pos, self.bias)
 
@@ -82,10 +82,10 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Near:
-    """Copies on the device of R pages of every list of slots in host memory, or of all slots of one layer.
+    """Copies on the device of R pages of every KV head's slots in host memory, or of all slots of one layer.
 
-    slots: page m of a list lies at slots m * page .. m * page + page - 1. pages: which of the list's pages
-    that is, -1 = none. used: when it was last read, in steps of its list, 0 = never. Both are None where
+    slots: page m of a head is in slots m * page .. m * page + page - 1. pages: which of the head's pages
+    that is, -1 = none. used: when it was last read, in steps of its head, 0 = never. Both are None if
     slots are those of one layer, while a program runs.
     """
 
@@ -97,10 +97,10 @@ class Near:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """One pool of pages that rows and heads share, of one layer or of several.
+    """One pool of pages that rows and heads share, for one layer or several.
 
     k, v: [P, page, H] or Codes (v None: the first `shared` channels of k); pos, bias: [P, page]. owner[p] =
-    (layer * B + row) * K + head with layers counted inside the pool, or -1 where a page is free; pages lie in
+    (layer * B + row) * K + head with layers counted inside the pool, or -1 if the page is free; pages are in
     the order of their owners. traces: as of `Slots`, [P, page]. summary: what a read method keeps per
     `granule` of its slots, [P, page / granule, ...].
     """
@@ -123,7 +123,7 @@ class Pages:
         return self.pos.shape[-1]
 
     def table(self, lists: Paged) -> Int[Array, "*lists M"]:
-        """The pages of every list: its own first, then pages of other lists, which its length excludes."""
+        """The page table of every KV head: its own pages, then others, which its length excludes."""
         page = np.arange(lists.most, dtype=np.int32).reshape((1,) * lists.first.ndim + (-1,))
         return (lists.first[..., None] + page).clip(max=self.owner.shape[0] - 1)
 
@@ -131,10 +131,10 @@ class Pages:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """A segment whose slots lie in one of the cache's pools, the pages of a list side by side.
+    """A segment whose slots are in one of the cache's pools, with the pages of a KV head side by side.
 
     first: the first page of each (row, KV head). lengths: the live slots of each. `pool` is the pool's index,
-    `first_layer` the group's place in it, and `most` the pages of the longest list there can be.
+    `first_layer` the group's first layer in it, and `most` the most pages that a head can have.
     """
 
     first: Int[Array, "Lg B K"]
@@ -150,16 +150,16 @@ class Paged:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What Lg layers without slots carry from token to token: arrays [Lg, B, ...] by name, or Codes."""
+    """The recurrent state of Lg layers without slots: arrays [Lg, B, ...] by name, or Codes."""
 
     data: dict[str, Array | Codes]
 
     def layer(self, index: int | Array) -> dict[str, Array]:
-        """The plain arrays of one layer, without the Lg axis."""
+        """The unencoded arrays of one layer, without the Lg axis."""
         return {name: _of_layer(x, index) for name, x in self.data.items()}
 
     def layer_in_place(self, index: int | Array, names: frozenset[str]) -> dict[str, Array | StackedState]:
-        """`layer`, but those of `names` that are not encoded stay in the stack."""
+        """`layer`, except that the arrays `names` that are not encoded stay in the stack."""
 
         def one(name: str, x: Array | Codes) -> Array | StackedState:
             if name in names and not isinstance(x, Codes):
@@ -169,13 +169,13 @@ class State:
         return {name: one(name, x) for name, x in self.data.items()}
 
     def replaced(self, index: int | Array, new: dict[str, Array | StackedState]) -> State:
-        """The same states with those of one layer written, encoded as they were."""
+        """The states with those of one layer written, encoded as before."""
 
         def put(old: Array | Codes, x: Array | StackedState) -> Array | Codes:
             if isinstance(x, StackedState):
                 return x.layers
             fresh = encode(x, old.codec) if isinstance(old, Codes) else x.astype(old.dtype)
-            # `.at[index].set` would allow for an index outside the stack, by reading and selecting all of it.
+            # `.at[index].set` would handle an index outside the stack by reading and selecting all of it.
             return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0), old, fresh)
 
         return State({n: put(x, new[n]) for n, x in self.data.items()})
@@ -191,13 +191,12 @@ Segment = Slots | Paged
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupState:
-    """What a group of Lg equal layers holds of its past; nothing of it without a cache.
+    """What a group of Lg equal layers holds of its past; empty without a cache.
 
-    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, what copies of a row
-    have in common, of fewer rows (`kvjax.place.common`). tail: the slots that they enter. state: what layers
-    without slots carry instead. rows: what a method remembers of every row, trees of arrays [Lg, B, ...] by
-    name. sinks: the first tokens of every row, as computed, where a store keeps some of them so; no other
-    token enters these slots.
+    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, and shared prefixes of
+    fewer rows (`kvjax.place.common`). tail: the slots that new tokens enter. state: the state of layers
+    without slots. rows: what a method carries per row, trees of arrays [Lg, B, ...] by name. sinks: the first
+    tokens of every row, unencoded, if a store keeps some of them so; no other token enters these slots.
     """
 
     bodies: tuple[Segment, ...] = ()
@@ -212,7 +211,7 @@ class GroupState:
         return (*self.bodies, *(s for s in (self.sinks, self.tail) if s is not None))
 
     def with_parts(self, parts: Sequence[Segment]) -> GroupState:
-        """The same with other `parts`, in their order."""
+        """A copy with other `parts`, in the same order."""
         one, found = len(self.bodies), list(parts)
         tail = found.pop() if self.tail is not None else None
         sinks = found.pop() if self.sinks is not None else None
@@ -237,12 +236,13 @@ NOTHING = GroupState()
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The whole KV state: explicit, donated, returned. `next[b]` is the position of row b's next token.
+    """The whole KV cache: explicit, donated, returned. `next[b]` is the position of row b's next token.
 
-    method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
-    it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
-    fit, so that a step need not ask the device; added is its note of the newest tokens, for `rollback`
-    (`kvjax.api.rollback.Added`); on_mesh says how arrays are to be split. They are no part of the tree.
+    method (a `kvjax.grammar.Method`, which this folder cannot import) and model are static and say what
+    filled the cache: equal methods give equal tree structures. spare is the host's lower bound of how many
+    more tokens fit, so that a step need not ask the device; added is the host's note of the newest tokens,
+    for `rollback` (`kvjax.api.rollback.Added`); on_mesh says how arrays are sharded. These three are not part
+    of the tree.
     """
 
     groups: tuple[GroupState, ...]
@@ -290,10 +290,10 @@ def heavier(held: int | float, full: int | float, by: str = "it") -> str:
 
 
 def host_nbytes(tree: PyTree) -> int:
-    """Bytes of `nbytes` that lie in host memory; 0 where the backend offers programs none.
+    """The part of `nbytes` in host memory; 0 if programs of the backend have no access to it.
 
-    They are the keys and values of slots of which the device holds copies (`Slots.near`), or one layer after
-    the other (`Slots.far`).
+    These are the keys and values of which the device holds copies of some pages (`Slots.near`), or of one
+    layer at a time (`Slots.far`).
 
     >>> host_nbytes(np.zeros(3))
     0
@@ -305,13 +305,13 @@ def host_nbytes(tree: PyTree) -> int:
 
 
 def lies_far(tree: PyTree) -> PyTree:
-    """For every array of a cache, or of its shapes, whether it lies in host memory where there is one."""
+    """For every array of a cache, or of its shapes, whether it is in host memory, if there is one."""
 
     def one(x: Any) -> Any:
         whole = jax.tree.map(lambda _: False, x)
         if not _is_far(x):
             return whole
-        # One number per slot stays beside the positions.
+        # Arrays with one number per slot stay on the device with the positions.
         k, v = (jax.tree.map(lambda a: not x.far or a.ndim > 4, y) for y in (x.k, x.v))
         return dataclasses.replace(whole, k=k, v=v)
 
@@ -323,7 +323,7 @@ def _is_far(x: Any) -> bool:
 
 
 def check_alive(cache: Cache) -> None:
-    """Raises InputError for what is no cache, and for one that a step consumed and emptied."""
+    """Raises InputError for a value that is not a cache, and for a cache that a step has consumed."""
     if not isinstance(cache, Cache):
         raise InputError(f"cache is {cache!r}, expected a Cache, as kvjax.prefill and step return it")
     at = cache.next
@@ -342,11 +342,11 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
 
     Returns:
         An array [B, K, S] per layer, in stack order; -1 is an empty slot. K and S are 0 where a layer carries
-        a state instead of slots. Where a method reads some tokens of a prompt alone
-        (`kvjax.keep.prompts.reread`), positions are those among the tokens that it read.
+        a state instead of slots. If a method reads only some tokens of a prompt
+        (`kvjax.keep.prompts.reread`), positions count those tokens alone.
 
     Raises:
-        InputError: for what is no cache, or was consumed by a step.
+        InputError: if the value is not a cache, or a step has consumed it.
 
     >>> import kvjax
     >>> streaming = kvjax.method("streamingllm", budget=6)
@@ -367,7 +367,7 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
 
 
 def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
-    """The positions of every row, where copies of one have slots in common."""
+    """The positions of every row, if copies of a row share slots."""
     return np.repeat(pos, rows // pos.shape[1], axis=1)
 
 

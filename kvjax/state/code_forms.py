@@ -1,6 +1,6 @@
-"""What attention asks of codes before it reads them: which kernel takes them as they lie, and in which basis.
+"""How attention can read codes: which kernel takes them in place, and in which basis.
 
-Codecs answer for themselves; nobody looks at the names of their arrays.
+Codecs answer for themselves; no code looks at the names of their arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvjax.state.codes import Codec, Codes, taught
 
 
 class Form(NamedTuple):
-    """How codes lie in memory, where a kernel can read them there; a codec's `form(width)` says which it is.
+    """The memory layout of codes that a kernel can read in place; a codec's `form(width)` returns it.
 
     "rows": uint8 "codes" and one "scale_zero" per token. "key groups" and "value groups": packed "words" of
     `bits` bits in which `group` tokens are encoded together, with a "scale_zero" for every channel of such
@@ -36,14 +36,14 @@ ROWS = Form("rows")
 
 
 def is_steady(codec: Codec | None) -> bool:
-    """Whether what was decoded may be encoded again and again; a codec that drifts says `steady = False`."""
+    """Whether decoded rows may be encoded again without drift; a codec that drifts says `steady = False`."""
     return getattr(codec, "steady", True)
 
 
 def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> GroupState:
-    """`state`, what group `at` holds now, with the arrays of its codes that lie with the group below.
+    """The state of group `at`, with those arrays of its codes that are stored with the group below.
 
-    Codecs that `borrows` are of such codes, slot by slot. Both are bodies, which no step writes to, so those
+    Codecs with `borrows` have such codes, slot by slot. Both are bodies, which no step writes to, so those
     of `groups` may be older than the state.
     """
 
@@ -66,7 +66,7 @@ def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> Gro
 
 
 def borrows(group: GroupState) -> bool:
-    """Whether arrays of a group's codes lie with the group below (`completed`)."""
+    """Whether arrays of a group's codes are stored with the group below (`completed`)."""
     return any(isinstance(s, Slots) and (_borrows(s.k) or _borrows(s.v)) for s in group.bodies)
 
 
@@ -75,18 +75,18 @@ def _borrows(x: Array | Codes | None) -> bool:
 
 
 def form_of(x: Codes) -> Form | None:
-    """How these codes lie in memory; None where no kernel reads them."""
+    """The layout of these codes; None if no kernel reads them."""
     ask = getattr(x.codec, "form", None)
     return None if ask is None else ask(x.width)
 
 
 def is_rows(x: Array | Codes | None) -> bool:
-    """Whether a kernel reads rows: numbers as computed, or 8 bits with a scale and a zero per token."""
+    """Whether a kernel reads rows: unencoded, or 8 bits with a scale and a zero per token."""
     return not isinstance(x, Codes) or form_of(x) == ROWS
 
 
 def groups_of(k: Array | Codes, v: Array | Codes | None) -> Form | None:
-    """The form of keys in groups of tokens whose values lie in the same groups; None for all else."""
+    """The layout of keys and values in the same groups of tokens; None for all else."""
     if not isinstance(k, Codes) or not isinstance(v, Codes):
         return None
     keys = form_of(k)
@@ -96,7 +96,7 @@ def groups_of(k: Array | Codes, v: Array | Codes | None) -> Form | None:
 
 
 class Span(NamedTuple):
-    """Rows as rows z times a matrix, or that of a KV head: x = z M, where `codec` decodes the arrays to z."""
+    """Rows x = z M, where `codec` decodes the arrays to z and M is a matrix, or one per KV head."""
 
     codec: Codec
     matrix: Float[np.ndarray, "Z H"] | Float[Array, "K Z H"]
@@ -106,8 +106,8 @@ class Span(NamedTuple):
 class Spanned(Protocol):
     """A codec whose rows are x = z M for a fixed matrix M, so that attention can run over z itself.
 
-    A query meets them as <q, z M> = <q M', z>, and what it weighs is sum_j p_j z_j M = (sum_j p_j z_j) M:
-    two products per query in place of one per slot. M need not be square: a rotation is, a sketch is not.
+    Logits are <q, z M> = <q M', z>, and outputs are sum_j p_j z_j M = (sum_j p_j z_j) M: two products per
+    query in place of one per slot. M need not be square: a rotation is, a sketch is not.
     """
 
     def span(self, width: int) -> Span:
@@ -117,7 +117,7 @@ class Spanned(Protocol):
 
 @runtime_checkable
 class Multiplied(Protocol):
-    """A codec whose rows are x = s z, one number s per row: attention multiplies logits by s, and no rows."""
+    """A codec whose rows are x = s z, one number s per row: attention multiplies logits by s, not rows."""
 
     def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]]:
         """The z and s of codes of this codec."""
@@ -125,13 +125,13 @@ class Multiplied(Protocol):
 
 
 def factors_of(x: Array | Codes) -> tuple[Array | Codes, Float[Array, "*b S"] | None]:
-    """Rows z and their numbers s where x = s z; x itself where it is no product."""
+    """Rows z and their factors s with x = s z; x itself and None if it is not such a product."""
     apart = isinstance(x, Codes) and isinstance(x.codec, Multiplied)
     return x.codec.factors(x) if apart else (x, None)  # type: ignore[union-attr]
 
 
 def span_of(codec: Codec, width: int) -> Span:
-    """A codec's span; the codec itself and the identity where its rows lie in no other basis.
+    """A codec's span; the codec itself and the identity matrix if it has no other basis.
 
     >>> from kvjax.store.affine import Affine
     >>> span_of(Affine(8), 2).matrix.tolist()
@@ -143,9 +143,9 @@ def span_of(codec: Codec, width: int) -> Span:
 def times(
     x: Float[Array, "*b Z"], matrix: Float[np.ndarray, "Z H"] | Float[Array, "K Z H"]
 ) -> Float[Array, "*b H"]:
-    """Multiplies x M in the dtype of x, summed in promote(float32, x).
+    """Computes x M in the dtype of x, summed in promote(float32, x).
 
-    Where M is one of each KV head, x is [B, N, T, Z] with the query heads of a group side by side.
+    If M has a matrix per KV head, x is [B, N, T, Z] with the query heads of a group side by side.
     """
     kind = wide(x)
     if matrix.ndim == 3:
@@ -158,7 +158,7 @@ def times(
 
 
 class Met(NamedTuple):
-    """Queries, keys and values in the basis of what is stored; `back` turns an output over values back."""
+    """Queries, keys and values in the basis of the stored ones; `back` maps outputs to the original basis."""
 
     q: Array
     k: Array | Codes
@@ -170,11 +170,11 @@ class Met(NamedTuple):
 def meet(
     q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None, layer: int | Array = 0
 ) -> Met:
-    """Queries, keys and values as they meet without keys or values being turned back.
+    """Queries, keys and values in the basis of the codes, so that keys and values need not be mapped back.
 
-    Attention of `q` over `k` and `v` here, its output through `back`, is that of the given ones. Values that
-    are the first channels of the keys (v None) need keys in their own basis, so nothing is turned then.
-    layer: which of the layers of k and v the queries are of, where bases were fitted to each.
+    Attention of `q` over `k` and `v` here, with its output mapped through `back`, equals that of the given
+    ones. Values that are the first channels of the keys (v None) need keys in their own basis, so nothing
+    changes then. layer: the layer of k and v that the queries belong to, for bases fitted per layer.
     """
     if v is None:
         return Met(q, k, v, lambda out: out, False)
@@ -189,7 +189,7 @@ def meet(
 
 
 def _spanned(x: Array | Codes, layer: int | Array) -> Span | None:
-    """The span of codes that lie in another basis, None for all others."""
+    """The span of codes with another basis, None for all others."""
     if not isinstance(x, Codes):
         return None
     span = span_of(x.codec, x.width)
@@ -197,7 +197,7 @@ def _spanned(x: Array | Codes, layer: int | Array) -> Span | None:
         return None
     if not x.taught:
         return span
-    # The word says which codec it is, which a program's tree must name, and what it was fitted to the matrix.
+    # The word names the codec, which must be in the program's tree, and its fitted arrays hold the matrix.
     mine = taught(x.codec, jax.tree.map(lambda a: a[layer], x.taught))
     return span._replace(matrix=span_of(mine, x.width).matrix)
 

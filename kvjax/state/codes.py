@@ -1,4 +1,4 @@
-"""Keys and values in codes: how a codec's arrays stand for rows, and how they come back."""
+"""Keys and values as codes: how a codec's arrays represent rows, and how they are decoded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.ops.base.memory import to_device
 
 @runtime_checkable
 class Codec(Protocol):
-    """Encodes rows of `granule` tokens as arrays and decodes them; static and hashable.
+    """Encodes rows of `granule` tokens as arrays, and decodes them; static and hashable.
 
-    One that looks at more than these rows has a method `taught`, which takes that up and gives a codec that
-    has it at hand (`taught`): `fitted`, arrays of the model; what `learns` names, observations of every row's
-    own prompts; where `sees_below` is true, the same tokens in the layer below (`BELOW`). What was learnt
-    acts when rows are encoded and never when they are decoded, so a row may learn more while its older codes
-    stay. Rows have all heads of a layer on their axis -3.
+    A codec that needs more than these rows has a method `taught`, which takes arrays and returns a codec
+    bound to them: arrays fitted to the model (`fitted`); observations of every row's own prompts, which
+    `learns` names; and, if `sees_below` is true, the same tokens in the layer below (`BELOW`). Learnt arrays
+    are used only when rows are encoded, never when they are decoded, so a row may learn more while its older
+    codes stay. Axis -3 of the rows has all heads of a layer.
 
     >>> from kvjax.words import Affine
     >>> isinstance(Affine(4), Codec)
@@ -39,22 +39,22 @@ class Codec(Protocol):
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]: ...
 
 
-# What codecs may see beside the rows that they encode: the arrays of fitted words by their digests, and what
-# rows learn of their prompts by the key of the observation (`LEARNT`), each by name, [Lg, ...] or of one
+# What codecs may see beside the rows that they encode: fitted arrays by the digest of their word, and what
+# rows learn from their prompts by the key of the observation (`LEARNT`), each by name, [Lg, ...] or for one
 # layer.
 Taught = dict[str, dict[str, Array]]
-# The key of rows that are known before these: "key" and "value" of the layer below, "own key", as they come
-# back of their codes.
+# The key of arrays known before the rows to be encoded: "key" and "value" of the layer below, "own key", all
+# decoded.
 BELOW = "below"
-# The name of an array that a row has learnt of its prompts, [Lg, B, ...].
+# The name of an array that a row has learnt from its prompts, [Lg, B, ...].
 LEARNT = "learnt"
 
 
 def taught(codec: Codec, arrays: Taught) -> Codec:
-    """A codec whose words have their fitted arrays at hand; one without such words as it is.
+    """A codec bound to the fitted arrays of its words; unchanged if it has no such words.
 
-    arrays: of the layers that lead the rows: [*l, ...] for rows [*l, B, K, S, H].
-    A codec that needs some has a method `taught` that takes them up; wrappers pass them on.
+    arrays: of the layers on the rows' leading axes: [*l, ...] for rows [*l, B, K, S, H].
+    A codec that needs arrays has a method `taught` that takes them; wrappers pass them on.
     """
     if hasattr(codec, "taught"):
         return codec.taught(arrays)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def taught(codec: Codec, arrays: Taught) -> Codec:
 
 
 def at_layer(codec: Codec | None, layer: int) -> Codec | None:
-    """How a layer's rows are stored: a codec that says so layer by layer has a method `at`."""
+    """The codec of a layer; a codec that differs between layers has a method `at`."""
     if codec is None:
         return None
     if hasattr(codec, "at"):
@@ -71,7 +71,7 @@ def at_layer(codec: Codec | None, layer: int) -> Codec | None:
 
 
 def _with_parts(codec: Codec, change: Callable[[Codec], Codec]) -> Codec:
-    """The codec with the codecs in its fields changed; itself where it has none."""
+    """The codec with the codecs in its fields changed; itself if it has none."""
     parts = {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}  # type: ignore[arg-type]
     inner = {name: change(part) for name, part in parts.items() if isinstance(part, Codec)}
     return dataclasses.replace(codec, **inner) if inner else codec  # type: ignore[type-var]
@@ -80,10 +80,10 @@ def _with_parts(codec: Codec, change: Callable[[Codec], Codec]) -> Codec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """Encoded keys or values: arrays [..., S / granule, ...] that `codec` turns back into [..., S, width].
+    """Encoded keys or values: arrays [..., S / granule, ...] that `codec` decodes to [..., S, width].
 
-    taught: the fitted arrays of its layers, lent while a program runs (`kvjax.steps.shared.fitted_arrays`). A
-    cache between two programs holds none.
+    taught: the fitted arrays of its layers, attached while a program runs
+    (`kvjax.steps.shared.fitted_arrays`). Between programs a cache has none.
     """
 
     data: dict[str, Array]
@@ -96,7 +96,7 @@ class Codes:
         return taught(self.codec, self.taught).decode(self.data, self.width, jnp.dtype(self.dtype))
 
     def encoded(self, x: Array, layer: int | Array = 0, layers: int | None = None) -> dict[str, Array]:
-        """Encodes x as these codes are: `layers` layers from `layer` on, or that layer without its axis."""
+        """Encodes x like these codes: `layers` layers from `layer` on, or one layer without its axis."""
 
         def part(a: Array) -> Array:
             return a[layer] if layers is None else jax.lax.dynamic_slice_in_dim(a, layer, layers)
@@ -105,13 +105,13 @@ class Codes:
 
 
 def dense(x: Array | Codes) -> Array:
-    """Decodes an array that may be codes.
+    """Decodes codes; returns a plain array as it is.
 
     Args:
         x: an array, or `Codes`.
 
     Returns:
-        The plain array [..., S, H], in the device's memory.
+        The array [..., S, H], in the device's memory.
 
     >>> import jax.numpy as jnp
     >>> dense(jnp.ones((2, 3))).shape
@@ -122,19 +122,19 @@ def dense(x: Array | Codes) -> Array:
 
 
 def width_of(x: Array | jax.ShapeDtypeStruct | Codes) -> int:
-    """How many channels a row has, of an array or of its shape alone."""
+    """How many channels a row has, for an array or a shape."""
     return x.width if isinstance(x, Codes) else x.shape[-1]
 
 
 def encode(x: Array, codec: Codec | None, arrays: Taught | tuple[()] = ()) -> Array | Codes:
-    """Encodes x by `codec`; without one, x itself. arrays: the fitted arrays of the codec's words."""
+    """Encodes x with `codec`; without one, returns x. arrays: the fitted arrays of the codec's words."""
     if codec is None:
         return x
     return Codes(taught(codec, arrays or {}).encode(x), codec, x.shape[-1], x.dtype.name)
 
 
 def lent(tree: Any, arrays: Taught | tuple[()]) -> Any:
-    """A tree of codes with the fitted arrays of its layers at hand; with none, as it lies in a cache."""
+    """A tree of codes with the fitted arrays of its layers attached; with none, as stored in a cache."""
     is_codes = lambda x: isinstance(x, Codes)  # noqa: E731
     lend = lambda x: dataclasses.replace(x, taught=arrays or {}) if is_codes(x) else x  # noqa: E731
     return jax.tree.map(lend, tree, is_leaf=is_codes)

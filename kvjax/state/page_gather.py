@@ -1,4 +1,4 @@
-"""Pages of a pool as slots of their lists: simple, and as costly as no compression."""
+"""Gathers pages of a pool into dense slots: simple, and as costly as no compression."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvjax.state.codes import dense
 
 
 def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"]]:
-    """What is remembered of the slots of one layer's pages, in the order of `gather_pages`."""
+    """The traces of one layer's pages, in the order of `gather_pages`."""
     table, lists = pool.table(segment), segment.lengths.shape
     return {name: x[table].reshape(*lists, -1) for name, x in pool.traces.items()}
 
 
 def gather_summary(segment: Paged, pool: Pages) -> dict[str, Array]:
-    """What a read keeps beside one layer's pages, [B, K, M * page / granule, ...]."""
+    """What a read method keeps for one layer's pages, [B, K, M * page / granule, ...]."""
     table, lists = pool.table(segment), segment.lengths.shape
     return {name: x[table].reshape(*lists, -1, *x.shape[2:]) for name, x in pool.summary.items()}
 
@@ -38,6 +38,6 @@ def gather_pages(segment: Paged, pool: Pages) -> Keys:
 
     pos = jnp.where(live, mine.pos.reshape(b, k, -1), -1)
     bias = None if mine.bias is None else mine.bias.reshape(b, k, -1)
-    # Pages behind a list's end may belong to another row, and inf or NaN there times a weight of 0 is NaN.
+    # Pages after a head's end may belong to another row, and inf or NaN there times a weight of 0 is NaN.
     v = flat(mine.values())
     return Keys(flat(dense(mine.k)), jnp.where(live[..., None], v, jnp.zeros((), v.dtype)), pos, bias)

@@ -1,4 +1,4 @@
-"""The slots of some pages of a body: those that a read method picks."""
+"""The slots of the pages of a body that a read method picks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def visited(
 ) -> Slots:
     """The slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis.
 
-    Codes of more tokens than a page has are decoded before.
+    Codes that span more tokens than a page has are decoded first.
     """
 
     def pick(x: Array) -> Array:
-        # Arrays of one number per slot are cut down to their layer first: an index into all layers at once
-        # would have them laid out anew, all of them, in other tiles.
+        # Arrays with one number per slot are sliced to their layer first: an index into all layers at once
+        # would re-lay them out as a whole, in other tiles.
         x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
         return picked(x, pages, at, x.shape[3] * page // body.capacity)
 
@@ -44,7 +44,7 @@ def visited(
 def visited_of_lists(
     lists: Paged, pool: Pages, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Keys:
-    """The slots of the first `counts` of `pages` of one layer's lists, which lie in a pool.
+    """The slots of the first `counts` of `pages` of one layer, whose slots are in a pool.
 
     A page of the pool holds several pages of `page` slots, side by side.
     """
@@ -66,7 +66,7 @@ def visited_of_lists(
     pos, bias = jax.tree.map(pick, (pool.pos, pool.bias))
     k = of_rows(pool.k)
     v = k[..., : pool.shared] if pool.v is None else of_rows(pool.v)
-    # Pages of another list may hold inf or NaN, and that times a weight of 0 is NaN.
+    # Pages of another KV head may hold inf or NaN, and that times a weight of 0 is NaN.
     v = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
     return Keys(k, v, jnp.where(live, pos, -1), bias)
 
@@ -74,7 +74,7 @@ def visited_of_lists(
 def spread(
     x: Float[Array, "B K P"], page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B K S"]:
-    """Numbers of the slots in the first `counts` of `pages` at their places among `slots`, 0 at all others.
+    """Spreads numbers of the slots in the first `counts` of `pages` over all `slots`, with 0 elsewhere.
 
     >>> pages, counts = jnp.asarray([[[2, 0]]]), jnp.asarray([[1]])
     >>> spread(jnp.asarray([[[5.0, 6.0, 7.0, 8.0]]]), 2, pages, counts, 6).tolist()
@@ -89,7 +89,7 @@ def spread(
 def positions(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Int[Array, "B K S"]:
-    """Positions of the slots in the first `counts` of `pages`; -1 for the slots of the other pages."""
+    """The positions of slots in the first `counts` of `pages`; -1 for slots of other pages."""
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     return jnp.where(jnp.repeat(used, page, axis=2), picked(body.pos[layer][None], pages, 0, page), -1)
 

@@ -1,4 +1,4 @@
-"""Who holds what: the parts of a cache, how each is split over devices, and a picture of one of them."""
+"""Shardings: the parts of a cache, how each is split over devices, and a picture of the largest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.state.axes import map_axes
 from kvjax.state.cache import Cache, check_alive
 
-# What people call the axes.
+# Common names of the axes.
 _WORDS = {"batch": "rows", "kv_heads": "lists", "heads": "heads", "slots": "slots", "pages": "pages"}
 _FIELDS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables", "lengths": "page tables"}
 _FIELDS |= {"owner": "owners", "summary": "summaries", "near": "copies", "bias": "biases"}
 
 
 class Held(NamedTuple):
-    """A part of a cache: whose it is, what it is, how it is split, its bytes in all and on each device.
+    """A part of a cache: its layers, its contents, how it is split, its bytes in all and per device.
 
-    split: (what people call an axis, over which axes of the mesh). why: why something stays whole that the
-    rules would split; empty where nothing does.
+    split: (name of an axis, the mesh axes that split it). why: why something is replicated that the
+    rules would split; empty if nothing is.
     """
 
     where: str
@@ -37,9 +37,9 @@ class Held(NamedTuple):
 
 
 class Shardings(NamedTuple):
-    """The parts of a cache and where they lie; `print` shows them as a table, and who holds the largest.
+    """The parts of a cache and where they are; `print` shows a table, and who holds the largest part.
 
-    mesh: the sizes of its axes by name, of one device without a mesh.
+    mesh: the sizes of its axes by name; one device without a mesh.
     """
 
     mesh: Mapping[str, int]
@@ -68,7 +68,7 @@ class Shardings(NamedTuple):
 
 
 class _Lies:
-    """An array's axes, kept in a tree beside it."""
+    """An array's logical axes, as a leaf of a tree."""
 
     def __init__(self, axes: Axes, x: Any):
         self.axes, self.x = axes, x
@@ -76,16 +76,16 @@ class _Lies:
 
 
 def shardings(cache: Cache) -> Shardings:
-    """Lists the parts of a cache with their bytes, in all and on each device; `print` it.
+    """Lists the parts of a cache with their bytes, in all and per device; `print` it.
 
     Args:
         cache: any live cache, on one device or many.
 
     Returns:
-        A `Shardings`, whose `parts` say what each part is, how it is split and what it weighs.
+        A `Shardings`, whose `parts` say what each part is, how it is split and how many bytes it has.
 
     Raises:
-        InputError: for what is no cache, or was consumed by a step.
+        InputError: if the value is not a cache, or a step has consumed it.
 
     >>> import kvjax
     >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]])
@@ -97,7 +97,7 @@ def shardings(cache: Cache) -> Shardings:
 
 
 def described(cache: Cache, on: OnMesh | None) -> Shardings:
-    """`shardings` of a cache, or of the shapes of one as it would lie by rules."""
+    """`shardings` of a cache, or of the shapes of a cache that would be placed by rules."""
     tree = map_axes(_Lies, cache)
     sizes = layers_of(cache)
     found: dict[tuple[str, tuple[tuple[str, str], ...], str], list[tuple[str, str, int, int]]] = {}
@@ -138,7 +138,7 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def _spec(leaf: _Lies, on: OnMesh | None) -> Names:
-    """The mesh axes of every axis of an array, where it lies or would lie."""
+    """The mesh axes that split each axis of an array, where it is or would be."""
     sharding = getattr(leaf.x, "sharding", None)
     rank = len(leaf.x.shape)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
@@ -196,7 +196,7 @@ def _runs(places: Iterable[str]) -> str:
 
 
 def _named(path: str) -> tuple[str, str]:
-    """(segment, what it is) of a leaf of a cache, by its path in the tree."""
+    """(segment, contents) of a leaf of a cache, by its path in the tree."""
     found = re.match(r"\.groups\[\d+\]\.(bodies\[\d+\]|tail|sinks|state|rows)(.*)", path)
     if found is None:
         pool = re.match(r"\.pools\[\d+\]\.(\w+)", path)
@@ -213,7 +213,7 @@ def _named(path: str) -> tuple[str, str]:
 
 
 def _why(leaf: _Lies, spec: Names, on: OnMesh | None) -> str:
-    """Why something of an array is whole that the rules name an axis for."""
+    """Why an array is not split along an axis for which the rules name mesh axes."""
     if on is None:
         return ""
     if leaf.axes[0] == "pages" and not spec[0]:

@@ -1,4 +1,4 @@
-"""Writing slots where they lie: rows, blocks of rows, and empty slots behind them."""
+"""Writes to slots in place: rows, blocks of rows, and empty slots appended."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def write_rows(
     """Writes x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
-    would copy the cache. Where slots lie on the lanes (`_by_lanes`), one slot per list is written by a
-    `where` over the written layers instead: for a flat index XLA would copy x into another layout. Of an x
-    in host memory, every layer is written on the device.
+    would copy the cache. If slots are on the lanes (`_by_lanes`), one slot per KV head is written by a
+    `where` over the written layers instead: for a flat index XLA would copy x into another layout. If x is in
+    host memory, its layers are written on the device.
     """
     layers, b, k, c = slot.shape
     s = x.shape[3]
@@ -52,7 +52,7 @@ def write_rows(
 
 
 def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, layer: int | Array) -> Array:
-    """write(x, at, new, layer) of an x in host memory, whose layers come to the device and go back."""
+    """write(x, at, new, layer) for an x in host memory, whose layers are copied to the device and back."""
 
     def one(i: int | Array, x: Array) -> Array:
         own = (jax.lax.dynamic_slice_in_dim(y, i, 1) for y in (at, new))
@@ -63,7 +63,7 @@ def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, lay
 
 
 def _by_lanes(x: Array) -> bool:
-    """Whether slots lie on the lanes of an accelerator: one number per slot, and on a TPU all narrow rows."""
+    """Whether slots are on the lanes of an accelerator: one number per slot, and on a TPU all narrow rows."""
     return x.ndim == 4 or (x.ndim == 5 and platform() == "tpu" and on_lanes(x))
 
 
@@ -75,8 +75,9 @@ def _write_apart(
 ) -> Shaped[Array, "Lg B K S *r"]:
     """Writes x[layer + i, b, k, start[i, b, k, c] + j] = new[i, b, k, c, j], each KV head by itself.
 
-    For arrays that are spread over devices: rows and heads stay axes of the scatter, so every device writes
-    its own. For a flat index, each would gather those of all others. Starts outside [0, S - n] write nothing.
+    For arrays that are split over devices: rows and heads stay axes of the scatter, so every device writes
+    its own. With a flat index, each would gather those of all others. Starts outside [0, S - n] write
+    nothing.
     """
     inside = (start >= 0) & (start <= x.shape[3] - new.shape[4])
     number = layer + jnp.arange(start.shape[0], dtype=jnp.int32)[:, None, None, None]
@@ -100,7 +101,7 @@ def write_blocks(
 ) -> Shaped[Array, "Lg B K S *r"]:
     """Writes blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
-    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and one number per
+    Blocks below 0 or after the end write nothing. As in `write_rows` the index is flat, and one number per
     slot is written by a `where`. The slots keep their axis: an accelerator would copy x to split it in two.
     """
     s, rest = x.shape[3], x.shape[4:]
@@ -110,7 +111,7 @@ def write_blocks(
     if in_host(x):
         source, count = listed((block >= 0) & (block < s // size))
         b, k, c = block.shape[1:]
-        # Blocks are numbered through all lists of all layers.
+        # Blocks are numbered through all KV heads of all layers.
         place = (layer * b * k + source // c) * (s // size) + block.reshape(-1)[source]
         return copy_blocks(x, new.astype(x.dtype), (source, place), count, size)
     if x.ndim == 4 and block.shape[3] == 1:
@@ -141,9 +142,9 @@ def write_blocks(
 def put_in_rows(
     x: Shaped[Array, "*b W"], at: Int[Array, "*b k"], values: Shaped[Array, "*b k"] | Array
 ) -> Shaped[Array, "*b W"]:
-    """Writes x[..., at[..., i]] = values[..., i], at different places of a row; values may be one number.
+    """Writes x[..., at[..., i]] = values[..., i], a different index per row; values may be a scalar.
 
-    Of arrays that are spread over devices every device has its own rows: a scatter would gather them.
+    If arrays are split over devices, every device has its own rows: a scatter would gather them.
     """
     if alone(x, at, values):
         return jnp.put_along_axis(x, at, values, -1, inplace=False)
@@ -154,9 +155,10 @@ def put_in_rows(
 
 
 def after(count: Int[Array, "*b"], x: Float[Array, "*_"]) -> Int[Array, "*b"]:
-    """`count`, below 2^31 - 1; on CPUs, what is written by it is written when all that x came from was read.
+    """`count`, below 2^31 - 1; on CPUs, a write that uses it waits until all inputs of x have been read.
 
-    XLA for CPUs orders by data alone. A cache that could be written before it is read would be copied first.
+    XLA for CPUs orders operations by data alone, and would copy a cache that could be written before it is
+    read.
     """
     if platform() != "cpu":
         return count
@@ -164,7 +166,7 @@ def after(count: Int[Array, "*b"], x: Float[Array, "*_"]) -> Int[Array, "*b"]:
 
 
 def first_empty(pos: Int[Array, "*b S"]) -> Int[Array, "*b"]:
-    """Index of the first empty slot; S (which writes nothing) where all are taken."""
+    """Index of the first empty slot; S (which writes nothing) if all are taken."""
     s = pos.shape[-1]
     slot = jax.lax.broadcasted_iota(jnp.int32, pos.shape, pos.ndim - 1)
     return jnp.where(pos < 0, slot, s).min(-1)
@@ -181,10 +183,10 @@ def write_slots(
     traces: dict[str, Array] | None = None,
     layer: int | Array = 0,
 ) -> Slots:
-    """Tokens into given slots of layers layer .. layer + l - 1, encoded as the segment encodes them.
+    """Writes tokens to given slots of layers layer .. layer + l - 1, encoded as the segment is encoded.
 
-    Slots outside [0, S) write nothing, and keys or values stay where k or v is None. Codecs must encode token
-    by token here.
+    Slots outside [0, S) write nothing, and keys or values are unchanged if k or v is None. Codecs must encode
+    token by token here.
     """
 
     def put(old: Array | Codes, new: Array) -> Array | Codes:
@@ -209,7 +211,7 @@ def write_slots(
 
 
 def pad_slots(slots: Slots, room: int) -> Slots:
-    """The same slots with `room` empty ones behind them."""
+    """The slots with `room` empty ones appended."""
     if room <= 0:
         return slots
 

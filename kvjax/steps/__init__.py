@@ -1,4 +1,4 @@
-"""The pure functions every run is made of: `prefill` (many new tokens), `step` (one) and `verify` (some).
+"""Steps: the pure functions of a run: `prefill` (many new tokens), `step` (one token) and `verify` (some).
 
 They are jitted with static (config, method) and take parameters and cache as plain pytrees. They know
 segments, allocations and evictions, but no method by name.

@@ -1,4 +1,4 @@
-"""A layer's new key and value go into an empty slot of every list."""
+"""Appends a layer's new key and value to an empty slot of every KV head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.steps.shared.run import Run, repeated
 
 
 def append_token(here: AtLayer) -> AtLayer:
-    """Stores the token's key and value, with what is remembered of a slot from its start."""
+    """Stores the token's key and value, with the initial values of its traces."""
     run, gm, layer, x, token = here.run, here.gm, here.layer, here.x, here.token
     assert x.k is not None and here.state.tail is not None
     k = x.k if run.unrotated else rotary(layer, x.k, token.at[:, None], token.length)
@@ -71,7 +71,7 @@ def _append_far(
     run: Run, tail: Slots, write: Callable[..., Slots], k: Array, v: Array | None, slot: Int[Array, "B K"],
     index: int | Array,
 ) -> Slots:  # fmt: skip
-    """A tail in host memory with a token more, which the layer on the device has, too."""
+    """A tail in host memory with one more token, which is also written to the layer's copy on the device."""
     one = write(by_layer.of_layer(tail, index), k=k[None], v=None if v is None else v[None], layer=0)
     return by_layer.stored(write(tail, k=None, v=None), one, slot, index, run.on_mesh)
 
@@ -80,7 +80,7 @@ def _appended(
     split: Split | None, implementation: str, tail: Slots, k: Array, v: Array | None,
     slot: Int[Array, "B K"], index: int | Array,
 ) -> tuple[Array, Array | None]:  # fmt: skip
-    """The keys and values of all layers, with a row more in every list of one, on the devices they lie on."""
+    """The keys and values of all layers with one more row in every KV head of one layer, on their devices."""
 
     def put(tail: Slots, k: Array, v: Array | None, slot: Array, index: Array) -> tuple[Array, Array | None]:
         assert not isinstance(tail.k, Codes) and not isinstance(tail.v, Codes)
@@ -97,7 +97,7 @@ def _appended(
 
 
 def _form_of_append(run: Run, tail: Slots, new: Array) -> str:
-    """XLA writes rows where they lie; slots that lie on the lanes it would lay out anew."""
+    """How rows are written: XLA writes in place, but would re-lay out slots that are on the lanes."""
     caches = [x for x in (tail.k, tail.v) if x is not None and not isinstance(x, Codes)]
     if isinstance(tail.k, Codes) or isinstance(tail.v, Codes) or not any(map(on_lanes, caches)):
         return "reference"

@@ -1,4 +1,4 @@
-"""What the hooks of a decode step are given and give on: one layer in the step of one token per row."""
+"""The state that hooks of a decode step receive and return: one layer in the step of one token per row."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvjax.state.cache import Cache, GroupState
 from kvjax.steps.decoding.past import Found, Past
 from kvjax.steps.shared.run import Run
 
-# What the slots of one part received of a query, by the key of the observed mass.
+# What the slots of one part received from a query, by the key of the observed mass.
 Received = dict[str, Float[Array, "*_"]]
-# (out, lse) of one query over some slots, which merge with those of others.
+# (out, lse) of one query over some slots, to be merged with those of other parts.
 Part = tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]
 
 
@@ -29,7 +29,8 @@ class Token(NamedTuple):
     """What all layers of a step share.
 
     at: the position of each row's token. length: how many tokens each row has, this one included. append: the
-    rows that store it. ids: None where vectors were given in their place. gms: the method of every group.
+    rows that store their token. ids: None if vectors were given instead of ids. gms: the method of every
+    group.
     """
 
     run: Run
@@ -43,13 +44,13 @@ class Token(NamedTuple):
 
 
 class AtLayer(NamedTuple):
-    """One layer in a step: what it was given, what it attends to, and what it leaves.
+    """One layer in a step: its inputs, the slots it attends to, and its results.
 
-    q: its queries, rotated once the hooks before attention have run; x.q are not. state: what its group
-    holds. past: the slots that it attends to. others: the further turns in which queries meet them. found:
-    the pages that a read method picks of them. parts: attention over what is no slot. received: what the
-    slots of each part of the past received of the query. rows: what rows carry to the next step. left: what
-    other layers, and the end of the step, take from this one.
+    q: the queries, rotated once the hooks before attention have run (x.q are unrotated). state: what its
+    group holds. past: the slots it attends to. others: further rotations in which queries attend to slots.
+    found: the pages that a read method picked. parts: attention over things that are not slots. received: the
+    attention that slots of each part of the past received from the query. rows: what rows carry to the next
+    step. left: what other layers, and the end of the step, take from this one.
     """
 
     token: Token
@@ -74,19 +75,19 @@ class AtLayer(NamedTuple):
 
     @property
     def asking(self) -> Projected:
-        """The projections with the queries as they meet slots."""
+        """The projections, with queries rotated."""
         return self.x._replace(q=self.q)
 
     def holding(self, state: GroupState) -> AtLayer:
-        """The same, whose group holds this and attends to it."""
+        """A copy whose group holds `state` and attends to it."""
         return self._replace(state=state, past=self.past._replace(parts=state.parts))
 
     def leaving(self, **things: Any) -> AtLayer:
-        """The same, which leaves these things too."""
+        """A copy that also leaves `things` to other layers and the end of the step."""
         return self._replace(left=self.left | things)
 
     def inputs(self) -> Inputs:
-        """What observations look at. Where layers read others' slots, the keys are not theirs."""
+        """The inputs of observations, without keys if the layer reads another layer's slots."""
         token, x = self.token, self.x
         raw, pos = x.q if x.k is None else x.k, jnp.where(token.append, token.at, -1)[:, None]
         k = raw if x.k is None else rotary(self.layer, x.k, token.at[:, None], token.length)
@@ -94,5 +95,5 @@ class AtLayer(NamedTuple):
         return Inputs(self.q, x.q, raw, x.hidden, pos, token.length, taught, token.ids, k=k, v=x.v)
 
 
-# What a method has a layer do before or after it attends.
+# A change to a layer's step before or after attention, for one mechanism of a method.
 Hook = Callable[[AtLayer], AtLayer]

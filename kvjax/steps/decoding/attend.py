@@ -1,4 +1,4 @@
-"""How one query meets a layer's past: segments that a kernel reads as they lie, and all others together."""
+"""Attention of one query over a layer's past: segments that kernels read in place, and the others jointly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from kvjax.steps.decoding.rotate_pages import attend_turned_pages
 from kvjax.steps.shared.rotate import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.steps.shared.run import Run
 
-# What multiplies the keys and the values of a layer's slots.
+# Factors on the keys and on the values of a layer's slots.
 Factors = tuple[Array | None, Array | None]
 
 
@@ -57,10 +57,10 @@ def attend_past(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
     found: Found | None, more: Sequence[Part] = (),
 ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
-    """One query over a layer's parts; what the slots of each received, where that is asked for; the logits.
+    """Attention of one query over a layer's parts; what slots received, if needed; and the logits.
 
-    found: what `selected` gave. more: (out, lse) of what was attended elsewhere. Logits are those of the
-    parts that are attended together: of all where another layer uses them.
+    found: the picked pages. more: (out, lse) of parts that were attended elsewhere. Logits are those of the
+    parts that are attended jointly: of all parts, if another layer uses them.
     """
     parts, received, scores = _parts(run, past, layer, x, pools, at, found, more)
     out, _ = _merged(parts)
@@ -71,7 +71,7 @@ def attend_turn(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
     turn: PairRotation,
 ) -> Part:  # fmt: skip
-    """(out, lse) of one query over the slots that it meets in a further turn, for `attend_past`."""
+    """(out, lse) of one query over the slots that it attends to in a further rotation, for `attend_past`."""
     x = x._replace(q=sharpened(x.q, turn), extra=None)
     parts, *_ = _parts(run, past._replace(turn=turn), layer, x, pools, at, None, ())
     out, lse = _merged(parts)
@@ -86,7 +86,7 @@ def _parts(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
     found: Found | None, more: Sequence[Part],
 ) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
-    """The parts of the union that a query attends to, each by itself or together with others."""
+    """The parts of the union that a query attends to, each by itself or jointly with others."""
     pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
     sets: list[Keys] = []
     parts: list[Part] = []
@@ -100,7 +100,7 @@ def _parts(
             sets.append(_read(run, past, layer, i, found, pools, at, at.shape[0]))
             continue
         out, lse, mass = own
-        # Of one query, a sum that fades is the sum.
+        # For a single query, the decayed sum equals the sum.
         received = () if mass is None else ({key_of(o): mass for o in wanted},)
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
     q, products = x.q, None
@@ -110,7 +110,8 @@ def _parts(
         products = unreadable.products if x.extra is None else None
         q, sets = unreadable.queries(q), sets if products is not None else unreadable.sets(sets)
     if resting is not None and x.extra is not None:
-        # The rest weighs as much as what is read of the sequence says, and these slots are none of it.
+        # The remaining slots are weighted relative to the slots that were read; these extra slots are not
+        # part of that.
         more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
         x = x._replace(extra=None)
     sets, scores = sets if x.extra is None else [x.extra, *sets], ()
@@ -131,7 +132,7 @@ def _parts(
 
 
 def _unreadable(x: Projected) -> Expand | None:
-    """What makes keys and values of what slots hold, where queries cannot meet that as it is."""
+    """How keys and values are expanded from slots, if queries cannot attend to the slots as they are."""
     return x.expand if x.expand is not None and x.expand.outputs is None else None
 
 
@@ -139,7 +140,7 @@ def _apart(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[Met, Factors], found: Found | None,
     pools: tuple[Pages, ...], at: Int[Array, "B"],
 ) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
-    """Segment `i` by itself: (out, lse, mass if it is wanted); None where it is attended with others."""
+    """Attends to segment `i` alone: (out, lse, mass if needed); None if it is attended jointly."""
     (met, sizes), segment = base, past.parts[i]
     copies = copies_of(segment, at.shape[0])
     mine, when = side_by_side(met.q, lists_of(segment)), at.reshape(-1, copies)
@@ -166,7 +167,7 @@ def _attend_pages(
     if (turn := turn_in_kernel(past, layer, i)) is not None:
         return attend_turned_pages(run.on_mesh, q, pages.layer(past.index), pool, turn, **how)
     call = partial(attend_pages, **how)
-    # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
+    # A pool is replicated, and the owner of a page is data, so the queries are replicated, too.
     return on_all(run.on_mesh, call, q, pages.layer(past.index), jnp.asarray(past.index), pool, pos)
 
 
@@ -174,7 +175,7 @@ def _in_kernel(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
     asked: tuple[Array, Array, Array], sizes: Factors, found: Found | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """Segment `i` in a kernel. asked: queries by the lists of the segment and when they ask; when rows do."""
+    """Segment `i` in a kernel. asked: queries by KV head, and their positions; and those of rows."""
     q, when, pos = asked
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if (read := picking(past, i)) is not None:
@@ -192,10 +193,10 @@ def _in_kernel(
 def _in_their_bases(
     run: Run, past: Past, layer: Layer, x: Projected
 ) -> tuple[Past, list[tuple[Met, Factors]]]:
-    """The segments in the bases that codecs store them in, where each can be attended apart, and the queries.
+    """The segments in the bases of their codecs, if each can be attended separately, with queries to match.
 
-    Also what multiplies the keys and the values of every slot, where codes are such products. Pages are
-    rotated where they are attended. Segments that are attended with others at once, or whose mass is needed,
+    Also returns the factors on the keys and values of every slot, for codes that are such products. Pages are
+    rotated where they are attended. Segments that are attended jointly with others, or whose mass is needed,
     are rotated back instead.
     """
     bases = []
@@ -205,7 +206,8 @@ def _in_their_bases(
         apart = not past.gm.masses and not together(run, past, layer, x)
         if isinstance(segment, Slots) and apart:
             k, v = segment.k, segment.v
-            # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
+            # Values that are channels of the keys need whole keys, and picked slots leave out the factors of
+            # the others.
             if v is not None and picking(past, i) is None:
                 (k, of_keys), (v, of_values) = factors_of(k), factors_of(v)
                 sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
@@ -223,9 +225,9 @@ def _read(
     run: Run, past: Past, layer: Layer, i: int, found: Found | None, pools: tuple[Pages, ...],
     at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
-    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
+    """One layer of segment `i` as plain keys and values, or only the pages that a method picks.
 
-    rows: as many as the segment has, whose copies then read them side by side, or one for every copy.
+    rows: as many as the segment has, so that copies of a row read it together, or one for every copy.
     """
     segment = past.parts[i]
     if (read := picking(past, i)) is not None:
@@ -242,7 +244,7 @@ def _read(
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
     if past.turn is not None and picking(past, i) is not None and past.turn.keys:
-        # Picked slots are gathered in another order, so their keys rotate by their own positions.
+        # Picked slots are gathered in another order, so their keys are rotated by their own positions.
         assert keys.pos is not None and run.phase.steady
         keys = keys._replace(k=turned(rope_of_keys(layer), keys.k, jnp.maximum(keys.pos, 0), at + 1))
     elif past.turn is not None:
@@ -257,14 +259,14 @@ def _read(
 def _at_slots(
     past: Past, i: int, picks: Picks, pools: tuple[Pages, ...], received: Float[Array, "B K P"]
 ) -> Float[Array, "B K S"]:
-    """What all slots of segment `i` received, of what the ones that were read did: the others nothing."""
+    """The attention of the picked slots of segment `i` spread to all its slots, with 0 for those not read."""
     part, page = past.parts[i], past.gm.read.granule
     slots = part.most * pools[part.pool].page_tokens if isinstance(part, Paged) else part.capacity
     return spread(received, page, picks.pages, picks.counts, slots)
 
 
 def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
-    """What is added to logits, of slots [B, K, P] and of query heads [B, N, P] together."""
+    """The sum of biases per slot [B, K, P] and per query head [B, N, P]."""
     if of_slots is None or of_heads is None:
         return of_slots if of_heads is None else of_heads
     return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
@@ -274,7 +276,7 @@ def _rest_of(
     run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: Picks, pools: tuple[Pages, ...],
     parts: Sequence[Part],
 ) -> Part:  # fmt: skip
-    """What a method answers for the slots that it leaves out, given the parts that were attended."""
+    """A method's estimate of attention over the slots that it did not pick, given the attended parts."""
     lse = merge(parts)[1]
     body, index = picked_from(past, pools)
     if isinstance(past.parts[0], Slots):
@@ -293,9 +295,9 @@ def met_by(
     gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
     received: tuple[Received, ...], layer: Layer,
 ) -> tuple[Received, ...]:  # fmt: skip
-    """Attention that slots received, and traces that are computed from the query and the slots.
+    """The attention that slots received, and the numbers that traces compute from query and slots.
 
-    Slots that a read picks from are past what it remembers of the newest tokens: they add nothing to that.
+    Slots from which a read picks are older than the newest tokens that it remembers, and add nothing to that.
     """
     if not gm.meetings:
         return received
@@ -320,7 +322,7 @@ def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B 
 
 
 class KernelOperands(NamedTuple):
-    """What a kernel is given of a layer's slots beside these: what multiplies keys and values, and phases."""
+    """Further operands of a kernel beside the slots: factors of keys and values, and phases."""
 
     keys: Float[Array, "B K S"] | None
     values: Float[Array, "B K S"] | None
@@ -331,7 +333,7 @@ def _attend_picked(
     run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
     index: Int[Array, ""] | int, found: Picks,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
-    """Attention over the pages that the method picks, where they lie: (out, lse, no mass)."""
+    """Attention over the picked pages, read in place: (out, lse, None for the mass)."""
     k, v, granule = slots.k, slots.v, read.granule
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
     held = positions(slots, index, granule, found.pages, found.counts)
@@ -349,12 +351,12 @@ def _attend_slots(
     run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
     index: Int[Array, ""] | int, beside: KernelOperands,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
-    """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
+    """Attention over one layer of slots, read in place in the stacked cache: (out, lse, mass if needed)."""
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
     used = jnp.where(slots.pos[index] >= 0, slot[None, None], 0).max(-1)
     if (groups := groups_of(slots.k, slots.v)) is not None:
         assert isinstance(slots.k, Codes) and isinstance(slots.v, Codes)
-        # Whole groups of tokens are encoded, one behind the other: no slot before the last one is empty.
+        # Whole granules are encoded one after the other, so no slot before the last one is empty.
         keys, values = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
         out, lse = grouped.grouped_decode(
             q, keys, values, used, index, bits=groups.bits, group=groups.group, scale=layer.scale,

@@ -1,7 +1,7 @@
-"""One query over slots that hold what keys and values are computed from.
+"""Attention of one query over slots from which keys and values are computed, such as latents.
 
-A strip of slots at a time, so that the computed keys and values of a whole cache never exist at once. Where a
-layer says its products with them, not even those of a strip do.
+It takes a strip of slots at a time, so that the computed keys and values of a whole cache never exist at
+once. If a layer defines its products with them, not even those of a strip exist.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from kvjax.ops.attention.union import Keys, logits, merge, weigh
 from kvjax.ops.base.dispatch import platform
 from kvjax.steps.shared.run import Run
 
-# Slots of a strip. What is computed of so many stays in a CPU's cache, and there products with narrow
-# matrices are fastest in short strips; other devices take more at once, and all where no key is computed.
+# Slots per strip. On a CPU the computed keys and values of one strip fit in its cache, and products with
+# narrow matrices are fastest in short strips; other devices take more at once, and all slots if no key is
+# computed.
 COMPUTED: dict[str, int | None] = {"cpu": 512, "other": 4096}
 PRODUCTS: dict[str, int | None] = {"cpu": 128, "other": None}
 # (out, lse) of one part.
@@ -26,7 +27,7 @@ Part = tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]
 
 
 def in_strips(run: Run, layer: Layer, x: Projected) -> bool:
-    """Whether a layer's computed keys can be met strip by strip, each with a softmax of its own to merge."""
+    """Whether a layer's computed keys can be attended to in strips, each with a softmax to merge."""
     shares = "logits" in layer.publishes or "logits" in layer.taken
     whole = shares or layer.mixer.clip is not None or run.on_mesh is not None
     return x.expand is not None and x.expand.outputs is None and x.expand.rows is None and not whole
@@ -51,9 +52,9 @@ def attend_computed(layer: Layer, x: Projected, sets: Sequence[Keys], pos: Int[A
 
 
 def by_strips(one: Callable[[Keys], Part], keys: Keys, size: int | None) -> Part:
-    """`one` over every `size` slots of a set, in a loop, and over those that are left, merged.
+    """Applies `one` to every `size` slots of a set in a loop, then to the rest, and merges the results.
 
-    size: None means all at once.
+    size: None takes all slots at once.
     """
     slots = keys.k.shape[2]
     if size is None or slots < 2 * size:

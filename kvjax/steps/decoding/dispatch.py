@@ -1,4 +1,4 @@
-"""Which form attends a segment in a decode step: a kernel where it lies, or the plain definition."""
+"""Which implementation attends to a segment in a decode step: a kernel in place, or the reference."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kvjax.steps.shared.run import Run
 
 
 def picking(past: Past, i: int) -> Read | None:
-    """What picks the pages that are read of segment `i`; None where all are.
+    """The read method that picks pages of segment `i`; None if all of its slots are read.
 
-    It picks of the body, and of pages before it.
+    It picks from the body, and from pages before it.
     """
     return past.gm.read if i == 0 or (i == 1 and isinstance(past.parts[0], Paged)) else None
 
@@ -40,9 +40,9 @@ def form_of(
     q: Array,
     sized: tuple[bool, bool] = (False, False),
 ) -> str:
-    """In which form `q` attends segment `i`; NotImplementedError where a kernel is forced and cannot run.
+    """The implementation for segment `i`; NotImplementedError if a kernel is forced and cannot run.
 
-    sized: whether numbers multiply its keys, and its values.
+    sized: whether its keys, and its values, have factors.
     """
     slots, why = past.parts[i], _at_once(past, layer, x)
     assert isinstance(slots, Slots)
@@ -55,7 +55,7 @@ def form_of(
     def of_one(slots: Slots, q: Array) -> str:
         if why:
             return form("attention over slots", run.implementation, q, slots, **_nowhere(why))
-        # Of what lies beside the slots, shapes alone are asked.
+        # Of what is stored beside the slots, only the shapes matter here.
         keys, values = (slots.pos[0] if one else None for one in sized)
         turn = KeyRotation(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
         each = _refusals(past, layer, picking(past, i), slots, q, (keys, values), turn)
@@ -73,7 +73,7 @@ def _refusals(
     sizes: Sizes,
     turn: KeyRotation | None,
 ) -> dict[str, str]:
-    """Why no kernel can read slots that are attended apart from all else, by platform."""
+    """Why no kernel can read slots that are attended separately from all others, by platform."""
     if read is not None:
         turned = turn is not None and "pages that a method picks have no kernel where keys are yet to turn"
         return _nowhere(turned) if turned else _refusals_of_picks(past, q, slots, read)
@@ -88,7 +88,7 @@ def _refusals(
 
 
 def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages) -> bool:
-    """Whether the pages of segment `i` are attended to where they lie."""
+    """Whether the pages of segment `i` are attended to in place."""
     pages, turn = past.parts[i], turn_in_kernel(past, layer, i)
     if past.gm.masses or (x.expand is not None and x.expand.outputs is None):
         return False
@@ -102,7 +102,7 @@ def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: 
 
 
 def turn_in_kernel(past: Past, layer: Layer, i: int) -> KeyRotation | None:
-    """By what the keys of segment `i` turn when they are read, slot by slot of every list."""
+    """How the keys of segment `i` are rotated when they are read, slot by slot of every KV head."""
     if past.turn is None or not past.turn.keys:
         return None
     part, phase = past.parts[i], past.turn.keys[i]
@@ -115,12 +115,12 @@ def _nowhere(why: str) -> dict[str, str]:
 
 
 def what_kernels_read(x: Array | Codes) -> Array | Coded:
-    """What a kernel reads of rows."""
+    """The operand of a kernel for these rows."""
     return Coded(**x.data) if isinstance(x, Codes) else x
 
 
 def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups: Form) -> dict[str, str]:
-    """Why no kernel can read these codes; they count slots and ask neither positions nor biases."""
+    """Why no kernel can read these grouped codes; kernels read slot counts, no positions or biases."""
     if layer.window is not None or slots.bias is not None or past.gm.masses:
         return _nowhere("windows, biases and masses over a dense cache of such codes have no kernel")
     if past.gm.evicting:
@@ -130,7 +130,7 @@ def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups
 
 
 def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[str, str]:
-    """Why no kernel can read pages that a method picks."""
+    """Why no kernel can read the pages that a method picks."""
     if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
         return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
     if past.gm.masses:
@@ -141,12 +141,12 @@ def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[s
 
 
 def together(run: Run, past: Past, layer: Layer, x: Projected) -> str:
-    """Why segments without a kernel are not attended apart from each other; empty where they can be."""
+    """Why segments without a kernel must be attended jointly; empty if they can be attended separately."""
     return _at_once(past, layer, x) or ("keys are turned when they are read" if run.unrotated else "")
 
 
 def _at_once(past: Past, layer: Layer, x: Projected) -> str:
-    """Why no segment can be attended apart from all else; empty where all can."""
+    """Why no segment can be attended separately from the others; empty if all can."""
     reasons = {
         "the softmax is clipped": layer.mixer.clip is not None,
         "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,

@@ -1,4 +1,4 @@
-"""Slots that leave behind the layers, in the rows that are due."""
+"""Evictions after all layers have run, in the rows that are due."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def evict_due(
     append: Bool[Array, "B"],
     pools: tuple[Pages, ...],
 ) -> tuple[tuple[GroupState, ...], Bool[Array, "B"]]:
-    """Brings the lists of rows that are due back to their budgets; all other rows stay as they are.
+    """Evicts down to the budget in rows that are due; all other rows are unchanged.
 
-    Also the rows that were due and in which a live slot's score was not a number (NaN). One loop of one turn
-    or none for all groups: XLA for GPUs copies all that a conditional passes through. It carries only what
-    changes: keys and values stay where they are, unless slots merge.
+    Also returns the rows that were due and in which a live slot's score was NaN. It is one loop with one
+    iteration or none for all groups, since XLA for GPUs copies everything that passes through a conditional.
+    The loop carries only what changes: keys and values are not carried, unless slots merge.
     """
     mine = {i: gm for i, gm in enumerate(gms) if gm.evicting and not gm.at_once}
     lost = jnp.zeros(length.shape, bool)
@@ -66,14 +66,14 @@ def evict_due(
 
 
 def _due(gm: GroupMethod, parts: tuple[Slots, ...], length: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """The rows in which some list has reached the number of slots at which it evicts to its budget."""
+    """The rows in which some KV head has reached the number of slots at which it evicts."""
     assert gm.keep is not None
     at = jnp.asarray(gm.keep.when.due_at(gm.keep.budget.count(length)), jnp.int32)
     return (held(parts) >= jnp.broadcast_to(at, length.shape)[None, :, None]).any((0, 2))
 
 
 def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
-    """What rows carry of a merge, which an eviction changes."""
+    """What rows carry for a merge, which an eviction updates."""
     return {} if gm.merge is None else {key_of(gm.merge): group.rows[key_of(gm.merge)]}
 
 
@@ -87,7 +87,7 @@ def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any]
 
 
 def _with(gm: GroupMethod, group: GroupState, leaves: tuple[dict[str, Any], ...]) -> GroupState:
-    """The group with other arrays in the parts that may lose slots."""
+    """The group with other arrays in the parts from which slots may be evicted."""
     pairs = zip(losing(gm, group), leaves, strict=True)
     return with_losing(gm, group, [dataclasses.replace(part, **new) for part, new in pairs])
 
@@ -106,9 +106,9 @@ def _evict_layer(
     rows: dict[str, Any],
     lost: Bool[Array, "B"],
 ) -> tuple[tuple[dict[str, Any], ...], dict[str, Any], Bool[Array, "B"]]:
-    """What an eviction writes of group `number`, with one layer brought back to its budget in due rows.
+    """What an eviction writes to group `number`, with one layer evicted down to its budget in due rows.
 
-    leaves: the same before. rows: what rows carry of the merge. lost: rows with scores that are no numbers.
+    leaves: the same arrays before. rows: what rows carry for the merge. lost: rows with NaN scores.
     """
     keep, attention = gm.keep, run.attention_spec(gm.first)
     assert keep is not None

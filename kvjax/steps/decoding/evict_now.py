@@ -1,4 +1,4 @@
-"""The slot that leaves in the step of a new token, inside its layer or behind those that share it."""
+"""The eviction in the step of a new token, inside its layer or after the layers that share its slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvjax.steps.shared.run import Run
 
 
 class Now(NamedTuple):
-    """What decides which slot leaves in a token's own step: what slots received, its query, carried rows."""
+    """What decides which slot a token's own step evicts: received attention, the query, carried rows."""
 
     received: tuple[Received, ...]
     q: Float[Array, "B N 1 H"]
@@ -46,9 +46,9 @@ def evict_shared(
     append: Bool[Array, "B"],
     pools: tuple[Pages, ...],
 ) -> tuple[tuple[GroupState, ...], Bool[Array, "B"]]:
-    """Slots that other layers read leave behind the last of them, by what they received in all.
+    """Evicts from slots that several layers read, after the last reader, by attention summed over readers.
 
-    Also the rows in which a live slot's score was not a number (NaN).
+    Also returns the rows in which a live slot's score was NaN.
     """
     out, lost = list(groups), jnp.zeros(length.shape, bool)
     for i, gm in enumerate(gms):
@@ -70,11 +70,11 @@ def evict_shared(
 def evict_one(
     run: Run, gm: GroupMethod, layer: Layer, group: GroupState, now: Now
 ) -> tuple[GroupState, dict[str, Any], Bool[Array, "B"]]:
-    """Empties the slot of the lowest score where a list holds more than its budget.
+    """Evicts the slot with the lowest score from each KV head that holds more than its budget.
 
-    It is merged into others, or moves to the second tier, where the keep says so. Also what rows carry behind
-    it, of those things that an eviction changes, and the rows in which a live slot's score was not a number
-    (NaN), which cannot be ranked.
+    The slot is merged into others, or moved to the second tier, if the keep says so. Also returns the carried
+    values of rows that an eviction updates, and the rows in which a live slot's score was NaN, which cannot
+    be ranked.
     """
     keep, length, append = gm.keep, now.length, now.append
     assert keep is not None
@@ -106,7 +106,7 @@ def evict_hidden(
     run: Run, gm: GroupMethod, layer: Layer, group: GroupState, inputs: Inputs, append: Bool[Array, "B"],
     pools: tuple[Pages, ...],
 ) -> GroupState:  # fmt: skip
-    """Empties the slots that a token hides, from itself too: before it attends."""
+    """Evicts the slots that a token hides from itself and from later tokens, before it attends."""
     assert gm.hiding is not None
     layers = [part.layer(layer.index) for part in losing(gm, group)]
     since = tuple({key_of(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)} for one in layers)
@@ -123,9 +123,9 @@ def _demoted(
     gone: Bool[Array, "B K S"],
     received: tuple[Received, ...],
 ) -> GroupState:
-    """The group with the slots that leave its tail, at most one in every list, in its second tier.
+    """Moves the slots evicted from a group's tail, at most one per KV head, to its second tier.
 
-    stored: the layer's tail with the keys that lie in the cache. view: the same slots as words see them.
+    stored: the layer's tail with the keys as stored. view: the same slots as words see them.
     """
     (lower,) = group.bodies
     assert isinstance(lower, Slots)

@@ -1,4 +1,4 @@
-"""Codes of several tokens: where a tail is full, its oldest granules are encoded into the body before it."""
+"""Encodes the oldest granules of full tails into the bodies before them, for codecs of several tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def flushed(
     gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...], x: Float[Array, "B T D"],
     on: OnMesh | None,
 ) -> tuple[GroupState, ...]:  # fmt: skip
-    """Where any tail is full, all give what they can to the bodies before them. x: what the layers made.
+    """Flushes all tails as far as possible, if any is full. x: the output of the layers.
 
-    One loop of one turn or none for all groups: XLA for GPUs copies all that a conditional passes through,
-    and waits for the host at every loop whose turns are data. On a mesh every device has a loop of its own,
-    unless it has but some slots of a list, or what was fitted for all lists.
+    It is one loop with one iteration or none for all groups: XLA for GPUs copies everything that passes
+    through a conditional, and waits for the host at every loop whose number of iterations is data. On a mesh
+    every device has a loop of its own, unless it holds only some slots of a KV head, or arrays fitted for all
+    heads.
     """
     split = {i: _body_and_tail(group) for i, group in enumerate(groups) if gms[i].split}
     if not split:

@@ -1,4 +1,4 @@
-"""What single mechanisms have a layer do in a decode step, before it attends and after it has."""
+"""Hooks: what single mechanisms add to a layer's decode step before and after attention."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def read_other_layers(here: AtLayer) -> AtLayer:
 
 
 def complete_pair(here: AtLayer) -> AtLayer:
-    """Reads the directions of merged keys and values, which lie with the layer below."""
+    """Reads the directions of merged keys and values, which are stored with the layer below."""
     whole = completed(here.token.cache.groups, here.layer.group, here.state)
     return here._replace(past=here.past._replace(parts=whole.parts))
 
 
 def decode_over_below(here: AtLayer) -> AtLayer:
-    """Decodes the body over that of the layer below, and leaves it to the layer above."""
+    """Decodes the body relative to that of the layer below, and passes the result to the layer above."""
     state, rows = over_below(here.gm, here.state, here.layer.taken.get("below"))
     here = here._replace(past=here.past._replace(parts=state.parts))
     return here.leaving(decoded=rows) if "decoded" in here.layer.publishes else here
 
 
 def bring_layers(here: AtLayer) -> AtLayer:
-    """Takes this layer's slots as they arrive from host memory, and sends for those of the next one."""
+    """Takes this layer's slots as they arrive from host memory, and starts the copy of the next layer's."""
     return here._replace(past=arrived(here.past), state=next_one(here.state, here.layer.index))
 
 
 def rotate_queries(here: AtLayer) -> AtLayer:
-    """Rotates the queries by their positions, or as the method's phase says, by which the keys then turn."""
+    """Rotates the queries by their positions, or as the method's phase says (then keys, too)."""
     token, past = here.token, here.past
     turn, *others = turns_over(here.run, token.at, past.parts, past.index, token.cache.pools)
     q = turned_queries(here.layer, here.x.q, turn, token.length)
@@ -66,9 +66,9 @@ def rotate_queries(here: AtLayer) -> AtLayer:
 
 
 def send_queries(here: AtLayer) -> AtLayer:
-    """Has each device hold the queries of all heads where it holds slots of all heads.
+    """Shards the queries like the slots: a device with slots of all heads gets all queries.
 
-    Left to itself the compiler might send slots to where the queries of their heads are.
+    Otherwise the compiler might move slots to the queries of their heads.
     """
     on = here.run.on_mesh
     if on is None or not any(lie_apart(part, on) for part in here.past.parts):
@@ -78,13 +78,13 @@ def send_queries(here: AtLayer) -> AtLayer:
 
 
 def answer_for_evicted(here: AtLayer) -> AtLayer:
-    """Attends to what the merge keeps of slots that have left."""
+    """Adds attention over evicted slots, as the merge estimates it."""
     found = answered(here.gm, here.layer, here.state, here.q, here.token.params)
     return here._replace(parts=(*here.parts, *found))
 
 
 def attend_in_other_turns(here: AtLayer) -> AtLayer:
-    """Attends to the slots that the query meets in further turns of its phase."""
+    """Attends to the slots in the further rotations of its phase."""
     token = here.token
     found = [
         attend_turn(here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, turn)
@@ -97,7 +97,7 @@ def attend_in_other_turns(here: AtLayer) -> AtLayer:
 
 
 def attend(here: AtLayer) -> AtLayer:
-    """One query over the parts of the past, and over what was attended before."""
+    """Attends to the parts of the past, and merges what was attended before."""
     token = here.token
     out, received, logits = attend_past(
         here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, here.found, here.parts
@@ -109,40 +109,40 @@ def attend(here: AtLayer) -> AtLayer:
 
 
 def compare_slots_with_query(here: AtLayer) -> AtLayer:
-    """Adds to what slots received what traces compute of them and the query."""
+    """Adds the numbers that traces compute from slots and the query to what slots received."""
     token = here.token
     received = met_by(here.gm, here.past, here.q, token.at, token.cache.pools, here.received, here.layer)
     return here._replace(received=received)
 
 
 def count_stored_tokens_only(here: AtLayer) -> AtLayer:
-    """Has slots receive nothing from tokens that are not stored."""
+    """Ignores the attention of tokens that are not stored."""
     stored = here.token.append[:, None, None]
     return here._replace(received=jax.tree.map(lambda m: jnp.where(stored, m, 0.0), here.received))
 
 
 def publish(here: AtLayer) -> AtLayer:
-    """Leaves what other layers take from this one."""
+    """Publishes what other layers take from this one."""
     return here.leaving(**published_by(here.layer, here.state, None, None, here.logits))
 
 
 def leave_all_received(here: AtLayer) -> AtLayer:
-    """Leaves what slots received to the end of the step, where all layers that read them have."""
+    """Passes what slots received to the end of the step, when all layers that read them have run."""
     return here.leaving(collected=LayerRecords(here.received, here.q, {}))
 
 
 def carry_rows(here: AtLayer) -> AtLayer:
-    """Notes what rows carry to the next step."""
+    """Records what rows carry to the next step."""
     return here._replace(rows=carried(here.gm, here.layer, here.state, here.inputs()))
 
 
 def evict(here: AtLayer) -> AtLayer:
-    """Evicts the slot of the lowest score from lists that are beyond their budget."""
+    """Evicts the slot with the lowest score from KV heads beyond their budget."""
     token, gm, layer, out = here.token, here.gm, here.layer, here.out
     assert out is not None
     weights = weights_of(gm, token.params["layers"][layer.group])
     weights = jax.tree.map(lambda w: w[layer.index], weights)
-    # What moves into a second tier is written where this layer's attention has read.
+    # A slot moved to the second tier is written where this layer's attention has been read already.
     tiers = gm.keep is not None and gm.keep.lower is not None
     length = after(token.length, out) if tiers else token.length
     fitted = of_layer(token.params, layer.number)
@@ -152,11 +152,11 @@ def evict(here: AtLayer) -> AtLayer:
 
 
 def leave_to_end(here: AtLayer) -> AtLayer:
-    """Leaves what the end of the step needs of this layer."""
+    """Passes what the end of the step needs of this layer."""
     received = () if here.gm.at_once else here.received
     return here.leaving(collected=LayerRecords(received, None, here.rows))
 
 
 def broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:
-    """x, but NaN in rows without an empty slot, or whose slots could not be ranked: a step cannot raise."""
+    """x, with NaN in rows without an empty slot or with unrankable slots, since a step cannot raise."""
     return jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), jnp.asarray(jnp.nan, x.dtype), x)

@@ -1,6 +1,6 @@
-"""The parts of a group that may lose slots while decoding, as one view, and what leaves written back to each.
+"""The parts of a group from which decode steps may evict, as one view, with results written back to each.
 
-A body of codes and the plain tail after it lose slots alike: the worst of both leaves, wherever it lies.
+An encoded body and the tail after it compete: the worst slot of both is evicted.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from kvjax.steps.shared.run import Run
 
 
 def tail_of(group: GroupState) -> Slots:
-    """The slots that new tokens go to."""
+    """The slots that new tokens are written to."""
     assert group.tail is not None
     return group.tail
 
 
 def _which(gm: GroupMethod, group: GroupState) -> tuple[int, ...]:
-    """The parts of a group whose slots may leave: the tail, and codes or first tokens before it."""
+    """The parts of a group from which slots may be evicted: the tail, and codes or first tokens before it."""
     last = len(group.parts) - 1
     body = (len(group.bodies) - 1,) if gm.split else ()
     return (*body, *((last - 1,) if group.sinks is not None else ()), last)
 
 
 def losing(gm: GroupMethod, group: GroupState) -> tuple[Slots, ...]:
-    """The parts of a group whose slots may leave."""
+    """The parts of a group from which slots may be evicted."""
     parts = tuple(group.parts[i] for i in _which(gm, group))
     assert all(isinstance(part, Slots) for part in parts)
     return parts  # type: ignore[return-value]
 
 
 def with_losing(gm: GroupMethod, group: GroupState, parts: Sequence[Slots]) -> GroupState:
-    """The group with others in place of its `losing` parts."""
+    """The group with its `losing` parts replaced."""
     new = dict(zip(_which(gm, group), parts, strict=True))
     return group.with_parts([new.get(i, part) for i, part in enumerate(group.parts)])
 
@@ -60,9 +60,9 @@ def view_of(
     pools: tuple[Pages, ...],
     received: Sequence[dict[str, Array]] = (),
 ) -> View:
-    """One layer of the parts that may lose slots, with keys as the newest query meets them, in any order.
+    """One layer of the `losing` parts, with keys as the newest query meets them, in any order.
 
-    received: what the slots of all parts of the group received of it, by which traces grow.
+    received: what the slots of all parts of the group received from that query, which updates traces.
     """
     parts = losing(gm, group)
     turn = turns_over(run, length - 1, group.parts, index, pools)[0]
@@ -78,9 +78,9 @@ def view_of(
 def emptied(
     gm: GroupMethod, parts: Sequence[Slots], index: int | Array, found: Selected
 ) -> tuple[Slots, ...]:
-    """The parts of a `view_of` one layer without the slots that leave, and what these change of others."""
+    """The parts of a `view_of` one layer without the evicted slots, and with what merges changed."""
     changed = {name: x for name, x in found.changed.items() if name != "traces"}
-    # What is encoded several tokens at a time is not written slot by slot.
+    # Codes of several tokens cannot be written slot by slot.
     assert not changed or all(_by_slot(part) for part in parts)
     out, at = [], 0
     for part in parts:
@@ -98,17 +98,17 @@ def emptied(
 
 
 def _by_slot(part: Slots) -> bool:
-    """Whether every slot of a part is encoded by itself, or as computed."""
+    """Whether every slot of a part is encoded by itself, or not encoded."""
     return all(x.codec.granule == 1 for x in (part.k, part.v) if isinstance(x, Codes))
 
 
 def held(parts: Sequence[Slots]) -> Int[Array, "Lg B K"]:
-    """How many slots every list holds in the parts that may lose some."""
+    """How many slots every KV head holds in the `losing` parts."""
     return sum(((part.pos >= 0).sum(-1, dtype=jnp.int32) for part in parts), jnp.int32(0))
 
 
 def replace_layer(slots: Slots, index: int | Array, **leaves: Any) -> Slots:
-    """One layer's leaves written back; merging stores encoded what the segment encodes."""
+    """Writes one layer's arrays back, encoded if the segment is encoded."""
 
     def put(old: Any, new: Array) -> Any:
         if not isinstance(old, Codes):

@@ -13,7 +13,7 @@ from kvjax.state.cache import GroupState, Segment, Slots
 
 
 class Picks(NamedTuple):
-    """The pages that a method picks, how many of them count, from the first, and a bias per query head."""
+    """Picked pages, how many of them count (from the first), and a bias per query head."""
 
     pages: Int[Array, "B K M"]
     counts: Int[Array, "B K"]
@@ -21,17 +21,17 @@ class Picks(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a method picks of all slots of a layer together, and of each of the parts that hold them."""
+    """The pages that a method picks from all slots of a layer together, and from each of their parts."""
 
     whole: Picks
     parts: tuple[Picks, ...]
 
 
 class Past(NamedTuple):
-    """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
+    """The slots a layer attends to, its own or those of the layer it reads, and the method of their group.
 
-    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: what the keys of
-    the parts turn by when they are read.
+    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: how the keys of
+    the parts are rotated when they are read.
     """
 
     gm: GroupMethod
@@ -43,14 +43,14 @@ class Past(NamedTuple):
 
     @property
     def tail(self) -> Slots:
-        """The part that new tokens go to."""
+        """The part that new tokens are written to."""
         tail = self.parts[-1]
         assert isinstance(tail, Slots)
         return tail
 
 
 def past_of_others(gms: tuple[GroupMethod, ...], gm: GroupMethod, layer: Layer, state: GroupState) -> Past:
-    """What a layer of group `gm` attends to where another layer holds the slots, or their values."""
+    """The past of a layer of group `gm` if another layer holds its slots, or their values."""
     slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
     if slots is not None:
         source = layer.mixer.source_of("slots")

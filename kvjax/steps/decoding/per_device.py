@@ -1,4 +1,4 @@
-"""Kernels of a decode step on a mesh: every device attends its own lists, or its own slots of them."""
+"""Kernels of a decode step on a mesh: every device attends to its own KV heads, or its share of slots."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from kvjax.state.axes import lie_apart, specs_of_slots
 from kvjax.state.cache import Slots
 
 T = TypeVar("T")
-# out and lse [B, N, ...], and the mass of slots [B, K, S] where it is asked for.
+# out and lse [B, N, ...], and the mass of slots [B, K, S] if needed.
 Found = tuple[Array, Array, Array | None]
 
 
 class Split(NamedTuple):
-    """How a segment of stacked layers lies on a mesh.
+    """How a segment of stacked layers is sharded on a mesh.
 
-    queries: their first axes. apart: the mesh axes over which the slots of a list lie, where they do.
+    queries: the first axes of queries. apart: the mesh axes over which the slots of a KV head are split, if
+    any.
     """
 
     on: OnMesh
@@ -32,18 +33,18 @@ class Split(NamedTuple):
     apart: tuple[str, ...]
 
     def specs(self, slots: Slots, q: Array) -> list[Any]:
-        """How slots are split, and queries [B, N, ...]."""
+        """The partition specs of slots and of queries [B, N, ...]."""
         return [specs_of_slots(slots, self.on), specs_of(self.on, self.queries, q)]
 
     def of_lists(self, *lists: Any) -> list[Any]:
-        """How arrays [B, K, ...] are split; numbers are everywhere."""
+        """The partition specs of arrays [B, K, ...]; scalars are replicated."""
         return [specs_of(self.on, ("batch", "kv_heads"), x) for x in lists]
 
 
 def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> Split | None:
-    """How slots lie on a mesh; None without one, and where devices do not have what they would attend to.
+    """The sharding of slots; None without a mesh, or if devices lack part of what they would attend to.
 
-    mass: whether what slots receive is asked for.
+    mass: whether the attention that slots receive is needed.
     """
     if on is None or on.devices("layers") > 1:
         return None
@@ -53,12 +54,12 @@ def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> Split | Non
 
 
 def bare(slots: Slots) -> Slots:
-    """The slots without what attention over them does not read."""
+    """The slots without the arrays that attention does not read."""
     return dataclasses.replace(slots, traces={}, summary={}, sums={}, near=None)
 
 
 def said_of_one(split: Split | None, f: Callable[..., T], slots: Slots, q: Array) -> T:
-    """What f says of the slots that one device has, and of their queries or new keys."""
+    """Applies f to the slots that one device holds, and to their queries or new keys."""
     if split is None:
         return f(slots, q)
     return asked_of_one(split.on, f, split.specs(slots, q), (slots, q))
@@ -68,7 +69,7 @@ def attended_on_each(
     split: Split | None, f: Callable[..., Found], slots: Slots, q: Array, pos: Int[Array, "B T"],
     index: int | Array, beside: Any,
 ) -> Found:  # fmt: skip
-    """f(slots, q, pos, index, beside), as every device computes it; of slots apart, merged.
+    """f(slots, q, pos, index, beside), computed on every device; merged if a head's slots are split.
 
     beside: a tree of arrays [B, K, ...].
     """
@@ -89,7 +90,7 @@ def picked_on_each(
     split: Split | None, f: Callable[..., tuple[Array, Array]], q: Array, slots: Slots, index: int | Array,
     length: Int[Array, "B"],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """f(q, slots, index, length) [B, K, ...], as every device computes it of its own lists."""
+    """f(q, slots, index, length) [B, K, ...], computed by every device for its own KV heads."""
     if split is None:
         return f(q, slots, index, length)
     (of_slots, of_q), rows = split.specs(slots, q), split.on.spec(("batch",), length.shape)
@@ -99,14 +100,14 @@ def picked_on_each(
 
 
 def said_of_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
-    """What f says of the arrays where they are whole on each device, as `on_all` would compute it."""
+    """Applies f to the arrays when they are replicated, as `on_all` would compute it."""
     if on is None or on.devices("pages") > 1:
         return f(*args)
     return asked_of_one(on, f, jax.tree.map(lambda _: PartitionSpec(), args), args)
 
 
 def on_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
-    """f(*args) as every device computes it of all of the arrays, where they are whole on each."""
+    """f(*args) on replicated arrays, computed by every device."""
     if on is None or on.devices("pages") > 1:
         return f(*args)
     whole = jax.tree.map(lambda _: PartitionSpec(), args)
@@ -114,7 +115,7 @@ def on_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
 
 
 def on_this_device(split: Split | None, capacity: int, slot: Int[Array, "B K"]) -> Int[Array, "B K"]:
-    """Slots by the numbers that a device gives its own `capacity` of a list; -1 where they lie elsewhere."""
+    """Slot indices within this device's `capacity` slots of a KV head; -1 for slots on other devices."""
     if split is None or not split.apart:
         return slot
     slot = slot - jax.lax.axis_index(split.apart) * capacity

@@ -1,4 +1,4 @@
-"""The pages of a body that a read method visits: chosen, taken from a layer below, brought to the device."""
+"""Pages of a body that a read method visits: chosen, taken from a layer below, or copied to the device."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def pick(here: AtLayer) -> AtLayer:
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:
-    """Chooses pages for the layers above, and has the layer itself read all of its slots."""
+    """Chooses pages for the layers above; the layer itself reads all of its slots."""
     token, past = here.token, here.past
     found = _chosen(here.run, past, here.q, token.length, token.cache.pools)
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
     if "picks" not in here.layer.publishes:
         return here
     if here.run.method.keep is not None:
-        # Layers above hold other tokens in these places: they are told which tokens were chosen.
+        # Layers above hold other tokens in these slots, so they get the positions of the chosen tokens.
         body, index = picked_from(past, token.cache.pools)
         chosen = positions(body, index, past.gm.read.granule, found.pages, found.counts)
         found = found._replace(pages=jnp.where(chosen < 0, 2**30, chosen))
@@ -46,12 +46,12 @@ def pick_for_others(here: AtLayer) -> AtLayer:
 
 
 def take_picks(here: AtLayer) -> AtLayer:
-    """Reads the pages that a layer below has chosen."""
+    """Reads the pages that a layer below chose."""
     return here._replace(found=by_part(here.past, here.token.cache.pools, here.layer.taken["picks"]))
 
 
 def find_picks(here: AtLayer) -> AtLayer:
-    """Reads the tokens that a layer below has chosen, of those that are held here."""
+    """Reads those tokens chosen by a layer below that this layer holds."""
     pools, wanted = here.token.cache.pools, jnp.sort(here.layer.taken["picks"].pages, axis=-1)
     body, index = picked_from(here.past, pools)
     pos = body.pos[index]
@@ -63,7 +63,7 @@ def find_picks(here: AtLayer) -> AtLayer:
 
 
 def bring_picked(here: AtLayer) -> AtLayer:
-    """Brings the chosen pages to the device from host memory, where it does not hold them."""
+    """Copies the chosen pages from host memory to the device, unless the device holds them already."""
     past, found, body = here.past, here.found, here.past.parts[0]
     assert isinstance(body, Slots) and found is not None
     picks = found.whole
@@ -80,9 +80,9 @@ def bring_picked(here: AtLayer) -> AtLayer:
 
 
 def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Array]:
-    """The slots that a read picks of, with keys as queries meet them, and where the layer lies in them.
+    """The slots from which a read picks, with keys as queries meet them, and the layer's index in them.
 
-    Where some of them lie in pages, the body behind these follows in one list.
+    If some of them are in pages, the body after the pages is concatenated to them.
     """
     body = past.parts[0]
     if isinstance(body, Slots):
@@ -102,7 +102,7 @@ def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Arra
 
 
 def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
-    """A part with a layer's keys as queries meet them, and where that layer lies in it."""
+    """A part with a layer's keys as queries meet them, and the layer's index in it."""
     if past.gm.rope is None:
         return part, past.index
     one = jax.tree.map(lambda x: x[past.index][None], dataclasses.replace(part, near=None))
@@ -110,7 +110,7 @@ def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
 
 
 def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> Found:
-    """What is picked of all slots together, sorted by the parts that hold them."""
+    """The picks from all slots together, sorted by the parts that hold them."""
     body = past.parts[0]
     if isinstance(body, Slots):
         return Found(found, (found,))
@@ -131,7 +131,7 @@ def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> Found:
 def _in_order(
     bias: Float[Array, "B N P"] | None, order: Int[Array, "B K m"], granule: int
 ) -> Float[Array, "B N p"] | None:
-    """Biases of the slots in pages, in another order of the pages."""
+    """The biases of picked slots when their pages are in another order."""
     if bias is None:
         return None
     (b, n, _), heads = bias.shape, order.shape[1]
@@ -147,7 +147,7 @@ def _chosen(
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, index, length))
     else:
-        # The queries of a group choose together, as where what slots receive is summed.
+        # The queries of a group choose together where the attention that slots receive is summed over them.
         alone = getattr(read, "by_list", False) and not paged
         split = split_of(run.on_mesh, body, mass=True) if alone else None
         select = partial(read.select, implementation=run.without_gpu)

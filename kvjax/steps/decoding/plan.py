@@ -1,7 +1,7 @@
-"""Which hooks a layer runs in a decode step: those of the mechanisms that its method has, and no other.
+"""Plans: which hooks a layer runs in a decode step, given the mechanisms that its method uses.
 
 A method is lowered once per group of layers. `layer_plan` is the one place that knows which mechanism needs
-which hook, and in which order hooks run; the step runs what it is given.
+which hook, and in which order hooks run; the step runs the plan.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ T = TypeVar("T")
 class Facts(NamedTuple):
     """What a plan must know of a layer beside its method.
 
-    publishes: the names that other layers take from it. new: it has slots of its own. others: it attends to
-    slots or values of another layer. read: the group whose slots it attends to. far: these come layer by
-    layer from host memory. borrows: arrays of its codes lie with the layer below.
+    publishes: the names that other layers take from it. new: whether it has slots of its own. others: whether
+    it attends to slots or values of another layer. read: the group whose slots it attends to. far: whether
+    these are copied layer by layer from host memory. borrows: whether arrays of its codes are stored with the
+    layer below.
     """
 
     publishes: frozenset[str]
@@ -41,7 +42,7 @@ class Facts(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """The hooks of a layer, in their order: attention is one of them."""
+    """The hooks of a layer in their order; attention is one of them."""
 
     hooks: tuple[Hook, ...]
 
@@ -87,7 +88,7 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
 
 
 def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
-    """The hooks of a read method, of the group whose slots are read."""
+    """The hooks of a read method, for the group whose slots are read."""
     if gm.read is None:
         return ()
     if gm.picks:
@@ -103,7 +104,7 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
 
 @lru_cache(maxsize=1024)
 def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook, ...]:
-    """The hooks after the layers. far: slots of some group came layer by layer from host memory."""
+    """The hooks after the layers. far: slots of some group are copied from host memory by layer."""
     shared = {first for first, names in published(run.config).items() if "slots" in names}
     remembers = [gm for gm in gms if gm.masses or gm.meetings or gm.carried or gm.merge]
     return chosen(
@@ -116,7 +117,7 @@ def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook
 
 
 def facts_of(gms: tuple[GroupMethod, ...], layer: Layer, x: Projected, state: GroupState) -> Facts:
-    """What a plan must know of a layer, which has projected its token and found what its group holds."""
+    """The facts of a layer that has projected its token and looked up its group's state."""
     slots, gm = layer.taken.get("slots"), gms[layer.group]
     if slots is None:
         others, parts = "slot values" in layer.taken, state.parts
@@ -133,5 +134,5 @@ def taken_by_method(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
 
 
 def chosen(*pairs: tuple[bool, T]) -> tuple[T, ...]:
-    """The hooks that are needed."""
+    """The hooks whose condition is true."""
     return tuple(hook for needed, hook in pairs if needed)

@@ -1,4 +1,4 @@
-"""A step over slots in host memory: a layer's are on their way while the layer below it computes."""
+"""Prefetch of slots in host memory: a layer's slots are copied while the layer below computes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from kvjax.steps.decoding.past import Past
 
 
 def any_far(parts: Sequence[Segment]) -> bool:
-    """Whether keys and values of any part come layer by layer."""
+    """Whether keys and values of any part are copied layer by layer."""
     return any(isinstance(s, Slots) and s.far for s in parts)
 
 
 def any_group_far(groups: Sequence[GroupState]) -> bool:
-    """Whether keys and values of any group come layer by layer."""
+    """Whether keys and values of any group are copied layer by layer."""
     return any(any_far(group.parts) for group in groups)
 
 
 def started(groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
-    """The groups, of which the first has begun to bring its first layer."""
+    """The groups, after the copy of the first layer of the first group was started."""
     return (_bringing(groups[0], 0), *groups[1:]) if any_group_far(groups) else groups
 
 
 def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], GroupState] | None:
-    """What has a group bring its first layer while the group below it runs; None where nothing is far."""
+    """Starts the copy of a group's first layer while the group below runs; None if no group is far."""
     return _ahead if any_group_far(groups) else None
 
 
 def _ahead(x: Float[Array, "B T D"], state: GroupState) -> GroupState:
     if not any_far(state.parts):
         return state
-    # Not before the group below begins, or all layers would be on the device at once.
+    # The barrier keeps the copy from starting before the group below does, or all layers would be on the
+    # device at once.
     _, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
     return _bringing(state, first)
 
 
 def next_one(state: GroupState, index: int | Array) -> GroupState:
-    """The group while its layer `index` attends: the layer above is on its way; of the last one, nothing."""
+    """The group while its layer `index` attends: the copy of the next layer is started, if there is one."""
     far = [s for s in state.parts if isinstance(s, Slots) and s.far]
     if not far:
         return state
@@ -51,12 +52,12 @@ def next_one(state: GroupState, index: int | Array) -> GroupState:
 
 
 def without(state: GroupState) -> GroupState:
-    """The group without layers on the device."""
+    """The group without copies of layers on the device."""
     return state.with_parts([by_layer.gone(s) if isinstance(s, Slots) else s for s in state.parts])
 
 
 def arrived(past: Past) -> Past:
-    """The past of one layer, all of which the device has."""
+    """The past of one layer, whose slots are now all on the device."""
     if not any_far(past.parts):
         return past
     parts = tuple(by_layer.of_layer(s, past.index) if isinstance(s, Slots) else s for s in past.parts)

@@ -1,4 +1,4 @@
-"""Pages whose keys lie unrotated, attended to where they lie: only kernels turn keys there."""
+"""Attention in place over pages whose keys are stored unrotated: only kernels rotate keys there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.steps.decoding.per_device import on_all, said_of_all
 def form_over_turned(
     on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: KeyRotation, implementation: str | None
 ) -> str:
-    """In which form pages are attended to; NotImplementedError where a kernel is forced and cannot run."""
+    """The implementation that attends to pages; NotImplementedError if a kernel is forced and cannot run."""
 
     def of_one(q: Array, pages: Paged, pool: Pages) -> str:
         each = _refusals(q, pages, pool, turn.rope)
@@ -41,7 +41,7 @@ def attend_turned_pages(
     on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: KeyRotation, *, scale: float,
     softcap: float | None, implementation: str | None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Attention of the query of a step over one layer's pages, each list as it lies: (out, lse)."""
+    """Attention of a step's query over one layer's pages, read in place: (out, lse)."""
     options = dict(scale=scale, softcap=softcap, implementation=implementation)
     return on_all(on, partial(_attend, turn.rope, **options), q, pages, pool, turn.phase)
 

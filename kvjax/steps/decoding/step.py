@@ -1,4 +1,4 @@
-"""One new token per row: append it, attend, evict, flush."""
+"""A decode step: append one token per row, attend, evict, flush."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step_fn(
     token: Int[Array, "B"] | Float[Array, "B D"],
     append: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One token per row, or the vector in its place: append it, attend, evict.
+    """Appends one token per row (or a vector in its place), attends, evicts.
 
     Rows with append=False store nothing: they ask `token` again at the position of their last token, over
     the cache as it is. A row without a free slot stores nothing, and its logits are NaN.
@@ -48,7 +48,7 @@ def step_hidden(
     token: Int[Array, "B"] | Float[Array, "B D"],
     append: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B D"], Cache]:
-    """`step_fn` up to the last norm: the hidden state behind the layers, and the cache."""
+    """`step_fn` up to the last norm: the hidden state after the layers, and the cache."""
     bare = run.groups(params)
     gms = taught_groups(bare, params, cache)
     full = append & (free_slots(gms, cache) < 1)

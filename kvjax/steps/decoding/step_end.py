@@ -1,4 +1,4 @@
-"""What a decode step does after its layers: traces grow, slots are evicted, full tails are encoded."""
+"""The end of a decode step: traces are updated, slots are evicted, full tails are encoded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvjax.steps.decoding.prefetch import without
 
 
 class End(NamedTuple):
-    """What the layers of a step have left.
+    """The results of a step's layers.
 
-    seen: what each group collected. x: the hidden state. lost: the rows that stored nothing, or whose slots
+    seen: the records of each group. x: the hidden state. lost: the rows that stored nothing, or whose slots
     could not be ranked.
     """
 
@@ -36,18 +36,18 @@ EndHook = Callable[[End], End]
 
 
 def forget_brought_layers(end: End) -> End:
-    """Frees what the device holds of layers in host memory."""
+    """Frees the device's copies of layers in host memory."""
     return end._replace(groups=tuple(map(without, end.groups)))
 
 
 def remember(end: End) -> End:
-    """Has traces grow by what slots received, and rows carry what they carry."""
+    """Updates traces by what slots received, and what rows carry."""
     groups, pools = traces.remember(end.token.run, end.token.gms, end.groups, end.pools, end.seen)
     return end._replace(groups=groups, pools=pools)
 
 
 def evict_shared(end: End) -> End:
-    """Evicts slots that several layers read, once all of them have."""
+    """Evicts from slots that several layers read, after the last reader."""
     token = end.token
     groups, lost = now.evict_shared(
         token.run, token.gms, end.groups, end.seen, token.length, token.append, end.pools
@@ -56,7 +56,7 @@ def evict_shared(end: End) -> End:
 
 
 def evict_due(end: End) -> End:
-    """Brings the lists of rows that are due back to their budgets."""
+    """Evicts down to the budget in rows that are due."""
     token = end.token
     groups, lost = due.evict_due(
         token.run, token.gms, end.groups, token.params, token.length, token.append, end.pools
@@ -66,6 +66,6 @@ def evict_due(end: End) -> End:
 
 def flush(end: End) -> End:
     """Encodes the oldest granules of full tails."""
-    # Fitted arrays, which a loop over rows cannot cut, come with the method.
+    # Fitted arrays come with the method, since a loop over rows cannot slice them.
     groups = lent(end.groups, ())
     return end._replace(groups=flushed(end.token.gms, groups, end.x, end.token.run.on_mesh))

@@ -1,4 +1,4 @@
-"""What a step leaves beside its new token: what a method remembers of slots and rows."""
+"""Updates of traces and carried rows after a decode step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvjax.steps.shared.run import Run
 
 
 class LayerRecords(NamedTuple):
-    """What a layer leaves for the end of the step.
+    """What a layer records for the end of the step.
 
-    received: what the slots of each part received of the query. q: the rotated query, where several layers
-    read the slots. rows: what rows carry behind this token.
+    received: what the slots of each part received from the query. q: the rotated query, if several layers
+    read the slots. rows: what rows carry after this token.
     """
 
     received: tuple[Received, ...]
@@ -33,13 +33,13 @@ class LayerRecords(NamedTuple):
 
 
 def weights_of(gm: GroupMethod, layers: dict[str, Array]) -> dict[str, Array] | None:
-    """The matrices of a group's layers where its score asks for them."""
+    """The weight matrices of a group's layers, if its score needs them."""
     score = None if gm.keep is None else gm.keep.score
     return layers if getattr(score, "weights", False) else None
 
 
 def carried(gm: GroupMethod, layer: Layer, state: GroupState, inputs: Inputs) -> dict[str, Any]:
-    """What the rows of a layer carry behind a token."""
+    """What the rows of a layer carry after a token."""
     mine = jax.tree.map(lambda x: x[layer.index], state.rows)
     by_merge = {key_of(gm.merge): mine[key_of(gm.merge)]} if gm.merge is not None and gm.at_once else {}
     return by_merge | {key_of(o): o.carry(mine[key_of(o)], inputs) for o in gm.carried}
@@ -52,7 +52,7 @@ def remember(
     pools: tuple[Pages, ...],
     seen: tuple[Any, ...],
 ) -> tuple[tuple[GroupState, ...], tuple[Pages, ...]]:
-    """Traces and rows of all groups behind a token; where a slot leaves at once, its layer has grown them."""
+    """Traces and carried rows of all groups after a token; layers that evict at once have theirs already."""
     out = list(groups)
     for i, (gm, asked) in enumerate(zip(gms, seen, strict=True)):
         if not isinstance(asked, LayerRecords) or gm.kind != "slots":

@@ -1,1 +1,1 @@
-"""Prefilling: many new tokens are read, recorded, scored and compressed."""
+"""Prefilling: many new tokens are read, observed, scored and compressed."""

@@ -1,4 +1,4 @@
-"""What new tokens meet in a layer, and what is observed of them there: carried by rows, handed to owners."""
+"""What new tokens attend to in a layer, and how observations are carried by rows and passed to owners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.state.cache import GroupState, Paged, Pages, Segment
 from kvjax.state.codes import Codec, dense, encode, lent
 from kvjax.state.page_gather import gather_pages
 
-# Tokens whose logits are computed at a time, to know how likely the next ones were.
+# How many tokens' logits are computed at a time for the surprisal of the next tokens.
 _STRIP = 256
 
 
@@ -49,7 +49,7 @@ def decoded(
     pos: Int[Array, "B T"],
     computed: tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None]:
-    """Keys and values of new tokens as a step reads them from the slots that it has just written.
+    """Keys and values of new tokens as a decode step would read them from slots just written.
 
     Keys are rotated or not, as they are stored.
     """
@@ -64,7 +64,7 @@ def decoded(
 
 
 def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:
-    """What rows carry of an observation behind the new tokens; all of them, where nothing was carried yet."""
+    """What rows carry of an observation after the new tokens; of all, if nothing was carried before."""
     before = state.rows.get(key_of(o))
     if before is None:
         return o.carry(o.start(inputs), inputs)
@@ -78,9 +78,9 @@ def surprisals(
     pos: Int[Array, "B T"],
     config: Config,
 ) -> Float[Array, "B T"]:
-    """-log p of every new token by the logits before it; 0 of the first one and on padding.
+    """-log p of every new token by the logits before it; 0 for the first one and for padding.
 
-    Strip by strip: no array of all tokens' logits exists.
+    Computed strip by strip, so that no array of all tokens' logits exists.
     """
     t = x.shape[1]
     strip = min(_STRIP, t)
@@ -100,7 +100,7 @@ def surprisals(
 def by_owner(
     gms: tuple[GroupMethod, ...], config: Config, found: tuple[Any, ...], masses: tuple[Mass, ...]
 ) -> tuple[Fresh | dict[str, Array] | None, ...]:
-    """What layers without slots of their own observed, handed to the layers whose slots they read."""
+    """Passes the observations of layers that read another layer's slots to the layer that owns the slots."""
     out: list[Any] = list(found)
     group_of = {gm.first: i for i, gm in enumerate(gms)}
     for i, gm in enumerate(gms):

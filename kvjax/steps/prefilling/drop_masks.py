@@ -1,4 +1,4 @@
-"""What new tokens hide from themselves and from later ones, which is known before a layer attends."""
+"""Dropped slots: which slots new tokens hide from themselves and later ones, known before a layer attends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.state.page_gather import gather_traces
 def remembered(
     layer: Layer, state: GroupState, pools: tuple[Pages, ...]
 ) -> list[dict[str, Float[Array, "B K S"]]]:
-    """What is remembered of the slots of a layer's parts."""
+    """The traces of the slots of a layer's parts."""
     parts = (part.layer(layer.index) for part in state.parts)
     return [gather_traces(s, pools[s.pool]) if isinstance(s, Paged) else s.traces for s in parts]
 
@@ -29,13 +29,13 @@ def remembered(
 def hidden(
     gm: GroupMethod, inputs: Inputs, sets: Sequence[Keys], traces: Sequence[dict[str, Any]]
 ) -> tuple[list[Keys], list[dict[str, Int[Array, "B K S"]]]]:
-    """(sets of keys as new tokens see them, the new ones last; per set, since when slots are hidden).
+    """Sets of keys as new tokens see them, the new ones last; per set, since which token slots are hidden.
 
-    traces: what is remembered of the slots of every set but the last.
+    traces: the traces of the slots of every set but the last.
     """
     word, heads, rows = gm.hiding, sets[-1].k.shape[1], inputs.pos.shape[0]
     assert word is not None
-    # New tokens lie in the same places of all lists, which lose the same ones.
+    # New tokens have the same slot indices in all KV heads, which drop the same ones.
     new = {key_of(t): t.start(inputs, heads)[:, :1] for t in word.traces}
     wide = [jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), old) for old in traces]
     since = [

@@ -1,4 +1,4 @@
-"""Marked tokens: some tokens of a prompt are projected by more weights than the others."""
+"""Marked tokens: some tokens of a prompt are projected with additional weights (LoRA)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvjax.models.mixer import Layer, Projected
 
 
 class Marks(NamedTuple):
-    """Which tokens are marked, and the digest of the arrays that are theirs.
+    """Which tokens are marked, and the digest of the arrays of their additional weights.
 
-    share: 1 of marked tokens and 0 of others; between them while a fit looks for a slope. sees: up to which
-    position every token sees, and turns: by which positions they turn, where these are not their own.
+    share: 1 for marked tokens and 0 for others; fractions while a fit needs gradients. sees: the last
+    position that every token attends to, and turns: the positions by which they are rotated, if not their
+    own.
     """
 
     share: Float[Array, "B T"]
@@ -45,7 +46,7 @@ def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> P
 
 
 def standing(layer: Layer, marks: Marks | None) -> tuple[Int[Array, "B T"], Layer]:
-    """By which positions a layer's new tokens turn, and the layer whose queries see as far as marks say."""
+    """The positions by which a layer's new tokens are rotated, and the layer with the marks' limits."""
     if marks is None:
         return layer.pos, layer
     turns = layer.pos if marks.turns is None else marks.turns
@@ -55,9 +56,10 @@ def standing(layer: Layer, marks: Marks | None) -> tuple[Int[Array, "B T"], Laye
 def marked_output(
     layer: Layer, out: Float[Array, "B N T V"], marks: Marks | None, params: Params
 ) -> Float[Array, "B N T V"]:
-    """What heads give, with x A B added for marked tokens, x that of all heads; then comes the output map W.
+    """Adds x A B to the heads' outputs x of marked tokens, before the output map W is applied.
 
-    So theirs is W + A B W, a LoRA that is as wide as the heads. A is "o_down" [N V, R], B "o_up" [R, N V].
+    So the output map of marked tokens is W + A B W, a LoRA over the heads' outputs. A is "o_down" [N V, R],
+    B "o_up" [R, N V].
     """
     if marks is None:
         return out
@@ -70,6 +72,6 @@ def marked_output(
 def _added(
     arrays: dict[str, Array], name: str, x: Float[Array, "B T X"], marks: Marks
 ) -> Float[Array, "B T Y"]:
-    """Computes x A B of marked tokens, and zeros of others."""
+    """Computes x A B for marked tokens, and zeros for others."""
     down, up = (arrays[f"{name}_{part}"].astype(jnp.float32) for part in ("down", "up"))
     return (marks.share[..., None] * (x.astype(jnp.float32) @ down @ up)).astype(x.dtype)

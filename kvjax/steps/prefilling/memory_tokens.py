@@ -1,4 +1,4 @@
-"""Prompts of which memory tokens stay: chunk by chunk, over what the chunks before have left."""
+"""Prompts that are stored as memory tokens: chunk by chunk, attending to the memory of earlier chunks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from kvjax.steps.shared.run import Run
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a prompt as it is read.
+    """A chunk of a prompt while it is read.
 
-    number: how many were before it. tokens: how many a row has in it. start: where the memory begins.
+    number: how many chunks were before it. tokens: how many tokens a row has in it. start: where the memory
+    begins.
     """
 
     number: Int[Array, ""]
@@ -41,7 +42,7 @@ class _Chunk(NamedTuple):
 def remembered(
     run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cache: Cache | None
 ) -> Prompt:
-    """What `MemoryTokens` leave of a prompt, and the logits of its last token, which sees nothing else."""
+    """The `MemoryTokens` slots of a prompt, and the logits of its last token, which sees nothing else."""
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
     digest = word.fitted.digest
@@ -78,14 +79,14 @@ def remembered(
     behind = word.behind(text)
     found = read_tokens(bare, params, last, live, over(views, behind), frozenset())
     index = jnp.arange(slots + 1, dtype=jnp.int32)[None]
-    # The last token lies right behind the memory of its row.
+    # The last token comes right after the memory of its row.
     source = jnp.where(index < held[:, None], index, slots)
     stands = jnp.concatenate([_stands(word, text, size, slots), behind[:, None]], axis=1)
     pos = start[:, None] + jnp.take_along_axis(stands, source, axis=1)
     pos = jnp.where(index < (held + live)[:, None], pos, -1)
     fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, _with_slots(found), strict=True))
     own = (index == held[:, None]) & (live > 0)[:, None]
-    # Of the places in what was read, the last token's alone is that of a token.
+    # Of the slots that were read, only the last one is of a token of the prompt.
     place = jnp.arange(t if word.mutual else slots + 1, dtype=jnp.int32)[None]
     return found._replace(
         fresh=fresh,
@@ -96,14 +97,14 @@ def remembered(
 
 
 def _stands(word: MemoryTokens, text: Int[Array, "B"], size: int, slots: int) -> Int[Array, "B _"]:
-    """At which positions of their turn all memory tokens stand, of chunks of `size` tokens of a text."""
+    """The positions in their turn of all memory tokens, for chunks of `size` tokens of a text."""
     each = jnp.arange(slots // word.tokens, dtype=jnp.int32)
     found = jax.vmap(lambda i: word.stands(i, jnp.clip(text - i * size, 0, size)), out_axes=1)(each)
     return found.reshape(len(text), slots)
 
 
 def _with_slots(prompt: Prompt) -> list[Fresh]:
-    """What the groups computed, each of which keeps slots."""
+    """What the groups computed, each of which has slots."""
     return [fresh for fresh in prompt.fresh if isinstance(fresh, Fresh)]
 
 
@@ -120,7 +121,7 @@ def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int
 
 
 def _with_room(view: View, slots: int) -> View:
-    """A view with so many empty slots behind its own."""
+    """A view with `slots` empty slots appended."""
     wide = [(0, 0), (0, 0), (0, 0), (0, slots)]
     k, v = (jnp.pad(x, [*wide, (0, 0)]) for x in (view.k, view.v))
     return view._replace(k=k, v=v, pos=jnp.pad(view.pos, wide, constant_values=-1))
@@ -129,7 +130,7 @@ def _with_room(view: View, slots: int) -> View:
 def _with_memory(
     run: Run, params: Params, ids: Int[Array, "B C"], count: Int[Array, "B"]
 ) -> tuple[Float[Array, "B _ D"], Bool[Array, "B _"]]:
-    """The embeddings of a chunk with memory tokens behind each row's own, and which these are."""
+    """The embeddings of a chunk with memory tokens after each row's tokens, and a mask of these."""
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
     embed, many = params["embed"], word.tokens
@@ -144,7 +145,7 @@ def _with_memory(
 def _mutual(
     word: MemoryTokens, mine: Bool[Array, "B C"], one: _Chunk, first: Int[Array, "B"]
 ) -> tuple[Int[Array, "B C"] | None, Int[Array, "B C"] | None]:
-    """Up to where tokens of a chunk from `first` on see, and what they turn by, where memory is mutual."""
+    """The last visible positions and rotations of a chunk's tokens, if memory is mutual."""
     if not word.mutual:
         return None, None
     many, at = one.tokens + word.of(one.tokens), jnp.arange(mine.shape[1], dtype=jnp.int32)[None]
@@ -159,7 +160,7 @@ def _mutual(
 
 
 def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, slots: int) -> View:
-    """A group's slots with the memory of one more chunk, turned to where it stands in the memory."""
+    """A group's slots with the memory of one more chunk, rotated to its positions."""
     word: MemoryTokens = run.method.reread
     many, rope = word.tokens, run.attention_spec(gm.first).rope
     first = jnp.zeros_like(one.number) if word.mean else one.number * many
@@ -187,7 +188,7 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, 
 
 
 def _joined(view: View, last: Fresh, slots: int, source: Int[Array, "B _"]) -> Fresh:
-    """The memory of a prompt and its last token, each row's without gaps."""
+    """The memory of a prompt and its last token, without gaps in any row."""
     index, held = source[None, :, None, :, None], view.k.shape[3] - slots
 
     def join(a: Array, b: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt go on behind a layer (`Narrow`, `Hierarchy`) or are read at all (`Reread`)."""
+"""Which tokens of a prompt go on after a layer (`Narrow`, `Hierarchy`) or are read at all (`Reread`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvjax.steps.shared.run import Run
 
 
 def narrow_of(run: Run) -> Narrow | Hierarchy | None:
-    """The word by which a run's prompts get narrower, if there is one."""
+    """The word that narrows a run's prompts, if there is one."""
     return None if run.method.keep is None else run.method.keep.narrow
 
 
 def unnarrowed(run: Run) -> Run:
-    """The same run, all of whose layers see all tokens."""
+    """The same run with all layers reading all tokens."""
     keep = run.method.keep
     if keep is not None and keep.narrow is not None:
         keep = dataclasses.replace(keep, narrow=None)
@@ -42,7 +42,7 @@ def unnarrowed(run: Run) -> Run:
 
 
 def narrowing(run: Run, params: Params, at: Positions, first: bool) -> Narrowing | None:
-    """Where new tokens at these positions get fewer, and how they are chosen. first: no turn was before."""
+    """Where new tokens are narrowed, and how they are chosen. first: whether this is a first turn."""
     narrow = narrow_of(run)
     if narrow is None or (narrow.first_turn_only and not first):
         return None
@@ -69,7 +69,7 @@ def _chooser(
     def choose(collected: Any, at: Int[Array, "B T"]) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         fresh: Fresh = collected
         assert fresh.k is not None
-        # The layer is the last of its group.
+        # The layer is the last one of its group.
         k, observed = jax.tree.map(lambda x: x[-1:], (fresh.k, fresh.observed))
         v = k[..., :width] if fresh.v is None else fresh.v[-1:]
         pos = jnp.broadcast_to(at[None, :, None], k.shape[:4])
@@ -83,7 +83,7 @@ def _chooser(
 
 
 def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
-    """Of what a lower group computed for new tokens, that of the tokens which went on."""
+    """What a lower group computed, restricted to the tokens that went on."""
     if not isinstance(collected, Fresh) or collected.k is None:
         return collected
 
@@ -98,7 +98,7 @@ def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
 def new_positions(
     run: Run, gm: GroupMethod, at: Positions, narrowed: Int[Array, "B M"] | None
 ) -> Int[Array, "B _"]:
-    """Where the new tokens of a group's layers stand; narrowed: those that went on, if there are fewer."""
+    """The positions of the new tokens of a group's layers; narrowed: of the remaining ones, if fewer."""
     narrow = narrow_of(run)
     if narrowed is None or narrow is None:
         return at.pos
@@ -119,7 +119,7 @@ def stored_of(
 def by_token(
     scores: Float[Array, "Lg B K M"], pos: Int[Array, "B M"], tokens: int
 ) -> Float[Array, "Lg B K {tokens}"]:
-    """Scores of a first prompt's tokens that went on, at the places of all its tokens; -inf at the others."""
+    """Spreads the scores of a first prompt's remaining tokens over all its tokens; -inf for the others."""
     whole = jnp.full((*scores.shape[:3], tokens + 1), -jnp.inf, scores.dtype)
     place = jnp.broadcast_to(jnp.where(pos >= 0, pos, tokens)[None, :, None], scores.shape)
     return jnp.put_along_axis(whole, place, scores, axis=3, inplace=False)[..., :tokens]

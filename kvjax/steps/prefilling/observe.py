@@ -1,4 +1,4 @@
-"""How a prompt is read: whole, some of its tokens alone, with marks, or with memory tokens behind chunks."""
+"""How a method reads a prompt: whole, some tokens alone, with marks, or with memory tokens after chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def observe(
     needs: frozenset,
     as_steps: bool = False,
 ) -> Prompt:
-    """New tokens through the model, over what the cache holds, in the way in which the method reads them."""
+    """Runs new tokens through the model over what the cache holds, as the method reads prompts."""
     word = run.method.reread
     if word is None:
         return read_tokens(run, params, tokens, lengths, cache, needs, as_steps)
@@ -50,7 +50,7 @@ def observe(
 def _chosen(
     run: Run, params: Params, tokens: IdsOrVectors, lengths: Int[Array, "B"], cache: Cache | None
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-    """The tokens that a layer's score chooses, in their order, and which of the entries are any."""
+    """The tokens that a layer's score chooses, in order, and which of the M entries are in use."""
     first, count, last = 0, 0, run.method.reread.after(run.config.layers)
     while first <= last:
         first, count = first + next(iter(params["layers"][count].values())).shape[0], count + 1
@@ -61,7 +61,7 @@ def _chosen(
         )
     below = params | {"layers": params["layers"][:count]}
     past = None if cache is None else dataclasses.replace(cache, groups=cache.groups[:count])
-    # Something is observed, so that no layer runs for the last tokens alone.
+    # RawKeys is added so that something is observed, and no layer runs for the last tokens alone.
     needs = run.method.reread.needs | {RawKeys()}
     found = read_tokens(unnarrowed(run), below, tokens, lengths, past, needs)
     return chosen(run, params, found.positions, found.fresh[-1])
@@ -76,9 +76,9 @@ def _distilled(
     needs: frozenset,
     choice: tuple[Int[Array, "B M"], Bool[Array, "B M"]],
 ) -> Prompt:
-    """All tokens are read, those that were chosen with marks; these alone stay, at their positions.
+    """Reads all tokens, the chosen ones with marks; only these are stored, at their positions.
 
-    The last token of a row answers, so it has no mark.
+    The last token of a row has no mark, because the answer is predicted from it.
     """
     index, used = choice
     rows, one = jnp.arange(len(index))[:, None], (used & (index < lengths[:, None] - 1)).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""A probe of a prompt: queries that are asked over all of its slots before anything is chosen among them."""
+"""Probes: queries that attend to all slots of a prompt before any are selected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_probe(
     probe: Any,
     pasts: tuple[GroupState, ...],
 ) -> dict[int, Fresh]:
-    """`fresh` with what a probe's queries see of every uncompressed slot, which lie in `views` as stored."""
+    """`fresh` with what a probe observes of every uncompressed slot; `views` holds the slots as stored."""
     pos, length = prompt.positions
     given = prompt.question
     if given is None and not probe.ahead:
@@ -76,7 +76,7 @@ def with_probe(
 def _written(
     run: Run, params: Params, logits: Float[Array, "B V"], over: Cache, many: int
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
-    """The likeliest tokens behind a prompt, each read anew with those before it, and their number."""
+    """The tokens that greedy decoding generates after a prompt, and their number."""
     rows = jnp.zeros(logits.shape[0], jnp.int32)
 
     def write(i: int | Array, tokens: Int[Array, "B P"], logits: Float[Array, "B V"]) -> Int[Array, "B P"]:
@@ -90,7 +90,7 @@ def _written(
 
 
 def as_it_turns(run: Run) -> Run:
-    """A run that keeps everything, over keys that lie as this one stores them."""
+    """A run that keeps everything, with keys stored as in `run`."""
     keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
     bare = Store(unrotated=True) if run.unrotated and keep is None else None
     return run._replace(method=Method(keep, bare), implementation=None)
@@ -99,7 +99,7 @@ def as_it_turns(run: Run) -> Run:
 def _keys_of_probe(
     run: Run, gm: GroupMethod, view: View, new: Fresh, at: Positions
 ) -> Float[Array, "Lg B K P H"]:
-    """A probe's own keys as its queries meet them, behind the slots of a view."""
+    """A probe's own keys as its queries meet them, after the slots of a view."""
     rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
 
     def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
@@ -111,7 +111,7 @@ def _keys_of_probe(
 
 
 def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
-    """A prompt read for the first time together with a probe's scores, so that many budgets share them."""
+    """A prompt with a probe's scores, computed once so that many budgets can share them."""
     gms = run.groups(params)
     fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
     views = {i: union(gms[i], NOTHING, (), f, prompt.positions.pos) for i, f in fresh.items()}

@@ -1,4 +1,4 @@
-"""Many new tokens through a model, over what a cache holds, and what is observed of them there."""
+"""Runs many new tokens through a model, over what a cache holds, and records observations."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from kvjax.steps.shared.run import Run, answered, below_taken, held
 
 
 class Prompt(NamedTuple):
-    """Everything a prefill computed, before anything was compressed.
+    """Everything that a prefill computed, before anything is compressed.
 
-    fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
-    the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
-    these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
-    question: tokens that stand at the end of the whole text, of rows that do not end here, and their number.
+    fresh: per group a Fresh, the new states, or None if the layers add nothing. narrowed: the positions of
+    the tokens that upper layers read, if the method has a `Narrow`. source: the indices of these tokens among
+    the given ones (-1 on padding), if it has a `Reread`. logits: of each row's last token, or of every token.
+    question: the tokens at the end of the whole text, for rows that do not end in this chunk, and their
+    number.
     """
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
@@ -53,7 +54,7 @@ class Prompt(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """What is observed of new tokens, by how it is found. meetings: how queries meet keys."""
+    """The observations to record for new tokens. meetings: those computed from queries and keys."""
 
     masses: tuple[Mass, ...]
     meetings: tuple[Meeting, ...]
@@ -71,10 +72,10 @@ def _asked(needs: frozenset) -> _Recorded:
 
 
 class _Reading(NamedTuple):
-    """What every layer is read with.
+    """What reading a layer needs.
 
-    narrows: upper layers see fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh that tokens may
-    lie on.
+    narrows: whether upper layers read fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh over
+    which tokens may be split.
     """
 
     run: Run
@@ -97,7 +98,7 @@ class _Reading(NamedTuple):
         if gm.sees_below or "decoded" in layer.publishes:
             held, rows = over_below(gm, state, layer.taken.get("below"))
         past = past_sets(layer, completed(self.states, layer.group, held), self.pools)
-        # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
+        # A prefill that ends early has only the queries of the last tokens, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
         stands, meets = standing(layer, self.marks)
         by = pos if stands is layer.pos else stands
@@ -117,7 +118,7 @@ class _Reading(NamedTuple):
         inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, taught, self._ids(pos), met, x.v)
         mesh, since = self._mesh(x.q.shape[2]), []
         if gm.hiding is not None:
-            # No kernel hides slots from some queries alone, nor do devices that meet each other's.
+            # No kernel hides slots from some queries alone, nor do devices that attend to each other's slots.
             (*past, new), since = hidden(gm, inputs, [*past, new], remembered(layer, state, self.pools))
             mesh = None
         gone = answered(gm, layer, state, q, self.params)
@@ -135,13 +136,13 @@ class _Reading(NamedTuple):
         return out, state, left | published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
-        """The ids of the tokens at these positions; None where vectors were given."""
+        """The ids of the tokens at these positions; None if vectors were given."""
         if self.tokens.ndim == 3 or not self.narrows:
             return None if self.tokens.ndim == 3 else self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
 
     def _mesh(self, tokens: int) -> OnMesh | None:
-        """The mesh, where so many tokens are split over it, or lists lie whole on its devices."""
+        """The mesh, if this many tokens are split over it or devices hold whole KV heads."""
         on, parts = self.on, (part for state in self.states for part in state.parts)
         if on is None or on.token_axes(tokens):
             return on
@@ -150,7 +151,7 @@ class _Reading(NamedTuple):
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
     ) -> Fresh:
-        """What was asked for, of one layer. found: the masses of every set; since: where sets are hidden."""
+        """One layer's observations. found: the masses of every set; since: from where sets are hidden."""
         asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
         received = tuple(
             {key_of(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found
@@ -193,10 +194,10 @@ def read_tokens(
     as_steps: bool = False,
     marks: Marks | None = None,
 ) -> Prompt:
-    """New tokens through all layers, over what the cache holds; nothing is stored yet.
+    """Runs new tokens through all layers, over what the cache holds, without storing anything.
 
-    as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
-    and the logits are those of all of them. marks: which tokens are projected by more weights.
+    as_steps: computes what single steps would: tokens see each other as they will be stored, in the method's
+    codes, and the logits are those of all tokens. marks: which tokens are projected with additional weights.
     """
     return read_with_hidden(run, params, tokens, lengths, cache, needs, as_steps, marks)[0]
 
@@ -211,7 +212,7 @@ def read_with_hidden(
     as_steps: bool = False,
     marks: Marks | None = None,
 ) -> tuple[Prompt, Float[Array, "B _ D"]]:
-    """`read_tokens`, and the last layer's outputs, before the last norm, as in `Ran.x`."""
+    """`read_tokens`, and the last layer's outputs before the last norm, as in `Ran.x`."""
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
@@ -256,7 +257,7 @@ def read_with_hidden(
 
 
 def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
-    """What a group computed, with what is known of its new tokens once all layers have run."""
+    """What a group computed, with traces of its new tokens that are known only after all layers have run."""
     told = {
         key_of(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[key_of(t)].shape)
         for t in late
@@ -266,7 +267,7 @@ def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fre
 
 
 def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
-    """What a prompt computed, with keys and values, which are as large as a cache, where that will lie."""
+    """What a prompt computed, with keys and values, as large as a cache, sharded as the cache will be."""
 
     def pin(x: Array | None) -> Array | None:
         return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", "tokens", None)
@@ -277,14 +278,14 @@ def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
     """What settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
 
-    Traces grow whether slots leave now or not.
+    Traces are updated whether or not slots are evicted now.
     """
     out = frozenset({RawKeys()}) if run.unrotated else frozenset()
     narrow = narrow_of(run)
     out |= narrow.needs if narrow is not None and compress else frozenset()
     for gm in run.groups(params):
         out |= {*gm.traces, *(o for trace in gm.traces for o in trace.needs)}
-        # What codecs learn cannot be taken back, as tokens can that were stored without a choice.
+        # What codecs learn cannot be undone, unlike tokens that were stored without a selection.
         out |= {*gm.learns} if compress else set()
         if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
             out |= {*observations(gm.keep)}

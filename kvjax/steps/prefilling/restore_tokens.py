@@ -1,4 +1,4 @@
-"""What learned tokens read of a prompt before slots of it leave, beside those that stay."""
+"""Restore tokens: learned tokens attend to a prompt before slots are evicted, and are then stored."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def with_restored(
     views: dict[int, View],
     scores: dict[int, Float[Array, "_ B K _"]],
 ) -> tuple[dict[int, View], dict[int, Float[Array, "_ B K _"]], Int[Array, "B"]]:
-    """Views with the slots of restore tokens behind the prompt's, their scores, and the length with them.
+    """Views with the slots of restore tokens after the prompt's, their scores, and the length with them.
 
-    The views hold slots as they are stored. Rows without new tokens get no more of them.
+    The views hold slots as they are stored. Rows without new tokens get no restore tokens.
     """
     word: RestoreTokens = run.method.restore
     assert word.fitted is not None
@@ -50,7 +50,7 @@ def with_restored(
 
 
 def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
-    """A view with restore tokens' slots, as the method stores keys and values."""
+    """A view with the slots of restore tokens appended, stored as the method stores keys and values."""
     assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
     k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
     k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)

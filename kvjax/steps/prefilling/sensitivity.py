@@ -1,4 +1,4 @@
-"""How much the last hidden states of some tokens depend on what each layer's attention writes for them."""
+"""Sensitivity: the gradient of the last hidden states with respect to each layer's attention output."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def read_with_sensitivity(
 ) -> tuple[Prompt, tuple[Float[Array, "Lg B T"], ...]]:
     """`read_tokens`, and for each group of layers |d phi / d a_i| of every token i; 0 on padding.
 
-    a_i is the hidden state behind a layer's attention, and phi = sum_i |h_i|^2 over the outputs h of the last
-    layer (KVgrad). What the cache holds is a constant. needs is not empty, so that all layers see all tokens.
+    a_i is the hidden state after a layer's attention, and phi = sum_i |h_i|^2 over the outputs h of the last
+    layer (KVgrad). What the cache holds is a constant. needs must not be empty, so that all layers read all
+    tokens.
     """
     b, t = tokens.shape[:2]
     width, dtype = run.config.d_model, params["norm"].dtype

@@ -1,4 +1,4 @@
-"""What a prompt leaves in a cache: `settle` scores, evicts and stores; `prefill` reads, too, jitted."""
+"""Settling: `settle` scores, evicts and stores what a prompt computed; `prefill` also reads it, jitted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from kvjax.steps.shared.run import Run, repeated
 
 
 def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
-    """Keys and values as the method stores them: perhaps unrotated, repeated for per-query-head lists."""
+    """Keys and values as the method stores them: perhaps unrotated, or repeated per query head."""
     assert fresh.k is not None
     k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
     v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
@@ -56,15 +56,15 @@ def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
 
 
 def _no_slots(layers: int, rows: int) -> Slots:
-    """What layers hold that read another one's slots, or no context: nothing, in the shape of slots."""
+    """Empty slots, for layers that read another layer's slots or have no context."""
     empty = jnp.zeros((layers, rows, 0, 0, 0))
     return Slots(empty, None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
 
 
 def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
-    """States as the method stores them: a codec encodes matrices, vectors stay as they are.
+    """States as the method stores them: a codec encodes matrices, vectors are unencoded.
 
-    more: the room that those get that grow.
+    more: the room of those parts that grow.
     """
     codec = gm.codecs[0]
     state = State({n: encode(x, codec if x.ndim >= 5 else None) for n, x in new.items()})
@@ -85,7 +85,7 @@ def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str
 def settle(
     run: Run, params: Params, prompt: Prompt, cache: Cache | None, *, tokens: int, room: int, compress: bool
 ) -> Cache:
-    """From what a prefill computed to the cache it leaves, as `settled` without its second result."""
+    """The cache after a prefill: `settled` without its second result."""
     return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress)[0]
 
 
@@ -100,11 +100,11 @@ def settled(
     compress: bool,
     ahead: ChunkHint = AT_ONCE,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
-    """The cache that a prefill leaves, and the layers in which a live slot's score is not a number (NaN).
+    """The cache after a prefill, and the layers in which a live slot's score is NaN.
 
-    tokens bounds how many tokens any row has seen (static). With compress=False, or where a group keeps
+    tokens bounds how many tokens any row has seen (static). With compress=False, or if a group keeps
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window. ahead:
-    what a chunk of a prompt is told of the others.
+    what a chunk of a prompt must know of the others.
     """
     gms = taught_groups(run.groups(params), params, cache)
     learnt = [f.rows if isinstance(f, Fresh) else {} for f in prompt.fresh]
@@ -133,7 +133,7 @@ def settled(
         views, scores, after = with_restored(run, params, prompt, views, scores)
     kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
     if cache is not None:
-        # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
+        # A row without new tokens, such as one that ended in an earlier chunk, is unchanged.
         idle = (pos < 0).all(-1)[None, :, None, None]
         before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
         kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}
@@ -165,7 +165,7 @@ def settled(
 
 
 class _Sizes(NamedTuple):
-    """What a cache is built for (static): tokens a row has seen at most, room for more, later chunks."""
+    """Static sizes of a cache: the most tokens a row has seen, room for more, and hints on later chunks."""
 
     tokens: int
     room: int
@@ -175,9 +175,8 @@ class _Sizes(NamedTuple):
 class _AtWork(NamedTuple):
     """Groups between reading and storing.
 
-    groups: those that are done already. fresh: what every group with slots computed, as it is stored. views:
-    the slots of the groups that are not done, as they are stored, and shown: with the keys that their words
-    look at.
+    groups: the finished ones. fresh: what every group with slots computed, as stored. views: the slots of the
+    unfinished groups, as stored; shown: the same with keys as the method's words see them.
     """
 
     groups: dict[int, GroupState]
@@ -197,7 +196,7 @@ def _begun(
     sizes: _Sizes,
     compress: bool,
 ) -> _AtWork:
-    """Groups that choose nothing are finished: states, merged layers, what only grows. Others form views."""
+    """Finishes groups that select nothing (states, merged layers, only growing ones); others form views."""
     pos, length = prompt.positions
     out, below = _AtWork({}, {}, {}, {}, old_pools), None
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
@@ -232,7 +231,7 @@ def _begun(
 
 
 def _seen(gms: tuple[GroupMethod, ...], i: int) -> bool:
-    """Whether the codes of the group above look at group `i`."""
+    """Whether the codecs of the group above look at group `i`."""
     return i + 1 < len(gms) and gms[i + 1].sees_below
 
 
@@ -244,7 +243,7 @@ def _scores(
     fresh: dict[int, Fresh],
     length: Int[Array, "B"],
 ) -> dict[int, Float[Array, "Lg B K S"]]:
-    """By group, the scores by which slots are chosen, as its words look at them."""
+    """The scores by which slots are selected, per group, with slots as words see them."""
     found = {
         i: score_slots(
             gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i],
@@ -264,13 +263,13 @@ def _built(
     index: int,
     new: int,
 ) -> GroupState:
-    """A group's dense segments; a keep that does not act yet leaves everything, with the room behind it."""
+    """A group's dense segments; a keep that does not act yet keeps everything, with room after it."""
     plain = gm if acting else gm.replaced(keep=None, stack=None)
     if sizes.ahead.slots and not (acting or gm.evicting):
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
     built = build(plain, view, kept, sizes.tokens, sizes.room)
     if gm.evicting and gm.split and not acting:
-        # Steps need a spare granule: places of evicted slots are free only once they are gathered.
+        # Steps need a spare granule: places of evicted slots are free only once granules are compacted.
         return widened(gm, built, gm.granule)
     return built if acting else with_empty_tier(gm, built, view, sizes.tokens, sizes.room)
 
@@ -278,7 +277,7 @@ def _built(
 def _lost(
     params: Params, scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
 ) -> Bool[Array, "layers B"]:
-    """The layers in which a live slot's score is not a number (NaN)."""
+    """The layers in which a live slot's score is NaN."""
     layers = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
     return jnp.concatenate(
         [
@@ -289,9 +288,9 @@ def _lost(
 
 
 def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:
-    """By group, the scores of a first prompt's tokens, as `settle` chooses by; only groups that have any.
+    """Per group, the scores of a first prompt's tokens by which `settle` selects; only groups that have any.
 
-    Tokens that a group's layers did not see score -inf.
+    Tokens that a group's layers did not read score -inf.
     """
     gms = run.groups(params)
     fresh = {i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
@@ -323,9 +322,9 @@ def prefill(
     ahead: ChunkHint = AT_ONCE,
     watched: bool = False,
 ) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
-    """Logits at each row's last new token, and the cache after storing (and compressing) them.
+    """Logits at each row's last new token, and the cache after storing (and compressing) the new tokens.
 
-    watched: also the layers in which a score is not a number, in the rows whose logits are numbers.
+    watched: also returns the layers in which a score is NaN, in rows whose logits are finite numbers.
     """
     needs = needs_of(run, params, compress)
     prompt = observe(run if compress else unnarrowed(run), params, tokens, lengths, cache, needs)

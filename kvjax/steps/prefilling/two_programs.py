@@ -1,9 +1,9 @@
-"""A prompt that one program reads and another compresses, so that methods share the first, a decoder.
+"""Prefill in two programs: one reads a prompt, one compresses it, so that methods share the first.
 
-Where a method chooses among a prompt's slots, all that it has to be told while the prompt is read is a few
-observations, and many methods ask for the same ones. Reading is compiled for a model and those; choosing,
-which compiles sooner, for every method. What only stores is read and stored by one program: between two of
-them, the keys and values of all layers would lie in memory.
+While a prompt is read, a method that selects among its slots needs only a few observations, and many methods
+need the same ones. The program that reads is compiled per model and set of observations; the one that
+selects compiles faster, and is compiled per method. A method that only stores uses a single program: between
+two programs, the keys and values of all layers would be in memory.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvjax.steps.shared.run import Run
 
 
 def chooses(method: Method) -> bool:
-    """Whether a method chooses among the slots of a prompt, so that it is read and compressed apart."""
+    """Whether a method selects among a prompt's slots, so that two programs read and compress it."""
     return any(one.keep is not None and one.keep.score is not None for one in method.sentences)
 
 
 def reading(run: Run) -> Run:
-    """What reading a prompt depends on beside the observations: nothing of most methods.
+    """The part of a run that reading a prompt depends on: for most methods, nothing of the method.
 
-    Which tokens a layer sees or hides, the phase of its keys, what answers for slots that have left, and
-    codes that only fitted arrays can read change what is read.
+    Which tokens a layer reads or hides, the phase of its keys, what answers for evicted slots, and codecs
+    that need fitted arrays change what is read.
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
     own = any(k.narrow is not None or isinstance(k.merge, Answering) or hiding_of(k) for k in keeps)
@@ -72,9 +72,9 @@ def compress(
     room: int,
     ahead: ChunkHint,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
-    """The cache of a prompt, and the layers in which a score is not a number.
+    """The cache of a prompt, and the layers in which a score is NaN.
 
-    Rows whose logits are no numbers count for nothing there.
+    Rows whose logits are NaN are not counted there.
     """
     prompt = prompt._replace(logits=logits)
     new, lost = settled(run, params, prompt, cache, tokens=tokens, room=room, compress=True, ahead=ahead)
@@ -95,8 +95,8 @@ def prefill_apart(
 ) -> tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
     """`kvjax.steps.prefill(..., compress=True, watched=True)` in two programs.
 
-    The prompt leaves memory with the second. It is not donated, because no array of the cache is as large as
-    one of the prompt's and could lie in its place. question: as in `Prompt`.
+    The prompt is freed after the second one. It is not donated, because no array of the cache is as large as
+    one of the prompt's and could reuse its memory. question: as in `Prompt`.
     """
     sizes: dict[str, Any] = dict(tokens=tokens_bound, room=room, ahead=ahead)
     logits, prompt = read(reading(run), params, tokens, lengths, cache, needs_of(run, params))

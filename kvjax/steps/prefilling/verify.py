@@ -1,4 +1,4 @@
-"""Many new tokens as single steps would take them: the logits of all, and a cache that holds them all."""
+"""Verify: many new tokens computed as single steps would: the logits of all, and a cache with them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvjax.steps.shared.run import Run
 def verify(
     run: Run, params: Params, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Logits at every one of the new tokens, and the cache that holds them in the slots that it has.
+    """Logits at every one of the new tokens, and the cache with them in its existing slots.
 
-    It is what steps give as long as nothing that a token meets changes between two of them: no slot leaves
-    but those outside a window, and none is encoded behind the tail (`until_flush`).
+    The result equals that of single steps if no step changes what later tokens attend to: no slot is evicted
+    except those outside a window, and none is encoded from the tail (`until_flush`).
     """
     run = unnarrowed(run)
     needs = needs_of(run, params, compress=False)
@@ -34,14 +34,14 @@ def verify(
 
 
 def _longest_window(gms: tuple[GroupMethod, ...], cache: Cache) -> int:
-    """Of how many tokens windowed layers have slots; a bound by which they get as many again."""
+    """The most tokens for which windowed layers have slots; they get as many slots in addition."""
     tails = [group.tail for gm, group in zip(gms, cache.groups, strict=True) if gm.evicting]
     return max((tail.capacity - 1 for tail in tails if tail is not None), default=1)
 
 
 @partial(jax.jit, static_argnums=0)
 def until_flush(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
-    """Per row, the tokens up to the one behind which a step moves a granule from a tail to its body."""
+    """Per row, the number of tokens up to the one after which a step flushes a granule of the tail."""
     least = jnp.full(cache.next.shape, 2**30, jnp.int32)
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.split:

@@ -1,4 +1,4 @@
-"""What codecs were fitted to and what rows learnt for them, lent to a cache's codes while a program runs."""
+"""Fitted and learnt arrays of codecs, attached to a cache's codes while a program runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvjax.state.codes import LEARNT, Taught, lent
 def taught_groups(
     gms: tuple[GroupMethod, ...], params: Params, cache: Cache | None = None
 ) -> tuple[GroupMethod, ...]:
-    """Groups with the arrays that their codecs' words were fitted to, of their own layers.
+    """The groups with the fitted arrays of their own layers for their codecs.
 
-    With those, too, that the rows of the cache have learnt.
+    Also with what the rows of the cache have learnt.
     """
     sizes = [next(iter(p.values())).shape[0] for p in params["layers"]]
     found = [_taught(gm, n, params) for gm, n in zip(gms, sizes, strict=True)]
@@ -31,7 +31,7 @@ def taught_groups(
 
 
 def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:
-    """The group with what rows carry of what its codecs learn."""
+    """The group with what rows carry for its codecs."""
     learnt = {key_of(o): {LEARNT: rows[key_of(o)]} for o in gm.learns if key_of(o) in rows}
     return gm.replaced(taught=dict(gm.taught) | learnt) if learnt else gm
 
@@ -45,10 +45,10 @@ def _taught(gm: GroupMethod, layers: int, params: Params) -> Taught | tuple[()]:
 
 
 def lend(groups: tuple[GroupState, ...], gms: tuple[GroupMethod, ...]) -> tuple[GroupState, ...]:
-    """What groups hold, with the fitted arrays beside their codes."""
+    """The groups' states with fitted arrays attached to their codes."""
     return tuple(lent(group, gm.taught) for group, gm in zip(groups, gms, strict=True))
 
 
 def returned(cache: Cache) -> Cache:
-    """The cache without what was lent to it."""
+    """The cache without the arrays that `lend` attached."""
     return dataclasses.replace(cache, groups=lent(cache.groups, ()))

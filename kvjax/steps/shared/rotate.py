@@ -1,4 +1,4 @@
-"""Keys and queries as they meet: turned by what a method's phase says, where keys lie unrotated."""
+"""Rotation of queries and stored keys as the method's phase says, if keys are stored unrotated."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from kvjax.steps.shared.run import Run
 def turns_of(
     run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]], layer: int | None = None
 ) -> tuple[PairRotation, ...]:
-    """What queries and the keys of all sets turn by; keys that are stored turned do so no more.
+    """The rotations of queries and of all sets of keys; keys that are stored rotated are not rotated again.
 
-    layer: one that a first prompt runs through, where not all layers meet it alike.
+    layer: a layer of a first prompt, if its phase differs between layers.
     """
     phase = run.phase if layer is None else run.phase_in(layer)
     return phase.turns(q_pos, sets) if run.unrotated else (PairRotation(q_pos[:, None], ()),)
 
 
 def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> PairRotation:
-    """By what one query per row and the slots turn; where it has several turns, these differ in who meets."""
+    """The rotation of one query per row and of the slots; further rotations differ in which pairs attend."""
     return turns_of(run, at[:, None], sets)[0]
 
 
 def turns_over(
     run: Run, at: Int[Array, "B"], parts: Sequence[Segment], index: int | Array, pools: tuple[Pages, ...] = ()
 ) -> tuple[PairRotation, ...]:
-    """The turns of one query per row over one layer of some parts."""
+    """The rotations of one query per row over one layer of some parts."""
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
         pos = gather_pages(one, pools[one.pool]).pos if isinstance(one, Paged) else one.pos
         assert pos is not None
-        # Copies may have the slots of a part in common, and so turn them alike.
+        # Copies of a row may share the slots of a part, and then rotate them alike.
         found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
     return turns_of(run, at[:, None], found)
 
@@ -52,7 +52,7 @@ def turns_over(
 def turned_queries(
     layer: Layer, q: Float[Array, "B N T H"], turn: PairRotation, length: Int[Array, "B"]
 ) -> Array:
-    """Queries with their rotation; those of a group turn as its list says."""
+    """Rotated queries; those of a group are rotated as its KV head says."""
     phase = turn.queries
     if phase.shape[1] > 1:
         phase = jnp.repeat(phase, q.shape[1] // phase.shape[1], axis=1)
@@ -60,13 +60,13 @@ def turned_queries(
 
 
 def rope_of_keys(layer: Layer) -> Rope:
-    """The rotation of the keys that a layer meets: its own, or that of the layer whose slots it reads."""
+    """The RoPE of the keys that a layer attends to: its own, or that of the layer whose slots it reads."""
     source = layer.mixer.source_of("slots")
     return layer.rope if source is None else mixer_of(layer.config, source).rope(layer.config, source)
 
 
 def turned_keys(rope: Rope, keys: Keys, turn: PairRotation, i: int, length: Int[Array, "B"]) -> Keys:
-    """Set `i` of the keys as queries meet it."""
+    """Set `i` of the keys, rotated as queries meet it."""
     if not turn.keys or keys.pos is None:
         return keys
     pos = keys.pos if turn.meeting is None else turn.meeting.keys[i]
@@ -74,12 +74,12 @@ def turned_keys(rope: Rope, keys: Keys, turn: PairRotation, i: int, length: Int[
 
 
 def sharpened(q: Float[Array, "B N T H"], turn: PairRotation) -> Float[Array, "B N T H"]:
-    """Queries whose logits are as sharp as a turn says."""
+    """Queries scaled by the sharpness of a rotation."""
     return q if turn.meeting is None else (q * turn.meeting.sharpness[:, None, :, None]).astype(q.dtype)
 
 
 def weighed(lse: Float[Array, "B N T"], turn: PairRotation) -> Float[Array, "B N T"]:
-    """The weight of one part of a union, as a turn says."""
+    """The weight of one part of a union, as a rotation says."""
     return lse if turn.meeting is None else lse * turn.meeting.weight[:, None]
 
 
@@ -98,9 +98,9 @@ def attend_turned(
     in_places: bool = False,
     on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
-    """Attention of a layer's unrotated queries, as `attend_new`; where there are several turns, part by part.
+    """Attention of a layer's unrotated queries, as `attend_new`; part by part if there are several rotations.
 
-    Masses and logits are those of the first turn, which is the only one where anything asks for them.
+    Masses and logits are those of the first rotation, which is the only one if they are needed.
     """
     parts, window = list(more), turns[0].window(layer.window)
     for turn in turns[1:]:
@@ -110,7 +110,7 @@ def attend_turned(
             here, pos = layer._replace(window=beyond), layer.pos - turn.behind
             ordered = beyond is None
             if turn.meeting is not None:
-                # Where tokens stand still grows with their places, by one or more.
+                # The positions by which tokens are rotated grow with their indices, by at least one.
                 pos, ordered = turn.meeting.queries, True
             out, lse, *_ = attend_sets(
                 here, x._replace(extra=None), sharpened(q, turn), sets[-1], sets[:-1], pos,
@@ -133,7 +133,7 @@ def _met(
 
 
 def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
-    """All layers of a view with the keys that scores look at: as the newest query of every row meets them."""
+    """All layers of a view with keys as scores see them: as the newest query of every row meets them."""
     if not run.unrotated:
         return view
 

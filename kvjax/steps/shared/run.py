@@ -1,4 +1,4 @@
-"""What is static in a run, and the phase and layout that follow from it."""
+"""The static part of a run, and the phase and layout that follow from it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kvjax.state.cache import GroupState, Slots
 
 
 class Run(NamedTuple):
-    """What is static in a run: equal values share compiled programs.
+    """The static part of a run: runs with equal values share compiled programs.
 
-    implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. A GPU's are those of
-    attention in steps alone. on_mesh: how arrays are split over devices, where they are.
+    implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. GPU kernels exist for
+    attention in decode steps alone. on_mesh: how arrays are sharded, if they are.
     """
 
     config: Config
@@ -40,11 +40,11 @@ class Run(NamedTuple):
     on_mesh: OnMesh | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
-        """What the method means for each group of layers; remembered, because every step asks."""
+        """What the method means for each group of layers; cached, because every step needs it."""
         return _groups(self, tuple(next(iter(p.values())).shape[0] for p in params["layers"]))
 
     def acts(self, gm: GroupMethod, compress: bool) -> bool:
-        """Whether a prefill chooses among a group's slots: windowed layers always keep their window alone."""
+        """Whether a prefill selects among a group's slots: windowed layers always keep just their window."""
         return gm.keep is not None and (compress or self.config.window(gm.first) is not None)
 
     def merges(self, gm: GroupMethod, compress: bool) -> bool:
@@ -53,22 +53,22 @@ class Run(NamedTuple):
 
     @property
     def without_gpu(self) -> str | None:
-        """`implementation` where GPUs have no kernel and what XLA makes of the plain form serves them."""
+        """`implementation`, or None where GPUs have no kernel and use XLA's version of the reference."""
         return None if (self.implementation or "").startswith("gpu") else self.implementation
 
     @property
     def phase(self) -> Phase:
-        """What keys and queries turn by."""
+        """How keys and queries are rotated."""
         return BY_POSITION if self.method.keep is None else self.method.keep.phase
 
     def phase_in(self, layer: int) -> Phase:
-        """The same in a layer that a first prompt runs through."""
+        """The same in a given layer of a first prompt."""
         narrow = None if self.method.keep is None else self.method.keep.narrow
         return self.phase if narrow is None else narrow.phase_in(layer, self.config.layers, self.phase)
 
     @property
     def unrotated(self) -> bool:
-        """Whether keys lie in the cache as they were before their rotation."""
+        """Whether keys are stored before rotation."""
         return not self.phase.steady or (self.method.store is not None and self.method.store.unrotated)
 
     @property
@@ -76,7 +76,7 @@ class Run(NamedTuple):
         return self.method.keep is not None and self.method.keep.per_query_head
 
     def met(self, layer: int) -> AsMet | None:
-        """How a layer's stored slots become what its queries meet; None where scores cannot look at that."""
+        """How a layer's stored slots become what its queries attend to; None if scores cannot use that."""
         mixer, window = mixer_of(self.config, layer), self.config.window(layer)
         slots = mixer.slots(self.config)
         if slots is None or not slots.expands:
@@ -132,7 +132,7 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
 
 
 def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
-    """Which layers' picks the groups read, where only some layers choose."""
+    """The groups with the layers whose picks they read, if only some layers choose pages."""
     out, picker = [], None
     ends = [gm.first for gm in gms[1:]] + [layers]
     for gm, end in zip(gms, ends, strict=True):
@@ -152,7 +152,7 @@ def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupM
 
 
 def held(layer: Layer, state: GroupState) -> list[Keys]:
-    """The context that a layer holds, or the one that it reads: no set where there is none."""
+    """The context that a layer holds, or the one that it reads; empty if there is none."""
     slots = layer.taken.get("slots")
     group, index = (state, layer.index) if slots is None else (slots.state, 0)
     return [s.layer(index).keys() for s in group.parts if isinstance(s, Slots) and s.capacity]
@@ -161,7 +161,7 @@ def held(layer: Layer, state: GroupState) -> list[Keys]:
 def answered(
     gm: GroupMethod, layer: Layer, state: GroupState, q: Float[Array, "B N T H"], params: Params
 ) -> list[tuple[Array, Array]]:
-    """(out, lse) of a layer's rotated queries over what has left it, where the merge answers for that."""
+    """(out, lse) of a layer's rotated queries over its evicted slots, if the merge estimates it."""
     carried = None if gm.answering is None else state.rows.get(key_of(gm.answering))
     if gm.answering is None or carried is None:
         return []
@@ -170,7 +170,7 @@ def answered(
 
 
 def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
-    """Keys or values repeated for every query head where the method selects per query head.
+    """Keys or values repeated for every query head, if the method selects per query head.
 
     Windowed layers select nothing, and latents serve all heads at once.
     """
@@ -182,5 +182,5 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
 
 
 def below_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
-    """From which layer groups take decoded slots, by the first layer of the group."""
+    """From which layers groups take decoded slots, by the first layer of the group."""
     return {gm.first: {"below": Take("decoded", gm.first - 1)} for gm in gms if gm.sees_below}
