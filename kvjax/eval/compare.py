@@ -6,7 +6,7 @@ import dataclasses
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +25,9 @@ from kvjax.eval.report.console import make_console
 from kvjax.eval.report.duels import duels_of
 from kvjax.eval.report.frontier import panels_of, write_frontier
 from kvjax.eval.report.page import caption_of, write_report
-from kvjax.eval.report.progress import Bars
 from kvjax.eval.report.scores_section import Picture
-from kvjax.eval.run.cellplan import Custom, Entry, my_cells, plan_cells
+from kvjax.eval.run.asking import ask, unit_key
+from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.estimate import estimate
 from kvjax.eval.run.examples import kept_examples, task_examples
@@ -35,15 +35,14 @@ from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.perplexity import compare_text
 from kvjax.eval.run.pictures import draw_pictures
-from kvjax.eval.run.plan import Batch, Plan, arrays_of, batches_of, check_protocols, planned, seeds_of
+from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planned, seeds_of
 from kvjax.eval.run.revision import revision
-from kvjax.eval.run.runner import Runner, Unit, programs
+from kvjax.eval.run.runner import Unit, programs
 from kvjax.eval.run.timings import CellTimings, timings_of
 from kvjax.eval.run.traced import check_traced
 from kvjax.eval.run.usual import usual_of
-from kvjax.eval.tasks.functions import Task, spelled
-from kvjax.eval.tasks.rows import Rows
-from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
+from kvjax.eval.tasks.functions import Task
+from kvjax.eval.tasks.sample import LENGTH
 from kvjax.eval.tasks.suite import notes_of
 from kvjax.grammar import Method
 from kvjax.hosts.messages import by_first, check_same, gathered, is_first
@@ -51,21 +50,13 @@ from kvjax.io.gin_bindings import load_preset
 from kvjax.io.load import load
 from kvjax.methods.user import sources
 from kvjax.models.model import Model, check_single
-from kvjax.steps import Prompt
 
 # 2: the question stays in "aware".
 SCHEMA = 2
-# Batches whose seconds are measured, per cell and number of rows.
-TIMED = 3
 MORE = (
     "more: --methods well-known --budgets 0.5 0.25 0.125, --methods all, or names of `kvjax methods`; "
     "a task, model or text of your own: kvjax compare --help"
 )
-# The entry whose bytes are 100%.
-FULL = Entry("full", None, Method())
-# Cells that go through all batches before others do: a process holds the programs of so many. With all cells
-# on one batch after the other it would forget programs, and compile them again for every batch.
-TOGETHER = 40
 
 
 class Comparison(NamedTuple):
@@ -145,9 +136,7 @@ def compare(
     length = None if length is None else whole_number("length", length, 1, "tokens per context")
     seeds = seeds_of(seed, seeds, text)
     command = command_of(
-        model=model if isinstance(model, str) else model.name,
-        methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
-        budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
+        model=model if isinstance(model, str) else model.name, methods=methods, budgets=budgets, tasks=tasks,
         protocols=() if text else protocols or (), samples=samples, length=length, text=text, seeds=seeds,
         preset=preset, scores=scores, baselines=baselines, gold=bool(gold), mesh=mesh, rules=rules,
     )  # fmt: skip
@@ -166,11 +155,10 @@ def compare(
     if text is not None:
         length = length or LENGTH
         preset = preset or ("short" if length <= 1024 else "long")
-        entries = plan_cells(loaded, methods, budgets, preset, baselines)
-        check_traced(loaded, entries, bucket(length))
         found = compare_text(
-            loaded, entries, text, folder=folder, length=length, windows=samples, seed=seeds[0],
-            resume=resume, about={**_about(loaded), "command": command}, console=console,
+            loaded, _entries(loaded, methods, budgets, preset, baselines, length), text, folder=folder,
+            length=length, windows=samples, seed=seeds[0], resume=resume,
+            about={**_about(loaded), "command": command}, console=console,
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
     plan, preset = planned(
@@ -187,6 +175,20 @@ def compare(
     return found
 
 
+def _entries(
+    model: Model,
+    methods: Sequence[str | Method | Custom] | None,
+    budgets: Sequence[float | int] | None,
+    preset: str,
+    baselines: bool,
+    length: int,
+) -> list[Entry]:
+    """The cells of a comparison on a text, traced once, so that what cannot run is refused here."""
+    entries = plan_cells(model, methods, budgets, preset, baselines)
+    check_traced(model, entries, bucket(length))
+    return entries
+
+
 def _asked(
     plan: Plan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
 ) -> Comparison:
@@ -196,7 +198,7 @@ def _asked(
     if not log.done and (told := estimate(plan, batches)):
         console.print(told)
     try:
-        _run(plan, batches, log, console)
+        ask(plan, batches, log, console)
         log.join()
     finally:
         log.close()
@@ -244,83 +246,6 @@ def _settings(plan: Plan, preset: str) -> dict[str, Any]:
     }
 
 
-def _key(protocol: str, number: int, entry: Entry) -> str:
-    return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
-
-
-def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
-    arrays = arrays_of(plan, batches)
-    room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
-    entries = my_cells(plan.model, plan.entries)
-    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold, scan=plan.gold)
-    with Bars(console=console, transient=True) as progress:
-        bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
-        for cells in _groups(entries, len(batches)):
-            for (protocol, number, seed, *_), rows in zip(batches, arrays, strict=True):
-                todo = [e for e in cells if _key(protocol, number, e) not in log.done]
-                progress.advance(bar, len(cells) - len(todo))
-                if not todo:
-                    continue
-                prompt, read_s = runner.prompt(rows)
-                full_bytes = runner.bytes_of(FULL, prompt).kept
-                for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
-                    budget = "" if entry.budget is None else f" {entry.budget}"
-                    progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
-                    log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
-                    if number == 0:
-                        many = sum(b.protocol == protocol for b in batches)
-                        progress.say(_row(unit, protocol, entry, many))
-                    runner.make_room()
-                if len(batches) == 1:
-                    progress.update(bar, description="timing")
-                    _time_again(runner, log, batches[0], rows, todo, full_bytes)
-
-
-def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
-    """What a cell scored and weighs in its first batch of several."""
-    tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
-    score = np.mean([np.mean(scores) for scores in tasks.values()])
-    kept = np.mean([row["kept_bytes"] for row in unit.rows])
-    budget = "" if entry.budget is None else f" {entry.budget}"
-    more = "" if batches == 1 else f", after 1 of {batches} batches"
-    return f"{entry.label}{budget}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB{more}"
-
-
-def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
-    """The cells in the order in which they run: all together where there is one batch."""
-    together = len(entries) if batches == 1 else TOGETHER
-    return [entries[at : at + together] for at in range(0, len(entries), together)]
-
-
-def _time_again(
-    runner: Runner, log: UnitLog, batch: Batch, rows: Rows, cells: list[Entry], full_bytes: int
-) -> None:
-    """The only batch once more: its first runs compiled, so their seconds say nothing."""
-    prompt, read_s = runner.prompt(rows)
-    for entry in cells:
-        runner.make_room()
-        if not runner.together and not runner.times_run(entry, rows):
-            runner.unit(entry, prompt, rows, batch.protocol, full_bytes, alone=True)
-        unit = runner.unit(entry, prompt, rows, batch.protocol, full_bytes, alone=True)
-        log.add(_key(batch.protocol, batch.number, entry), _record(unit, read_s, rows, batch.seed))
-
-
-def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) -> dict[str, Any]:
-    lines = [{**row, "seed": seed} for row in unit.rows]
-    return {**unit._asdict(), "rows": lines, "read_s": read_s, "batch": rows.prompt.shape[0]}
-
-
-def _units(
-    runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
-) -> Iterator[tuple[Entry, Unit]]:
-    """Units as they finish."""
-
-    def unit(entry: Entry, alone: bool = False) -> Unit:
-        return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
-
-    return runner.units(unit, todo, [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED])
-
-
 def _about(model: Model) -> dict[str, Any]:
     """What ran where: the part of metrics.json that all comparisons share."""
     device = jax.local_devices()[0]
@@ -346,7 +271,7 @@ def _report(
     started: float,
     console: Console,
 ) -> Comparison:
-    keys = [_key(batch.protocol, batch.number, entry) for batch in batches for entry in plan.entries]
+    keys = [unit_key(batch.protocol, batch.number, entry) for batch in batches for entry in plan.entries]
     rows = [row for key in keys if key in log.done for row in log.done[key]["rows"]]
     cells, timings = summarise(rows), timings_of(plan.entries, log.done)
     preset = given["settings"]["preset"]
@@ -363,7 +288,9 @@ def _report(
         "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
     }
     if is_first():
-        _write(folder, rows, metrics, cells, kept_examples(plan, batches, log.done, _key), timings, pictures)
+        _write(
+            folder, rows, metrics, cells, kept_examples(plan, batches, log.done, unit_key), timings, pictures
+        )
     print_table(cells, timings, console)
     console.print(
         f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "

@@ -49,7 +49,6 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
     """Of evictions while decoding."""
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
     in_steps, threshold = keep.when.in_steps, hasattr(keep.allocate, "threshold")
-    masses = _masses(score)
     observed = observations(keep, in_steps=True)
     absent = [o for o in observed if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
     return [
@@ -83,11 +82,6 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             f"{', '.join(map(repr, absent))} exists in prefills only: use when=PREFILL_END",
         ),
         (
-            in_steps and not keep.when.at_once and bool(masses),
-            f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
-            "receive of the newest one: name traces, such as Received(Mass()), in its score",
-        ),
-        (
             hiding_of(keep) is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
             "what newer tokens drop leaves where the next one comes, from lists of equal heads: use "
             "UpTo(0.0), and when=STEP or PREFILL_END",
@@ -99,13 +93,26 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             f"{hiding_of(keep)!r} decides before a token attends, and merges or other observations ask what "
             "it attends to: leave them out",
         ),
+        *_at_once(keep, score),
+    ]
+
+
+def _at_once(keep: Keep, score: Score) -> Refusals:
+    """Of evictions after every token, which see slots in any order, and after several, which saw no mass."""
+    in_steps, at_once, masses = keep.when.in_steps, keep.when.at_once, _masses(score)
+    return [
         (
-            in_steps and keep.when.at_once and any(isinstance(t, Judging) for t in score.traces),
+            in_steps and not at_once and bool(masses),
+            f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
+            "receive of the newest one: name traces, such as Received(Mass()), in its score",
+        ),
+        (
+            in_steps and at_once and any(isinstance(t, Judging) for t in score.traces),
             f"{keep.when!r} sees slots in any order, and its score ranks them with their neighbours: evict "
             "after several tokens, as in Every(128)",
         ),
         (
-            in_steps and keep.when.at_once and getattr(keep.merge, "ordered", False),
+            in_steps and at_once and getattr(keep.merge, "ordered", False),
             f"{keep.when!r} sees slots in any order, and {keep.merge!r} asks which are neighbours: evict "
             "after several tokens, as in Every(128)",
         ),

@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_cell(small, tmp_path
 
 @pytest.mark.rotating
 def test_cells_that_run_in_groups_leave_the_same_rows_in_the_same_order(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvjax.eval.compare.TOGETHER", 2)
+    monkeypatch.setattr("kvjax.eval.run.asking.TOGETHER", 2)
     found = compare(**SMALL, **QUIET, out=tmp_path / "groups")
     log = (tmp_path / "groups" / "units.jsonl").read_text().splitlines()
     two = ["agnostic"] * 2 + ["aware"] * 2
@@ -159,7 +159,7 @@ def test_a_run_is_not_resumed_with_a_method_whose_file_was_edited(tmp_path, monk
     file, options = tmp_path / "mine.py", dict(samples=1, tasks=["get"], budgets=[0.25], out=tmp_path / "run")
     lines = "from kvjax.methods import snapkv\ndef mine(budget, by=8): return snapkv(budget, window=8)\n"
     file.write_text(lines)
-    monkeypatch.setattr("kvjax.eval.compare._run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("kvjax.eval.compare.ask", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         compare(methods=[f"{file}:mine"], **options, **QUIET)
     with pytest.raises(KeyboardInterrupt):

@@ -6,13 +6,17 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from kvjax.eval.run.cellplan import Custom
+from kvjax.eval.tasks.functions import Task, spelled
+from kvjax.grammar import Method
+
 
 def command_of(
     *,
     model: str,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str | Method | Custom] | None = None,
     budgets: Sequence[float | int] | None = None,
-    tasks: Sequence[str] | None = None,
+    tasks: Sequence[str | Task] | None = None,
     protocols: Sequence[str] = (),
     samples: int | None = None,
     length: int | None = None,
@@ -33,9 +37,9 @@ def command_of(
     several = len(seeds) > 1
     options: dict[str, Any] = {
         "--model": [model],
-        "--methods": methods,
+        "--methods": [m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
         "--budgets": budgets,
-        "--tasks": tasks,
+        "--tasks": [*map(spelled, tasks or ())],
         "--protocol": protocols,
         "--samples": [samples] if samples is not None else None,
         "--length": [length] if length is not None else None,

@@ -149,15 +149,7 @@ def settled(
         each = [(gms[i], views[i], kept[i]) for i in paged]
         some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
         groups |= dict(zip(paged, some, strict=True))
-    below: Decoded | None = None
-    for i, view in views.items():
-        if i not in groups:
-            groups[i] = _built(seeing(gms[i], below), acting[i], view, kept.get(i), sizes, i, new)
-            below = over_below(gms[i], groups[i], below)[1] if _seen(gms, i) else None
-        rows = {key_of(o): fresh[i].rows[key_of(o)] for o in gms[i].carried}
-        taught = dict(gms[i].taught)
-        rows |= {key_of(o): taught[key_of(o)][LEARNT] for o in gms[i].learns if key_of(o) in taught}
-        groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
+    groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
     for i in fresh:
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1))
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
@@ -227,6 +219,30 @@ def _begun(
         if acting:
             out.shown[i] = judged_layers(gm, out.shown[i], length, spec)
             out.views[i] = out.views[i]._replace(traces=out.shown[i].traces)
+    return out
+
+
+def _stored(
+    gms: tuple[GroupMethod, ...],
+    acting: tuple[bool, ...],
+    at_work: _AtWork,
+    kept: dict[int, Bool[Array, "Lg B K S"]],
+    carried: dict[int, dict[str, Any]],
+    sizes: _Sizes,
+    new: int,
+) -> dict[int, GroupState]:
+    """The groups that have views, with what their rows carry; those that lie in no pages are encoded here."""
+    out: dict[int, GroupState] = {}
+    below: Decoded | None = None
+    for i, view in at_work.views.items():
+        group = at_work.groups.get(i)
+        if group is None:
+            group = _built(seeing(gms[i], below), acting[i], view, kept.get(i), sizes, i, new)
+            below = over_below(gms[i], group, below)[1] if _seen(gms, i) else None
+        rows = {key_of(o): at_work.fresh[i].rows[key_of(o)] for o in gms[i].carried}
+        taught = dict(gms[i].taught)
+        rows |= {key_of(o): taught[key_of(o)][LEARNT] for o in gms[i].learns if key_of(o) in taught}
+        out[i] = dataclasses.replace(group, rows=rows | carried[i])
     return out
 
 

@@ -1,0 +1,58 @@
+"""What the layers of a model keep, as methods ask for it, and the error for a method that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.bidirectional import Bidirectional
+
+
+class LayerFacts(NamedTuple):
+    """What the layers of a model keep, as far as methods ask for it.
+
+    slots: of each layer that keeps slots of its own, whose number grows. all_slots: also of those whose
+    number is fixed or that read another layer's. takes: names of what layers take from others.
+    """
+
+    encoder: bool
+    slots: tuple[Any, ...]
+    all_slots: tuple[Any, ...]
+    takes: frozenset[str]
+    clipped: bool
+
+    @property
+    def factors(self) -> bool:
+        """Whether a layer stores factors, from which keys are computed."""
+        return any(s.factors for s in self.slots)
+
+    @property
+    def latent(self) -> bool:
+        """Whether a layer stores one list that is both its keys and its values."""
+        return any(s.shared for s in self.slots)
+
+    @property
+    def lent(self) -> bool:
+        """Whether several layers read the slots of one."""
+        return "slots" in self.takes
+
+
+def facts_of(config: Config) -> LayerFacts:
+    """What the layers of a model keep."""
+    own = [mixer_of(config, i) for i in range(config.layers)]
+    kinds = [(m, s) for m in own if (s := m.slots(config)) is not None]
+    return LayerFacts(
+        encoder=any(isinstance(m, Bidirectional) for m in own),
+        slots=tuple(s for m, s in kinds if "slots" not in m.takes and not s.fixed),
+        all_slots=tuple(s for _, s in kinds),
+        takes=frozenset(name for m in own for name in m.takes),
+        clipped=any(m.clip is not None for m in own),
+    )
+
+
+def refuse(method: Method, why: str, instead: str) -> NoReturn:
+    """Raises InputError for a method that does not fit the model: why, and what to use in its place."""
+    raise InputError(f"{method.id} does not fit this model: {why}. Use {instead} here")

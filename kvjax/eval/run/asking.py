@@ -1,0 +1,106 @@
+"""Asks the questions of a plan: every method and budget on every batch, in an order that compiles little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from kvjax.eval.report.progress import Bars
+from kvjax.eval.run.cellplan import Entry, my_cells
+from kvjax.eval.run.log import UnitLog
+from kvjax.eval.run.plan import Batch, Plan, arrays_of
+from kvjax.eval.run.runner import Runner, Unit
+from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.sample import most_new_tokens
+from kvjax.grammar import Method
+from kvjax.steps import Prompt
+
+# Batches whose seconds are measured, per cell and number of rows.
+TIMED = 3
+# The entry whose bytes are 100%.
+FULL = Entry("full", None, Method())
+# Cells that go through all batches before others do: a process holds the programs of so many. With all cells
+# on one batch after the other it would forget programs, and compile them again for every batch.
+TOGETHER = 40
+
+
+def unit_key(protocol: str, number: int, entry: Entry) -> str:
+    """The name of a unit in the log of a run: one cell on one batch of questions."""
+    return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
+
+
+def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
+    """Runs every cell of a plan on every batch that its log lacks, and adds what it found to the log."""
+    arrays = arrays_of(plan, batches)
+    room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
+    entries = my_cells(plan.model, plan.entries)
+    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold, scan=plan.gold)
+    with Bars(console=console, transient=True) as progress:
+        bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
+        for cells in _groups(entries, len(batches)):
+            for (protocol, number, seed, *_), rows in zip(batches, arrays, strict=True):
+                todo = [e for e in cells if unit_key(protocol, number, e) not in log.done]
+                progress.advance(bar, len(cells) - len(todo))
+                if not todo:
+                    continue
+                prompt, read_s = runner.prompt(rows)
+                full_bytes = runner.bytes_of(FULL, prompt).kept
+                for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
+                    budget = "" if entry.budget is None else f" {entry.budget}"
+                    progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
+                    log.add(unit_key(protocol, number, entry), _record(unit, read_s, rows, seed))
+                    if number == 0:
+                        many = sum(b.protocol == protocol for b in batches)
+                        progress.say(_row(unit, protocol, entry, many))
+                    runner.make_room()
+                if len(batches) == 1:
+                    progress.update(bar, description="timing")
+                    _time_again(runner, log, batches[0], rows, todo, full_bytes)
+
+
+def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
+    """What a cell scored and weighs in its first batch of several."""
+    tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
+    score = np.mean([np.mean(scores) for scores in tasks.values()])
+    kept = np.mean([row["kept_bytes"] for row in unit.rows])
+    budget = "" if entry.budget is None else f" {entry.budget}"
+    more = "" if batches == 1 else f", after 1 of {batches} batches"
+    return f"{entry.label}{budget}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB{more}"
+
+
+def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
+    """The cells in the order in which they run: all together where there is one batch."""
+    together = len(entries) if batches == 1 else TOGETHER
+    return [entries[at : at + together] for at in range(0, len(entries), together)]
+
+
+def _time_again(
+    runner: Runner, log: UnitLog, batch: Batch, rows: Rows, cells: list[Entry], full_bytes: int
+) -> None:
+    """The only batch once more: its first runs compiled, so their seconds say nothing."""
+    prompt, read_s = runner.prompt(rows)
+    for entry in cells:
+        runner.make_room()
+        if not runner.together and not runner.times_run(entry, rows):
+            runner.unit(entry, prompt, rows, batch.protocol, full_bytes, alone=True)
+        unit = runner.unit(entry, prompt, rows, batch.protocol, full_bytes, alone=True)
+        log.add(unit_key(batch.protocol, batch.number, entry), _record(unit, read_s, rows, batch.seed))
+
+
+def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) -> dict[str, Any]:
+    lines = [{**row, "seed": seed} for row in unit.rows]
+    return {**unit._asdict(), "rows": lines, "read_s": read_s, "batch": rows.prompt.shape[0]}
+
+
+def _units(
+    runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
+) -> Iterator[tuple[Entry, Unit]]:
+    """Units as they finish."""
+
+    def unit(entry: Entry, alone: bool = False) -> Unit:
+        return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
+
+    return runner.units(unit, todo, [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED])
