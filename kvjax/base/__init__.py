@@ -1,1 +1,1 @@
-"""Base: errors, checks of arguments, files that appear whole or not at all, interrupts, output streams."""
+"""Base: errors, checks of arguments, atomic files, interrupts, output streams."""

@@ -1,4 +1,4 @@
-"""Writing result files so that a reader, or a killed run, never meets half of one."""
+"""Atomic writes of result files: neither a reader nor a killed run sees half of a file."""
 
 import contextlib
 import os
@@ -15,10 +15,9 @@ from kvjax.base.errors import InputError
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name in the same folder that becomes `path` once its content is on disk.
+    """A temporary name in the same folder that is renamed to `path` once its content is on disk.
 
-    No two calls get the same name. If anything raises, an old file stays as it was and the temporary one is
-    removed.
+    No two calls get the same name. If anything raises, the old file is kept and the temporary one removed.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
@@ -47,7 +46,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def disk_says(error: Exception) -> str | None:
-    """Why the disk refused, if that caused the error, which libraries may wrap in their own; else None.
+    """The disk's reason, if it caused the error, which libraries may wrap in their own; else None.
 
     >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
     'No space left on device'
@@ -69,7 +68,7 @@ def in_short(error: Exception) -> str:
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """InputError where no file can be written at a path that a user names; asked before the work for it.
+    """InputError if no file can be written to a path given by a user; called before the work for it.
 
     >>> check_file("new.json")
     """
@@ -85,7 +84,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
 
 def write_named(path: str | os.PathLike[str], data: bytes) -> None:
-    """`write_atomic` to a path that a user names. Raises InputError where the disk refuses."""
+    """`write_atomic` to a path given by a user. Raises InputError if the disk refuses."""
     try:
         write_atomic(path, data)
     except OSError as error:
@@ -93,7 +92,7 @@ def write_named(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """InputError where `path` exists and must not be replaced, or cannot be written."""
+    """InputError if `path` exists and must not be replaced, or cannot be written."""
     if not overwrite and os.path.lexists(path):
         raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
     folder = next(one for one in Path(path).absolute().parents if one.exists())
@@ -102,7 +101,7 @@ def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> No
 
 
 def check_kind(path: str | os.PathLike[str], kind: str) -> None:
-    """InputError where `path` holds something else than a safetensors file of this kind."""
+    """InputError if `path` exists and is not a safetensors file of this kind."""
     if not os.path.lexists(path) or os.path.isdir(path) or os.path.getsize(path) == 0:
         return
     try:
@@ -117,8 +116,8 @@ def check_kind(path: str | os.PathLike[str], kind: str) -> None:
 def hold(folder: str | os.PathLike[str]) -> FileLock:
     """Locks a folder for one run, until the lock is released or the process ends.
 
-    The folder is made if it does not exist. Raises InputError where another run holds it, and where it cannot
-    be made.
+    The folder is created if it does not exist. Raises InputError if another run holds it or it cannot be
+    created.
     """
     lock = FileLock(Path(folder) / ".lock")
     try:

@@ -1,7 +1,7 @@
-"""What the public calls check of their arguments: whole numbers, token ids, lengths, keys.
+"""Checks of arguments in public functions: whole numbers, token ids, lengths, keys.
 
-Each check names in one sentence what was given, what was expected and what to do. What depends on more of a
-model or a cache than its sizes is checked where that is known.
+Each check says in one sentence what was given, what was expected and what to do. What depends on more than
+the sizes of a model or a cache is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_text(text: Any, what: str = "the text") -> None:
 
 
 def is_rows(tokens: Any) -> bool:
-    """Whether tokens are a list of rows, each of its own length, and no array."""
+    """Whether tokens are a list of rows of their own lengths, rather than an array."""
     return (
         isinstance(tokens, list | tuple)
         and len(tokens) > 0
@@ -89,7 +89,7 @@ def ragged_rows(tokens: Any) -> list[np.ndarray]:
 
 
 def id_array(name: str, given: Any) -> np.ndarray:
-    """`given` as an array of integers on the host, nothing rounded on the way."""
+    """`given` as an array of integers on the host, without rounding."""
     array = _array(given)
     if array is None:
         raise InputError(
@@ -101,8 +101,8 @@ def id_array(name: str, given: Any) -> np.ndarray:
 
 
 def check_in_vocabulary(ids: np.ndarray, vocab: int) -> None:
-    """InputError where an id is outside [0, vocab)."""
-    # Two reductions are cheaper than a mask, and every step of a host loop comes here.
+    """InputError if an id is outside [0, vocab)."""
+    # Two reductions are cheaper than a mask, and every step of a host loop runs this.
     if ids.size and (ids.min() < 0 or ids.max() >= vocab):
         wrong = ids[(ids < 0) | (ids >= vocab)][0]
         raise InputError(
@@ -114,9 +114,9 @@ def check_in_vocabulary(ids: np.ndarray, vocab: int) -> None:
 def whole_text(tokens: Any, vocab: int, positions: int | float) -> Any:
     """Token ids [B, T] for a call without a cache, as int32; tracers are checked for dtype and shape alone.
 
-    InputError for ids that are no whole numbers or outside the vocabulary, and beyond the last position.
+    InputError for ids that are not whole numbers or outside the vocabulary, and for too long texts.
     """
-    # Arrays that lie on other hosts too cannot be read here.
+    # Arrays that are partly on other hosts cannot be read here.
     held = isinstance(tokens, jax.Array) and (isinstance(tokens, Tracer) or not tokens.is_fully_addressable)
     ids: Any = tokens if held else id_array("tokens", tokens)
     _check_integers("tokens", ids, tokens)
@@ -135,9 +135,9 @@ def whole_text(tokens: Any, vocab: int, positions: int | float) -> Any:
 
 
 def one_token(token: Any, rows: int, vocab: int) -> Any:
-    """One token id per row: arrays of a device as they are, anything else as int32 on the host.
+    """One token id per row: arrays on a device unchanged, anything else as int32 on the host.
 
-    The ids themselves are checked on the host only: to read those of a device would make every step wait.
+    The ids are checked on the host only: reading ids from a device would make every step wait.
     """
     device = isinstance(token, jax.Array)
     ids: Any = token if device else id_array("token", token)
@@ -171,14 +171,14 @@ def callables(name: str, given: Any) -> tuple[Any, ...]:
 
 
 def listed(**options: Any) -> None:
-    """InputError for an option that is one text or number, and neither a list nor None."""
+    """InputError for an option that is a single text or number instead of a list or None."""
     for name, given in options.items():
         if given is not None and (isinstance(given, str | bytes) or not hasattr(given, "__iter__")):
             raise InputError(f"{name} is {given!r}, expected a list: write {name}=[{given!r}]")
 
 
 def prng_key(key: Any) -> Any:
-    """One PRNG key, of the new style or of the old."""
+    """One PRNG key, new style or old."""
     new = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     old = isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32
     if not (new and key.ndim == 0 or old and key.ndim == 1):
@@ -189,7 +189,7 @@ def prng_key(key: Any) -> Any:
 
 
 def _array(given: Any) -> np.ndarray | None:
-    """The array that `given` is; None where numpy makes none of it, as of rows of several lengths."""
+    """`given` as an array; None if numpy cannot convert it, such as rows of several lengths."""
     try:
         return np.asarray(given)
     except (ValueError, TypeError, OverflowError):

@@ -1,8 +1,8 @@
-"""The one error that means "the input is at fault": the command line prints it alone, with exit code 2."""
+"""The error for wrong input: the command line prints only its message, with exit code 2."""
 
 
 class InputError(ValueError):
-    """The error for whatever is given to kvjax and cannot be used, a ValueError.
+    """The error for input that kvjax cannot use, a ValueError.
 
     Args:
         message: what was given, what was expected, and what to do.

@@ -1,4 +1,4 @@
-"""Host memory that a process has freed and still holds."""
+"""Host memory that a process has freed but not returned to the system."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import sys
 
 
 def trim() -> bool:
-    """Returns freed memory to the system; True where there was any.
+    """Returns freed memory to the system; True if there was any.
 
-    glibc keeps what arrays below 32 MB leave, in pieces between those that live, and a long run over batches
-    of different shapes comes to hold several times what it uses. Other systems return it by themselves.
+    glibc keeps the memory of arrays below 32 MB, fragmented between live ones, so that a long run over
+    batches of different shapes comes to hold several times what it uses. Other systems return it by
+    themselves.
     """
     if not sys.platform.startswith("linux"):
         return False
     try:
         return bool(ctypes.CDLL(None).malloc_trim(0))
-    except (OSError, AttributeError):  # a C library that has none
+    except (OSError, AttributeError):  # a C library without malloc_trim
         return False

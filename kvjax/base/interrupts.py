@@ -1,7 +1,7 @@
-"""Ctrl-C: a command that is interrupted ends within seconds, wherever it was.
+"""Ctrl-C: an interrupted command ends within seconds, wherever it was.
 
 Python handles a signal only between two of its own instructions: a compilation delays it by minutes, and a
-callback of jax may swallow the exception. So a thread listens for the signal as well, and ends the process
+callback of jax may swallow the exception. So a thread also listens for the signal, and ends the process
 if it does not end by itself.
 """
 
@@ -22,14 +22,14 @@ GRACE = 3.0
 
 
 class _Part(NamedTuple):
-    """A part of a command: `came` says that a signal is to end it, `spared` that the thread let that pass."""
+    """A part of a command: a signal to end it sets `came`; the thread sets `spared` once it ignored it."""
 
     came: threading.Event
     spared: threading.Event
 
 
 _folders: list[Path] = []
-# Parts of the command that end by themselves, and whether a thread listens; see `ends_a_part`.
+# Parts of the command that end by themselves on a signal; see `ends_a_part`.
 _parts: list[_Part] = []
 _listening = threading.Event()
 
@@ -40,15 +40,15 @@ def goes_on_in(folder: Path) -> None:
 
 
 def folder_to_resume() -> Path | None:
-    """The folder from which an interrupted run is resumed; None where it cannot be."""
+    """The folder from which an interrupted run can be resumed; None if it cannot."""
     return _folders[-1] if _folders else None
 
 
 @contextlib.contextmanager
 def ends_a_part() -> Iterator[threading.Event]:
-    """Within the block, the first SIGINT sets the event and does nothing else; a second one is as outside.
+    """Within the block, the first SIGINT sets the event and does nothing else; a second one acts as usual.
 
-    In a thread that receives no signals, or where somebody else handles them, nothing sets the event.
+    In a thread that receives no signals, or if another handler is installed, nothing sets the event.
     """
     part, handled = _Part(threading.Event(), threading.Event()), threading.Event()
     here = threading.current_thread() is threading.main_thread()
@@ -69,7 +69,7 @@ def ends_a_part() -> Iterator[threading.Event]:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if handled.is_set() and _listening.is_set():
-            # Otherwise the thread would hear of the signal when the part is over.
+            # Otherwise the thread would receive the signal after the part is over.
             part.spared.wait(GRACE)
         _parts.remove(part)
 
@@ -87,7 +87,7 @@ class Interrupts:
         self._ours = self._ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def came(self) -> bool:
-        """Whether a signal came. It waits a moment: an error may arrive before the thread's signal."""
+        """Whether a signal came. It waits a moment: an error may arrive before the thread gets the signal."""
         return self._ours and self._heard.wait(0.05)
 
     def __enter__(self) -> Interrupts:

@@ -1,4 +1,4 @@
-"""Ranges of fields, in their annotations alone: for Python, files and the command line alike.
+"""Ranges of fields, declared in annotations: for Python, files and the command line alike.
 
 A field declares `clip: Annotated[float, Range(0, above=True)]`, and `check_fields` checks it wherever the
 dataclass is built.
@@ -59,7 +59,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Part(Range):
-    """A whole number >= `least`, which counts, or a fraction between 0 and 1, which is a share."""
+    """A whole number >= `least`, which is a count, or a fraction between 0 and 1, which is a share."""
 
     def holds(self, value: float | int) -> bool:
         return super().holds(value) if isinstance(value, int) else 0 < value < 1
@@ -70,7 +70,7 @@ class Part(Range):
 
 @dataclasses.dataclass(frozen=True)
 class Portion(Range):
-    """A whole number >= `least`, which counts, or a share in (0, 1] of all there is."""
+    """A whole number >= `least`, which is a count, or a share in (0, 1]."""
 
     def holds(self, value: float | int) -> bool:
         return super().holds(value) if isinstance(value, int) else 0 < value <= 1
@@ -99,7 +99,7 @@ class Kind(NamedTuple):
 
 @cache
 def taken_apart(annotation: Any) -> Kind:
-    """The parts of an annotation.
+    """Splits an annotation into its parts.
 
     >>> taken_apart(Annotated[int, Part(1)] | None)[:2]
     (<class 'int'>, True)

@@ -1,8 +1,8 @@
-"""Classes of layout: what decides how the caches of a sentence are laid out and how a step goes over them.
+"""Layout classes: what decides the structure of a method's caches and of its steps.
 
-Budgets, scores and most hyper-parameters decide *which* slots stay. The class is what is left when those are
-forgotten: sentences of one class have caches of the same structure and steps of the same shape. Tests run
-one sentence of every class through a whole conversation.
+Budgets, scores and most hyper-parameters decide *which* slots stay. The class is everything else:
+methods of one class have caches of the same structure and steps of the same shape. Tests run
+one method of every class through a whole conversation.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from kvjax.mesh.on_mesh import OnMesh
 
 
 class LayoutClass(NamedTuple):
-    """The ways in which caches and steps of two sentences can differ.
+    """The ways in which caches and steps of two methods can differ.
 
     storage: "dense", "pages" (unequal heads, a pool per layer) or "one pool" (slots move between layers).
-    lists: "kv heads", or "query heads" where each of them selects its own slots. evicts: "never", "at
-    prefill", "every few steps", or at every step by what that step must know of each slot: "every step",
-    "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
-    rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
-    phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or what
-    else a phase says, such as "rank".
-    codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens together, behind a plain
-    tail). reads: "all" slots, "pages" of them, "pages and the rest", where what is left out is answered for
-    in sum, "picks of other layers", or "samples", which weigh by how likely they were. skips: the first
-    layers are left alone. reads_twice: the prompt is read again to be scored. sinks: the first tokens lie
-    apart from the codes of the others. fitted: codes are read by arrays that were fitted to each layer.
-    pairs: two layers are stored as one. remembers: a read's summaries look at what is remembered of slots.
-    memory: "device", or "host" where keys and values of a body lie there.
+    lists: "kv heads", or "query heads" if each of them selects its own slots. evicts: "never", "at prefill",
+    "every few steps", or at every step by what that step must know of each slot: "every step", "every step by
+    mass", "every step by query". merges: evicted slots are merged "into slots" that stay or "into rows", as a
+    sum that queries attend to; else empty. tiers: 2 if evicted slots are stored with fewer bits. phase: what
+    keys are rotated by: "position", "position, when read" (they are stored unrotated) or another phase's
+    name, such as "rank". codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens
+    together, before an unencoded tail). reads: "all" slots, "pages" of them, "pages and the rest", if
+    attention to the other slots is estimated, "picks of other layers", or "samples", weighted by their
+    probabilities. skips: the first layers are left out. reads_twice: the prompt is read again to be scored.
+    sinks: the first tokens are stored apart from the codes of the others. fitted: codes are decoded with
+    arrays fitted to each layer. pairs: two layers are stored as one. remembers: a read's summaries depend on
+    traces. memory: "device", or "host" if keys and values of a body are there.
     """
 
     storage: str
@@ -70,7 +69,7 @@ class LayoutClass(NamedTuple):
 
 
 def layout_class(method: Method) -> LayoutClass:
-    """The class of layout of a sentence.
+    """The layout class of a method.
 
     >>> from kvjax.methods import method
     >>> str(layout_class(method("h2o", budget=0.5)))
@@ -103,8 +102,8 @@ def layout_class(method: Method) -> LayoutClass:
 def mesh_for(method: Method, on: OnMesh | None) -> OnMesh | None:
     """The mesh and rules by which a method's caches are split.
 
-    Where rules split slots only of lists that heads cannot split, and this method's slots cannot be split
-    either, these stay whole. Raises InputError where rules split slots in any case, naming the class.
+    If rules split slots only of KV heads that cannot be split themselves, and this method's slots cannot be
+    split either, these stay whole. Raises InputError if rules split slots in any case, naming the class.
     """
     if on is None or on.devices("slots") == 1:
         return on
@@ -122,10 +121,10 @@ def mesh_for(method: Method, on: OnMesh | None) -> OnMesh | None:
 
 
 def _lie_apart(kind: LayoutClass) -> bool:
-    """Whether a step of caches of this class sends nothing as large as a list where slots lie apart.
+    """Whether a step with split slots communicates nothing as large as a KV head's slots.
 
-    Ranks, granules, picked pages and evictions that compare keys with each other would gather lists; pools
-    are of all heads.
+    Ranks, granules, picked pages and evictions that compare keys with each other would gather all slots of a
+    head; pools hold all heads.
     """
     return (
         kind.storage == "dense"

@@ -1,4 +1,4 @@
-"""How long texts may get: the positions of a model, or more where what keys turn by stays within them."""
+"""How long texts may get: a model's positions, or more if the integers of the rotation stay within them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.latent import Latent
 from kvjax.ops.base.long_rope import LongRope
 
-# Up to here float32 tells positions apart, by which scores may rank slots.
+# Up to here float32 represents positions exactly, by which scores may rank slots.
 _EXACT = 2**24
 
 
 def last_position(method: Method | None, config: Config | BlockConfig) -> int:
-    """How many tokens a row may have: the model's positions, or more where a phase stays within them.
+    """How many tokens a row may have: the model's positions, or more if the phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
-    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) Contexts
-    at the same positions leave others free. It may not where any layer turns by positions after all: one that
-    keeps everything, no plain attention, or frequencies that depend on the length of the text.
+    (If slots are evicted at the end of prompts alone, generated tokens come on top: `positions_left`.)
+    Contexts at the same positions leave others free. None of this holds if any layer uses positions after
+    all: one that keeps everything, one that is not plain attention, or frequencies that depend on the length
+    of the text.
     """
     most, keep = config.max_positions, None if method is None else method.keep
     if method is not None and method.restore is not None:
-        # Restore tokens stand behind what was read.
+        # Restore tokens take positions after the prompt.
         most -= method.restore.tokens
     if method is None or keep is None or not isinstance(config, Config):
         return most
@@ -36,7 +37,7 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
         turns_by_rank = type(mixer) in (Attention, Latent) and not mixer.rope(config, layer).by_length
-        # Queries that grow do so by position.
+        # Queries that are scaled by position need positions.
         turns_by_rank &= not (isinstance(mixer, Attention) and mixer.query_growth is not None)
         if not turns_by_rank or (window is not None and window >= most):
             return most
@@ -44,12 +45,12 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
 
 
 def _leaves(keep: Keep) -> bool:
-    """Whether lists are back at their budgets behind every token or every prompt."""
+    """Whether KV heads are back at their budgets after every token or every prompt."""
     return keep.score is not None and (keep.when.at_once or not keep.when.in_steps)
 
 
 def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> None:
-    """InputError where a rotation by length makes reading in several chunks differ from reading at once.
+    """InputError if a rotation that depends on length makes reading in chunks differ from reading at once.
 
     The keys of an earlier chunk would be rotated as those of a shorter text.
     """
@@ -66,7 +67,7 @@ def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> No
 
 
 def switch_at(config: Config | BlockConfig) -> int | None:
-    """Up to how many tokens a row is rotated as a short one, where longer ones have other frequencies."""
+    """The length up to which a row is rotated as a short one, if longer rows have other frequencies."""
     if not isinstance(config, Config):
         return None
     ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]
@@ -74,9 +75,9 @@ def switch_at(config: Config | BlockConfig) -> int | None:
 
 
 def check_switch(config: Config | BlockConfig, seen: np.ndarray, added: np.ndarray | int) -> None:
-    """InputError where rows of `seen` tokens in a cache grow beyond the length at which frequencies change.
+    """InputError if rows of `seen` tokens in a cache grow beyond the length at which frequencies change.
 
-    Their keys are rotated as those of a short text; transformers reads the whole text again.
+    Their keys are rotated as for a short text; transformers would read the whole text again.
     """
     if (end := switch_at(config)) is None:
         return

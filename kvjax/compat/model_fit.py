@@ -1,4 +1,4 @@
-"""Which methods fit which model: what a sentence asks of slots, and what the layers' slots are."""
+"""Which methods fit which model: what a method requires of slots, and what the layers' slots are."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 
 @lru_cache(maxsize=1024)
 def check_fit(method: Method, config: Config) -> None:
-    """InputError where a method cannot act on what the model's layers keep, saying which and why.
+    """InputError if a method cannot act on what the model's layers store, saying which and why.
 
-    Its words must fit together, too, which nobody has asked yet of a method that was not built by name.
-    Codecs must be able to hold every kind of key, value and state; scores that look at keys need keys that a
-    query can meet; what is merged must be stored; and a model without slots has nothing to keep or to read. A
-    context is left alone. An encoder, whose tokens see later ones, has no cache.
+    Its words must also fit together, which was not checked before for a method that was not built by name.
+    Codecs must be able to encode every kind of key, value and state; scores that read keys need keys that a
+    query can attend to; merged layers must have slots; and a model without slots has nothing to keep or to
+    read. A context is left alone. An encoder, whose tokens attend to later ones, has no cache.
     """
     try:
         check(method)
@@ -157,9 +157,9 @@ def _scores_heads(keep: Keep) -> bool:
 
 
 def config_of(method: Method, config: Config) -> Config:
-    """The config of the model that a method acts on: what its `make` makes of this one, or this one.
+    """The config of the model that a method acts on: rewritten by its `make`, or unchanged.
 
-    Raises InputError where the method cannot rewrite such a model.
+    Raises InputError if the method cannot rewrite such a model.
     """
     if method.make is None:
         return config
@@ -170,7 +170,7 @@ def config_of(method: Method, config: Config) -> Config:
 
 
 def _remade(method: Method, config: Config) -> Config:
-    """`config_of`; InputError also where layers would have other numbers than arrays were fitted to."""
+    """`config_of`; InputError also if the rewrite renumbers layers to which arrays were fitted."""
     found = config_of(method, config)
     others = [*fitted_words(dataclasses.replace(method, make=None))]
     if found.layers != config.layers and others:
@@ -184,7 +184,7 @@ def _remade(method: Method, config: Config) -> Config:
 
 
 def _check_fitted(method: Method, config: Config) -> None:
-    """InputError where a word was never fitted, or to another kind of model."""
+    """InputError if a word has no fitted arrays, or those of another kind of model."""
     sizes = ModelSizes.of(config)
     for word in fitted_words(method):
         if word.fitted is None and not lacks_fit(word):
@@ -201,9 +201,9 @@ def _check_fitted(method: Method, config: Config) -> None:
 
 
 def _check_reading(method: Method, config: Config) -> None:
-    """InputError where tokens cannot be left out of a model's layers, or be marked there."""
+    """InputError if tokens cannot be dropped in a model's layers, or be marked there."""
     narrow = None if method.keep is None else method.keep.narrow
-    # Words with fitted arrays mark tokens, and those with stages choose some at a layer.
+    # Words with fitted arrays mark tokens, and words with stages select some at a layer.
     marks = hasattr(method.reread, "fitted") or method.restore is not None
     if narrow is not None or hasattr(method.reread, "stages"):
         _check_narrow(method, config)
@@ -219,7 +219,7 @@ def _check_reading(method: Method, config: Config) -> None:
 
 
 def _check_narrow(method: Method, config: Config) -> None:
-    """InputError where tokens cannot be chosen at the layer of a `Narrow` or `Reread`, or not be left out."""
+    """InputError if tokens cannot be selected at the layer of a `Narrow` or `Reread`, or not be dropped."""
     narrow = None if method.keep is None else method.keep.narrow
     word = narrow or method.reread
     choosing = [layer for layer, _ in word.stages(config.layers, 1)]
@@ -250,7 +250,7 @@ def _check_narrow(method: Method, config: Config) -> None:
 
 
 def check_block_transformer(method: Method, config: BlockConfig) -> None:
-    """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
+    """InputError if a method cannot act on the block decoder, or its codecs not on both decoders."""
     if method.layers:
         refuse(method, "it is for the layers of one decoder, and this model has two", "one method")
     if method.make is not None:
@@ -274,7 +274,7 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
 
 
 def check_budget(method: Method, tokens: Iterable[int | np.integer], unit: str = "tokens") -> None:
-    """InputError where what a method protects is more than its budget, in rows of so many tokens."""
+    """InputError if a method protects more than its budget, in rows of so many tokens."""
     keeps = [(one.id, one.keep) for one in method.sentences]
     for length in sorted({int(t) for t in tokens} - {0}):
         for id, keep in keeps:

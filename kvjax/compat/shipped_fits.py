@@ -1,4 +1,4 @@
-"""Methods made ready for a model: with arrays that come with kvjax, and none that belong to another model."""
+"""Shipped fits: methods completed with arrays that come with kvjax for a model, and checked against it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvjax.models.model import Model
 
 
 def ready(model: Model, method: Method) -> Method:
-    """The method with what comes with kvjax for this model (`kvjax/fits`), where a word lacks its fit.
+    """The method with arrays shipped for this model (`kvjax/fits`), if a word lacks fitted arrays.
 
-    Raises InputError for a word that was fitted to another model. For a model that a method made of another,
-    that method gets the fit by which the model was made.
+    Raises InputError for a word that was fitted to another model. If a method's `make` has rewritten the
+    model, that method gets the arrays of the rewrite.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -44,7 +44,7 @@ def ready(model: Model, method: Method) -> Method:
 
 
 def _as_made(by: Any, method: Method) -> Method:
-    """The method with the shipped fit of `by`, which made the model, if they differ in the fit alone."""
+    """The method with the shipped arrays of `by`, which made the model, if only these differ."""
     fitted, word = getattr(by, "fitted", None), method.make
     if fitted is None or type(word) is not type(by) or not lacks_fit(word):
         return method
@@ -55,7 +55,7 @@ def _as_made(by: Any, method: Method) -> Method:
 
 
 def _takes(word: Any, name: str, sizes: ModelSizes) -> bool:
-    """Whether shipped arrays are a word's, and not those of another number of memory tokens, say."""
+    """Whether shipped arrays are for this word, and not, say, for another number of memory tokens."""
     try:
         dataclasses.replace(word, fitted=as_fitted(name)).check(sizes)
     except InputError:
@@ -64,7 +64,7 @@ def _takes(word: Any, name: str, sizes: ModelSizes) -> bool:
 
 
 def _filled(word: Any, names: dict[str, str]) -> Any:
-    """The word, in which whatever lacks its fit has the arrays named here, by the methods they are for."""
+    """The word with missing fitted arrays filled in from these names, by the methods they are for."""
     if isinstance(word, tuple):
         new = tuple(_filled(one, names) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else new
@@ -79,7 +79,7 @@ def _filled(word: Any, names: dict[str, str]) -> Any:
 
 
 def _named(spec: tuple[Any, ...], names: dict[str, str]) -> tuple[Any, ...]:
-    """How to build the filled method again: what was left out of its hyper-parameters is named."""
+    """How to build the completed method again: the hyper-parameters that were left out are named."""
 
     def filled(part: tuple[Any, ...]) -> tuple[Any, ...]:
         id, hyper = part

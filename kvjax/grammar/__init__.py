@@ -1,4 +1,4 @@
-"""Grammar: a method as a value (`Method` of `Keep`, `Store`, `Budget`), and what its words provide."""
+"""Grammar: a method as a value (`Method` of `Keep`, `Store`, `Budget`), and the protocols of its words."""
 
 from kvjax.grammar.chains import chain, check
 from kvjax.grammar.sentence import Budget, Keep, Method, Store

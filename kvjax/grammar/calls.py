@@ -1,4 +1,4 @@
-"""Words asked for their results, whose shapes are checked while they are traced, and the words they hold."""
+"""Calls of words: their results have the right shapes, which is checked while tracing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ IN_PREFILL, IN_STEP = "prefill", "step"
 
 
 def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
-    """`got`, a word's result, while it is traced; ValueError where it has another shape or type.
+    """Returns `got`, a word's result, while tracing; ValueError if it has another shape or type.
 
-    Arrays of other shapes may broadcast, and then a slot would be judged by what another one holds.
+    Arrays of other shapes could broadcast, so that one slot would get the result of another.
     """
     kind = "" if dtype is None else f" {np.dtype(dtype).name}"
     shape, own = getattr(got, "shape", None), getattr(got, "dtype", None)
@@ -44,25 +44,25 @@ def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
 
 
 def spared(view: View, seen: Any) -> Any:
-    """Which slots [B, K, S] of a view some pattern of the keep protects."""
+    """The slots [B, K, S] of a view that some pattern of the keep protects."""
     masks = [protected(pattern, view.pos, seen.length, seen.n) for pattern in seen.protect]
     return reduce(or_, masks, np.zeros(view.pos.shape, bool)) & (view.pos >= 0)
 
 
 def written(merge: Any) -> tuple[str, ...]:
-    """What a merge changes of the slots that stay; nothing where there is none."""
+    """The names of what a merge changes in the slots that stay; empty without a merge."""
     return () if merge is None else getattr(merge, "writes", ("k", "v", "bias"))
 
 
 def merges_prompts(merge: Any) -> bool:
-    """Whether a merge takes up slots evicted from a prompt, and not only those evicted while decoding."""
+    """Whether a merge also merges slots evicted from a prompt, not only those evicted while decoding."""
     return merge is not None and getattr(merge, "at_prompts", True)
 
 
 def merged(
     merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
 ) -> tuple[View, dict[str, Any]]:
-    """A view after a merge, of the same shapes as before, and what rows carry for the merge, by its key."""
+    """A view after a merge, with unchanged shapes, and what rows carry for the merge, by its key."""
     rows = {}
     if isinstance(merge, CarryingMerge):
         rows = {key_of(merge): merge.carry(carried[key_of(merge)], view, kept, leaving, seen)}
@@ -88,9 +88,9 @@ def met(
 
 
 def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
-    """What the words of a keep and its score's traces observe, in the order of their names.
+    """The observations that the words of a keep and its score's traces need, sorted by name.
 
-    in_steps: what the step of one token observes for them, where another score ranks slots then.
+    in_steps: those of a decode step, if another score ranks slots there.
     """
     score = step_score(keep.score) if in_steps else keep.score
     words = [word for word in (score, keep.merge) if word is not None]
@@ -100,30 +100,30 @@ def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
 
 
 def step_score(score: Any) -> Any:
-    """The score that ranks slots while decoding: a part of one that takes turns, or the score itself."""
+    """The score that ranks slots while decoding: a part of a two-stage score, or the score itself."""
     return getattr(score, "in_steps", score)
 
 
 def hiding_of(keep: Keep | None) -> Hiding | None:
-    """What hides slots from tokens behind them where a keep chooses; None where nothing does."""
+    """The word that hides slots from later tokens where a keep selects; None if there is none."""
     words = [] if keep is None or keep.score is None else observations(keep)
     return next((o for o in words if isinstance(o, Hiding)), None)
 
 
 def counts_slots(keep: Keep | None) -> bool:
-    """Whether dense lists hold as many slots as a threshold lets stay, however many that is."""
+    """Whether a threshold alone decides how many slots each KV head holds."""
     if keep is None or not hasattr(keep.allocate, "threshold"):
         return False
     return keep.allocate.uniform and keep.budget.ratio == 1
 
 
 def number_of(layer: int | float, layers: int) -> int:
-    """The number of a layer that is given as one, or as the share of the layers that end with it."""
+    """The index of a layer that is given as an index, or as the share of the layers up to it."""
     return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1
 
 
 def probes_of(word: Any) -> set[Any]:
-    """The probes that a word reads: its own field `probe`, and those of the words it is made of."""
+    """The probes that a word reads: its own field `probe`, and those of its parts."""
     found: set[Any] = set()
     for name, value in _fields(word).items():
         found |= {value} if name == "probe" else probes_of(value)
@@ -131,7 +131,7 @@ def probes_of(word: Any) -> set[Any]:
 
 
 def with_probe(word: Any, probe: Any) -> Any:
-    """The word with another probe, wherever it or a word it is made of has one."""
+    """The word with another probe, wherever it or one of its parts has one."""
     changed = {}
     for name, value in _fields(word).items():
         new = probe if name == "probe" and value is not None else with_probe(value, probe)
@@ -140,7 +140,7 @@ def with_probe(word: Any, probe: Any) -> Any:
 
 
 def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
-    """The word with ids for tokens that are named by their characters (`kvjax.keep.scores.tokens`)."""
+    """The word with the ids of tokens that are given by characters (`kvjax.keep.scores.tokens`)."""
     if isinstance(word, tuple):
         new = tuple(with_token_ids(one, ids_of) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)

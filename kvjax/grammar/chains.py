@@ -1,4 +1,4 @@
-"""Chains: one method from several parts, and what cannot go together."""
+"""Chains: one method from several parts, and which parts cannot be joined."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvjax.grammar.to_text import NAMELESS
 
 
 def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """Joins parts to one method: at most one make, store, read and place, and a keep or two in turn.
+    """Joins parts into one method: at most one make, store, read and place, and one keep or two.
 
     Args:
         *parts: a `Keep`, a `Store`, a read, a `Residence` or a whole `Method` each. Of two keeps, the first
             selects at the ends of prompts and the second evicts after every decoded token; a keep that evicts
             nothing and has a phase gives that to the other keep. Of two stores, one that drops numbers of a
             row (think, mustafar) has the other encode the rest.
-        spec: how to build the method again, (id, hyper-parameters); made of those of the parts unless given.
+        spec: how to build the method again, (id, hyper-parameters); by default joined from the parts' specs.
 
     Returns:
         The method.
@@ -73,7 +73,7 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
 
 
 def _both(a: Any, b: Any, name: str, owners: str) -> Keep | Store:
-    """One keep or store that does what two of a chain do; ValueError where there is none."""
+    """One keep or store that does what two of a chain do; ValueError if there is none."""
     one, why = None, "leave one out"
     if isinstance(a, Keep):
         one = _turned(a, b)
@@ -91,7 +91,7 @@ def _both(a: Any, b: Any, name: str, owners: str) -> Keep | Store:
 
 
 def _turned(a: Keep, b: Keep) -> Keep | None:
-    """One of two keeps with the phase of the other, which says nothing else; None where both say more."""
+    """One of two keeps with the phase of the other, if the other has nothing but a phase; else None."""
     for phase, keep in ((a.phase, b), (b.phase, a)):
         bare = Keep(None, Budget(1.0), keep.allocate, phase=phase)
         other = a if keep is b else b
@@ -101,13 +101,13 @@ def _turned(a: Keep, b: Keep) -> Keep | None:
 
 
 def _inside(a: Store, b: Store) -> Store | None:
-    """The store whose codecs encode what those of the other leave of a row; None where neither does.
+    """The store whose codecs encode what the codecs of the other store leave of a row; None if neither does.
 
-    What leaves numbers out (`AskedChannels`, `Pruned`) goes first, whichever is named first.
+    Codecs that leave numbers out (`AskedChannels`, `Pruned`) come first, in whatever order they are given.
     """
     for outer, inner in ((a, b), (b, a)):
         codecs = [codec for codec in (outer.keys, outer.values) if codec is not None]
-        # What was fitted to all channels is not for some of them.
+        # Arrays fitted to all channels are not valid for some of them.
         words = fitted_words((inner.keys, inner.values))
         whole = all(word.fitted is None and not lacks_fit(word) for word in words)
         if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
@@ -125,7 +125,7 @@ def _called(part: Any) -> str:
 
 
 def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
-    """The spec of a chain; None where a part of it has no name."""
+    """The spec of a chain; None if one of its parts has no name."""
     if len(specs) < parts or any(spec[0] in NAMELESS for spec in specs):
         return None
     if len(specs) == 1:
@@ -134,7 +134,7 @@ def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
 
 
 def check(method: Method) -> None:
-    """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
+    """Raises ValueError for methods that cannot work, when they are built and not when they run."""
     for one in method.layers:
         check(one)
     problems = [

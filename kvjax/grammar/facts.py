@@ -1,7 +1,7 @@
-"""Facts: what the words of a sentence need of each other, and what they break.
+"""Facts: properties of a method that some words require and others break.
 
-A fact holds of a sentence until one of its words breaks it. A word says in `requires` which facts it needs
-and why, and in `breaks` which ones it ends and how; `clashes` compares the words of different parts. So a new
+A fact holds of a method until one of its words breaks it. A word's `requires` says which facts it needs and
+why, and its `breaks` which ones it ends and how; `clashes` compares the words of different parts. So a new
 word states its own needs, and nothing lists pairs of words.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fact(enum.Enum):
-    """What can hold of a method, as a clause.
+    """Facts that can hold of a method, each as a clause.
 
     >>> all(isinstance(fact.value, str) for fact in Fact)
     True
@@ -44,7 +44,7 @@ class Fact(enum.Enum):
 
 
 Told = Mapping[Fact, str]
-# A method of the catalogue, by the part of the sentence, that does not break a fact.
+# For an error message: by part of the method, a method of the catalogue that does not break a fact.
 INTACT = {
     (Fact.EQUAL_LISTS, "keep"): "snapkv",
     (Fact.ONE_TIER, "keep"): "snapkv",
@@ -61,7 +61,7 @@ INTACT = {
 }
 
 
-# One that does not need it.
+# For an error message: a method of the catalogue that does not need a fact.
 NEEDLESS = {
     (Fact.MET_KEYS, "keep"): "sink-recent",
     (Fact.MET_VALUES, "keep"): "sink-recent",
@@ -74,21 +74,21 @@ NEEDLESS = {
 
 
 class Stating:
-    """The base of words that need nothing of the others and break nothing; theirs say otherwise."""
+    """The base class of words that require no fact and break none; subclasses override that."""
 
     @property
     def requires(self) -> Told:
-        """Which facts it needs, and what it does that needs each (a clause whose subject it is)."""
+        """Which facts it needs, and what it does that needs each (a clause with the word as subject)."""
         return {}
 
     @property
     def breaks(self) -> Told:
-        """Which facts it ends, and how (a clause whose subject it is)."""
+        """Which facts it ends, and how (a clause with the word as subject)."""
         return {}
 
 
 class ReadFacts(Stating):
-    """The base of reads, which pick slots by their stored keys and attend to no others in a step.
+    """The facts of reads, which pick slots by their stored keys and attend to no others in a step.
 
     The newest slots that a keep leaves are always read. A slot that is not read receives no attention: a keep
     that evicts by what slots receive sees 0 there.
@@ -114,12 +114,12 @@ class ReadFacts(Stating):
         return found
 
 
-# What words of these parts say that inherit from no base here.
+# The facts of words that inherit from no base class here, by part.
 _DEFAULTS = {"read": ReadFacts()}
 
 
 class Clash(NamedTuple):
-    """A fact, who needs it and why, who breaks it and how: parts are of `Method`, such as "keep"."""
+    """A fact, the part that needs it and why, the part that breaks it and how; parts are of `Method`."""
 
     fact: Fact
     needs: str
@@ -128,7 +128,7 @@ class Clash(NamedTuple):
     how: str
 
     def says(self, method: Method) -> str:
-        """The clash in one sentence, with what to do."""
+        """The clash as one sentence, with what to do."""
         needing, breaking = (_name(part, getattr(method, part)) for part in (self.needs, self.breaks))
         new = INTACT.get((self.fact, self.breaks)), NEEDLESS.get((self.fact, self.needs))
         found = [f"{id} for {old}" for id, old in zip(new, (breaking, needing), strict=True) if id]
@@ -138,7 +138,7 @@ class Clash(NamedTuple):
 
 
 def clashes(method: Method) -> Iterator[Clash]:
-    """Every fact that one part of a sentence needs and another one breaks."""
+    """Every fact that one part of a method needs and another part breaks."""
     parts = {part: word for part in PARTS if (word := getattr(method, part)) is not None}
     for needs, word in parts.items():
         for fact, why in _stated(needs, word).requires.items():
@@ -155,7 +155,7 @@ def _stated(part: str, word: Any) -> Stating:
 
 
 def _name(part: str, word: Any) -> str:
-    """What a message calls a word: keeps and stores are long."""
+    """How a message names a word: the reprs of keeps and stores are too long."""
     return f"this {part}" if part in ("keep", "store") else repr(word)
 
 

@@ -1,4 +1,4 @@
-"""Fitted arrays: what a word of a sentence was taught about one model, layer by layer."""
+"""Fitted arrays: what a word of a method has been fitted to in one model, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvjax.base.errors import InputError
 from kvjax.grammar.keys import key_of
 
 KIND = "kvjax fitted arrays"
-# What comes with kvjax, one folder for each model: arrays by the method that they are for.
+# Arrays shipped with kvjax, one folder per model, by the method that they are for.
 SHIPPED = Path(__file__).parents[1] / "fits"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fitted:
-    """Arrays [layers, ...] by name, of one word and one model; equal where every bit is equal.
+    """Arrays [layers, ...] by name, for one word and one model; equal if every bit is equal.
 
     Args:
-        arrays: [layers, ...] by name; one row stands for all layers.
+        arrays: [layers, ...] by name; a single row applies to all layers.
         word: the name of the class that they are for.
         model: the signature of the model; "" is any.
         file: the user's file that they are from.
@@ -63,13 +63,13 @@ class Fitted:
 
 
 def fitted_words(word: Any) -> Iterator[Any]:
-    """Every word of a sentence that has a field `fitted`."""
+    """Every word of a method that has a field `fitted`."""
     if dataclasses.is_dataclass(word) and not isinstance(word, type):
         if hasattr(word, "fitted"):
             yield word
         for field in dataclasses.fields(word):
             yield from fitted_words(getattr(word, field.name))
-        # What a score observes and remembers is named by its properties.
+        # A score names its observations and traces in these properties.
         for name in ("needs", "traces"):
             for part in sorted(getattr(word, name, ()), key=key_of):
                 yield from fitted_words(part)
@@ -79,7 +79,7 @@ def fitted_words(word: Any) -> Iterator[Any]:
 
 
 def learns(word: Any) -> frozenset[Any]:
-    """The observations of a row's own prompts that codecs ask for, in a codec or a tuple of them."""
+    """The observations of a row's own prompts that a codec, or a tuple of codecs, needs."""
     found = frozenset(getattr(word, "learns", ()))
     if isinstance(word, tuple):
         return found.union(*map(learns, word))
@@ -99,17 +99,17 @@ def sees_below(word: Any) -> bool:
 
 
 def lacks_fit(word: Any) -> bool:
-    """Whether a word cannot act before it was fitted; one that can says `fit_first = False`."""
+    """Whether a word lacks fitted arrays that it needs; one that works without says `fit_first = False`."""
     return word.fitted is None and getattr(word, "fit_first", True)
 
 
 def is_fitted(method: Any) -> bool:
-    """Whether every word of a method that must be fitted was."""
+    """Whether every word of a method that needs fitted arrays has them."""
     return not any(lacks_fit(word) for word in fitted_words(method))
 
 
 def spelled(spec: tuple[Any, ...], id: str) -> str:
-    """A method of a sentence with the hyper-parameters that it was given, as commands read it.
+    """A method with its hyper-parameters as text, in the form that commands read.
 
     spec: as of `kvjax.grammar.Method`.
 
@@ -126,7 +126,7 @@ def spelled(spec: tuple[Any, ...], id: str) -> str:
 
 
 class ModelSizes(NamedTuple):
-    """What the arrays of a word must match: heads are those of queries, head_dim their channels."""
+    """The sizes that the arrays of a word must match; heads are query heads, head_dim their channels."""
 
     layers: int
     width: int
@@ -136,12 +136,12 @@ class ModelSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes:
-        """Those of a model's config."""
+        """The sizes of a model's config."""
         return cls(config.layers, config.d_model, config.heads, config.kv_heads, config.head_dim)
 
 
 def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, ...]) -> None:
-    """InputError where the first axes of a word's array `name` are not of these sizes."""
+    """Raises InputError if the first axes of a word's array `name` do not have these sizes."""
     arrays = word.fitted.arrays
     found = arrays[name].shape[: len(sizes)] if name in arrays else ()
     if found != sizes:
@@ -152,7 +152,7 @@ def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, 
 
 
 def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:
-    """A model's parameters with the arrays of the methods' words beside them, by their digests."""
+    """A model's parameters with the fitted arrays of the methods' words added, by digest."""
     found: dict[str, dict[str, Array]] = {}
     for method in methods:
         found |= {} if method is None else _arrays(method)
@@ -161,11 +161,11 @@ def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _arrays(method: Any) -> dict[str, dict[str, Array]]:
-    """On the device, once for every method: a step asks for them at every token."""
-    # A make has used its arrays up before any program runs.
+    """Moved to the device once per method, because a step needs them at every token."""
+    # A make has used its arrays before any program runs.
     acting = dataclasses.replace(method, make=None)
     words = [word.fitted for word in fitted_words(acting) if word.fitted is not None]
-    with jax.ensure_compile_time_eval():  # or a program being traced would leave its own values here
+    with jax.ensure_compile_time_eval():  # otherwise a program being traced would leave its tracers here
         return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()} for fitted in words}
 
 
@@ -175,14 +175,14 @@ def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str,
 
 
 def save_fitted(path: str | Path, fitted: Fitted) -> None:
-    """Writes fitted arrays to one safetensors file, which appears whole or not at all.
+    """Writes fitted arrays to a safetensors file, atomically.
 
     Args:
         path: of the file; an older one of fitted arrays is replaced.
         fitted: what `kvjax.fit` gave.
 
     Raises:
-        InputError: where `path` holds something else or cannot be written.
+        InputError: if `path` holds something else or cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +210,7 @@ def load_fitted(path: str | Path) -> Fitted:
         The arrays, for a method's `fitted=`.
 
     Raises:
-        InputError: where the file is missing, damaged or something else, or holds NaN.
+        InputError: if the file is missing, damaged or something else, or holds NaN.
 
     >>> load_fitted(SHIPPED / "recall-tiny" / "locret.safetensors").word
     'RetainingHead'
@@ -235,14 +235,14 @@ def as_fitted(given: str | Fitted | None) -> Fitted | None:
     """Reads what a method's hyper-parameter `fitted` names.
 
     Args:
-        given: arrays, the file that holds them, or a name such as "recall-tiny/locret" of arrays that come
-            with kvjax (a file of that name has precedence).
+        given: arrays, a file that holds them, or a name such as "recall-tiny/locret" of arrays shipped with
+            kvjax (a file of that name takes precedence).
 
     Returns:
         The arrays; None for None.
 
     Raises:
-        InputError: where there is no such file, or it holds something else.
+        InputError: if there is no such file, or it holds something else.
 
     >>> as_fitted("recall-tiny/locret").word
     'RetainingHead'
@@ -255,7 +255,7 @@ def as_fitted(given: str | Fitted | None) -> Fitted | None:
 
 @cache
 def _shipped(path: Path) -> Fitted:
-    """Shipped arrays are halves, so that they are small, and are computed with as they were fitted."""
+    """Shipped arrays are stored in half precision to be small, and used in the precision of the fit."""
     found = load_fitted(path)
     whole = {n: x.astype(np.float32) if x.dtype == np.float16 else x for n, x in found.arrays.items()}
     return Fitted(whole, found.word, found.model)
@@ -263,7 +263,7 @@ def _shipped(path: Path) -> Fitted:
 
 @cache
 def shipped_for(signature: str) -> dict[str, str]:
-    """The names of what comes with kvjax for a model of this signature, by the methods that they are for."""
+    """The names of arrays shipped for models with this signature, by the methods that they are for."""
     found = {file.stem: f"{file.parent.name}/{file.stem}" for file in sorted(SHIPPED.glob("*/*.safetensors"))}
     return {by: name for by, name in found.items() if _model_of(SHIPPED / f"{name}.safetensors") == signature}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def key_of(word: Any) -> str:
-    """The word's repr; if it contains a user's classes, followed by the names of all its classes.
+    """The repr of a word; if it contains a user's classes, followed by the names of all its classes.
 
     Names distinguish classes that print alike; a class of a user's file is named with the file. A string,
     unlike the word, can be sorted among the keys of a pytree and written to a file.
@@ -26,7 +26,7 @@ def key_of(word: Any) -> str:
 
 
 def alike(words: Iterable[Any]) -> str:
-    """Why words of one sentence would overwrite each other's arrays; empty where no two have one key."""
+    """Why words of one method would overwrite each other's arrays; empty if no two have the same key."""
     found: dict[str, Any] = {}
     for word in words:
         if found.setdefault(key_of(word), word) != word:
@@ -38,7 +38,7 @@ def alike(words: Iterable[Any]) -> str:
 
 
 def _kinds(word: Any) -> Iterator[type]:
-    """The classes of a word and of all words that it is made of, in the order of its fields."""
+    """The classes of a word and of all its parts, in the order of its fields."""
     if isinstance(word, tuple | frozenset):
         for part in sorted(word, key=key_of) if isinstance(word, frozenset) else word:
             yield from _kinds(part)
@@ -57,6 +57,6 @@ def _whole_name(kind: type) -> str:
         return kind.__qualname__
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
-    # A method's file is imported under a name that no other process knows (`kvjax.methods.user`).
+    # A user's method file is imported under a name that no other process knows (`kvjax.methods.user`).
     where = Path(file).name if file and kind.__module__.startswith("kvjax_user_") else kind.__module__
     return f"{where}:{kind.__qualname__}"

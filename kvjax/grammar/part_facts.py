@@ -1,4 +1,4 @@
-"""What keeps and stores need of the other parts of a sentence, and what they break."""
+"""What keeps and stores require of the other parts of a method, and what they break."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class KeepFacts(Stating):
-    """What a keep needs and breaks, by its words."""
+    """The facts that a keep requires and breaks, given its words."""
 
     @property
     def requires(self: Keep) -> Told:  # type: ignore[misc]
@@ -56,7 +56,7 @@ class KeepFacts(Stating):
 
 
 def _looked_at(keep: Keep) -> dict[Fact, str]:
-    """What a keep needs of stored keys and values."""
+    """The facts that a keep requires of stored keys and values."""
     found = {}
     if getattr(keep.score, "weights", False):
         found[Fact.MET_VALUES] = "weighs values by the output matrix"
@@ -74,7 +74,7 @@ def _met(keep: Keep) -> dict[Fact, str]:
         return {Fact.MET_KEYS: "merges stored keys" if keep.merge is not None else "repeats stored keys"}
     if keep.score is None or not getattr(keep.score, "looks", True):
         return {}
-    # Where nothing but queries is observed, the keys of a prompt are computed once.
+    # If only queries are observed, the scores of a prompt's keys are computed once.
     once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
     if once and all(getattr(o, "queries_alone", False) for o in observations(keep)):
         return {}
@@ -82,7 +82,7 @@ def _met(keep: Keep) -> dict[Fact, str]:
 
 
 class StoreFacts(Stating):
-    """What a store needs and breaks."""
+    """The facts that a store requires and breaks."""
 
     @property
     def requires(self: Store) -> Told:  # type: ignore[misc]

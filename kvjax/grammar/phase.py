@@ -1,8 +1,8 @@
-"""Phases: what position keys and queries turn by.
+"""Phases: the integers by which keys and queries are rotated.
 
 A slot keeps the position of its token, which decides causality, windows and `kept_positions`. A phase says by
-which integers a key and a query turn where they meet. What it says may change while a token stays, so keys
-then lie in the cache as they were before their rotation, and turn when they are read.
+which integers a key and a query are rotated when the query attends to the key. If these may change while a
+token stays in the cache, keys are stored before rotation, and rotated when they are read.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 
 class PairRule(NamedTuple):
-    """Which queries meet which keys, where distances between tokens do not say so, and how much that weighs.
+    """Which queries attend to which keys, if distances do not say so, and with what weight.
 
-    queries, keys: where they stand for causal order and windows, -1 where they meet nobody. sharpness:
-    multiplies logits. weight: multiplies the log of the sum of exponentials, by which this part of the union
+    queries, keys: positions for causal order and windows, -1 for no attention at all. sharpness:
+    multiplies logits. weight: multiplies the log of the sum of exponentials with which this part of the union
     is merged with the others.
     """
 
@@ -32,11 +32,11 @@ class PairRule(NamedTuple):
 
 
 class PairRotation(NamedTuple):
-    """What queries and keys are rotated by, for pairs of them that are some number of tokens apart.
+    """How queries and keys are rotated, for pairs within a range of distances.
 
-    keys: one array for each set of keys. behind: how many tokens a key lies behind a query at least. reach:
-    at how many distances from there on, which are all further ones where it is None. meeting: which pairs
-    these are, where it is no matter of distance.
+    queries, keys: the integers of the rotation; one array for each set of keys. behind: the smallest distance
+    from a query back to a key. reach: how many distances from there on; None for all larger ones. meeting:
+    which pairs these are, if that is not a matter of distance.
     """
 
     queries: Int[Array, "B #K T"]
@@ -46,19 +46,19 @@ class PairRotation(NamedTuple):
     meeting: PairRule | None = None
 
     def window(self, window: int | None) -> int | None:
-        """The window of a layer's queries, seen from `behind`; nothing is visible where it is not above 0."""
+        """A layer's window, counted from distance `behind`; nothing is visible if it is not above 0."""
         left = None if window is None else window - self.behind
         return left if self.reach is None else self.reach if left is None else min(left, self.reach)
 
 
 @runtime_checkable
 class Phase(Protocol):
-    """What keys and queries are rotated by; others ask for its properties, never for its type.
+    """A rule for rotating keys and queries; other code uses its properties, never its type.
 
     `steady`: a key is always rotated by its own position, so it is stored rotated. `alike`: a key is rotated
-    alike for all queries that attend to it at once. `first_alike`: a prompt over no cache is read as if all
-    were rotated by position. `name`: what layouts call it. `counts`: what `most_behind` counts. Optional:
-    `one_turn`: a single query attends to all slots under one rotation.
+    the same way for all queries that attend to it at once. `first_alike`: a prompt over no cache is read as
+    if all were rotated by position. `name`: what layouts call it. `counts`: what `most_behind` counts.
+    Optional: `one_turn`: a single query attends to all slots under one rotation.
 
     >>> isinstance(ByRank(), Phase)
     True
@@ -82,28 +82,28 @@ class Phase(Protocol):
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """By what queries and all slots that they may see turn.
+        """The rotations of queries and of all slots that they may see.
 
-        q_pos: positions of the queries, -1 on padding. sets: those of the slots, -1 where one is empty. Among
-        many queries, the last set is new tokens in a row, and where it is the only one, there were none
+        q_pos: positions of the queries, -1 on padding. sets: positions of the slots, -1 for empty ones. With
+        many queries, the last set holds consecutive new tokens; if it is the only set, there were none
         before. Rotations do not overlap: every pair of a query and a slot that it sees belongs to one. A
         single query has one `PairRotation`, or several that differ in their `meeting` alone; in the first
-        one, nothing is sharper or weighs more.
+        one, sharpness and weight are 1.
         """
         ...
 
     def most_behind(self, slots: int) -> int:
-        """How large phases of a past of at most `slots` slots are, counted from 1: new tokens follow them."""
+        """The largest integer for a past of at most `slots` slots, counted from 1: new tokens follow it."""
         ...
 
     def bounded(self, positions: int) -> bool:
-        """Whether phases stay within `positions` as long as slots do, however long the text grows."""
+        """Whether the integers stay within `positions` as long as the slots do, for texts of any length."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ByPosition:
-    """The position of the token in its text: what a model was trained to do.
+    """Rotation by the position of the token in its text, as in training.
 
     >>> ByPosition().steady
     True
@@ -118,7 +118,7 @@ class ByPosition:
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """Their positions."""
+        """Rotation by their positions."""
         return (PairRotation(q_pos[:, None], tuple(sets)),)
 
     def most_behind(self, slots: int) -> int:
@@ -130,12 +130,11 @@ class ByPosition:
 
 @dataclasses.dataclass(frozen=True)
 class ByRank:
-    """How many live slots of the same KV head are older (StreamingLLM, arXiv:2309.17453, section 3.2).
+    """Rotation by rank, the number of older live slots in the KV head (StreamingLLM, arXiv:2309.17453, 3.2).
 
-    Where slots are evicted at the end of prompts or chunks, this is what FINCH (arXiv:2408.00167) and
-    InfiniPot (arXiv:2410.01518) do: kept keys are rotated anew to positions 0 to n - 1, and the next tokens
-    follow at n. A rank is that number, and rotating an unrotated key by it has no rounding of a second
-    rotation.
+    If slots are evicted at the end of prompts or chunks, this is what FINCH (arXiv:2408.00167) and InfiniPot
+    (arXiv:2410.01518) do: kept keys are rotated anew to positions 0 to n - 1, and the next tokens follow at
+    n. Here keys are stored unrotated, so there is no rounding error of a second rotation.
 
     >>> ByRank().steady
     False
@@ -151,7 +150,7 @@ class ByRank:
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """The ranks of slots, and of queries as if each stood in a list of its own."""
+        """The ranks of slots, and of queries as if each was appended to the slots alone."""
         lists = max(pos.shape[1] for pos in sets)
         each = [jnp.broadcast_to(pos, (pos.shape[0], lists, pos.shape[2])) for pos in sets]
         held = jnp.concatenate(each, -1) if lists > 1 or len(sets) > 1 else each[0]
@@ -168,7 +167,7 @@ class ByRank:
 
 @dataclasses.dataclass(frozen=True)
 class Clamped:
-    """Distances of more than `distance` tokens count as that many (LM-Infinite, arXiv:2308.16137, section 4).
+    """Rotation with distances clamped to `distance` tokens (LM-Infinite, arXiv:2308.16137, section 4).
 
     The logit of query i and key j is q_i R(min(i - j, distance)) k_j. Near pairs are rotated by their
     positions, counted from shortly before the first query so that they stay small; for the others, all
@@ -199,7 +198,7 @@ class Clamped:
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """One for near and one for far pairs; a single query sees all keys in one."""
+        """One rotation for near and one for far pairs; a single query attends to all keys under one."""
         most, new = self.distance, q_pos.shape[1]
         if new == 1:
             keys = [jnp.clip(pos - q_pos[:, None] + most, 0, most) for pos in sets]
@@ -221,16 +220,17 @@ class Clamped:
 
 @dataclasses.dataclass(frozen=True)
 class SharedRanges:
-    """Contexts behind a prefix that begin at one position and see none of each other (APE, arXiv:2502.05431).
+    """Contexts after a prefix that start at one position and do not see each other (arXiv:2502.05431).
 
-    The first `prefix` tokens are followed by contexts of `contexts` tokens each, and these by the rest of the
-    text. Every context turns by the positions behind the prefix, and the rest by those behind the longest
-    context. A token of a context sees the prefix and its own context. A later token sees everything: with
-    l_C the log-sum-exp of its logits over all contexts, divided by `temperature`, and l_R that of the others,
+    This is APE. The first `prefix` tokens are followed by contexts of `contexts` tokens each, then by the
+    rest of the text. Every context is rotated by the positions right after the prefix, and the rest by those
+    after the longest context. A token of a context sees the prefix and its own context. A later token sees
+    everything: with l_C the log-sum-exp of its logits over all contexts, divided by `temperature`, and l_R
+    that of the others,
         o = (exp(S T l_C) o_C + exp(l_R) o_R) / (exp(S T l_C) + exp(l_R)),
     where T is `temperature`, S is `scale`, and o_C and o_R are attention over these tokens alone. together:
-    so many neighbouring contexts see each other (HOMER, arXiv:2404.10308); where that is all of them and both
-    numbers are 1, tokens attend to all before them as ever.
+    how many neighbouring contexts see each other (HOMER, arXiv:2404.10308); if that is all of them and both
+    numbers are 1, tokens attend to all earlier ones as usual.
 
     >>> SharedRanges(1, (2, 3), 1.0, 1.0).phase(jnp.arange(8)).tolist()
     [0, 1, 2, 1, 2, 3, 4, 5]
@@ -261,30 +261,30 @@ class SharedRanges:
 
     @property
     def one_turn(self) -> bool:
-        """Whether contexts weigh as much as the rest and see each other."""
+        """Whether contexts have the weight of other tokens and see each other."""
         return self.temperature == self.scale == 1 and self.together >= len(self.contexts)
 
     @property
     def shared(self) -> int:
-        """By how many positions a text is shorter than its tokens are many."""
+        """By how much the number of tokens of a text exceeds the number of its positions."""
         return sum(self.contexts) - max(self.contexts)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the contexts begin, and what follows them."""
+        """The first token of each context, and of the text after them."""
         return tuple(itertools.accumulate(self.contexts, initial=self.prefix))
 
     def number(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """Which part of the text a position lies in: 0 for the prefix, 1 for the first context, and so on."""
+        """The part of the text that a position is in: 0 for the prefix, 1 for the first context, ..."""
         return sum(((pos >= start).astype(jnp.int32) for start in self.starts), jnp.zeros_like(pos))
 
     def _block(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The same where contexts that see each other are one."""
+        """The same, with contexts that see each other counted as one."""
         starts = (*self.starts[: -1 : self.together], self.starts[-1])
         return sum(((pos >= start).astype(jnp.int32) for start in starts), jnp.zeros_like(pos))
 
     def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """What tokens at these positions turn by; 0 for those that are none."""
+        """The integers by which tokens at these positions are rotated; 0 for empty slots."""
         jumps = [0, *(-length for length in self.contexts[:-1]), max(self.contexts) - self.contexts[-1]]
         moved = pos
         for start, jump in zip(self.starts, jumps, strict=True):
@@ -294,9 +294,9 @@ class SharedRanges:
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """One for what is no context, one for a context's own tokens, and one for contexts seen from behind.
+        """Rotations for text outside contexts, for a context's own tokens, and for contexts seen later.
 
-        A single query is of one kind, and has the last two in one.
+        A single query needs only one of these kinds, and has the last two in one rotation.
         """
         if self.one_turn:
             return (PairRotation(self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)),)
@@ -324,7 +324,8 @@ class SharedRanges:
             ]
             held = [shown(pos, one) for pos, one in zip(sets, met, strict=True)]
             return rest, turn(q_pos, held, sharpness, weight)
-        # Contexts as far from each other as no two tokens of one are, so that a window tells them apart.
+        # Contexts are placed further apart than any two tokens of one context, so that a window separates
+        # them.
         apart, starts = sum(self.contexts), (*self.starts[:: self.together], self.starts[-1])
         reach = max(b - a for a, b in itertools.pairwise(starts))
         within = (mine > 0) & ~behind
@@ -344,7 +345,7 @@ BY_POSITION = ByPosition()
 
 
 def older(held: Int[Array, "B K S"], *asked: Int[Array, "B K _"]) -> tuple[Int[Array, "B K _"], ...]:
-    """How many live slots of a list (`held`, -1 = empty) stand before each of the positions `asked`.
+    """How many live slots of a KV head (`held`, -1 = empty) have positions before each of `asked`.
 
     >>> held = jnp.asarray([[[7, -1, 2, 4]]])
     >>> [x.tolist() for x in older(held, held, jnp.asarray([[[5]]]))]

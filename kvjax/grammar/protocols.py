@@ -1,4 +1,4 @@
-"""What each kind of word of a sentence provides: scores, patterns, merges, observations, rewrites."""
+"""Protocols: what each kind of word provides: scores, patterns, merges, observations, rewrites."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvjax.grammar.views import AttentionSpec as AttentionSpec
 from kvjax.grammar.views import Inputs, Seen, View
 from kvjax.state.codes import Codec, Codes
 
-# What patterns take: they are computed on the host, too.
+# The arrays that patterns take: they also run on the host.
 Numbers = Array | np.ndarray
 
 
 @runtime_checkable
 class Observation(Protocol):
-    """Names what must be recorded while a layer attends; a function from Inputs to arrays.
+    """What must be recorded while a layer attends: a function from Inputs to arrays.
 
     Optional: `phases`, whether it exists in "prefill", "step" or both; without it, in prefills alone.
 
@@ -33,29 +33,29 @@ class Observation(Protocol):
 
 @runtime_checkable
 class Carried(Observation, Protocol):
-    """An observation of more than the newest token: in steps, every row carries what it has seen so far."""
+    """An observation of more than the newest token: in decode steps, every row carries it."""
 
     def start(self, inputs: Inputs) -> Any:
         """What a row carries before its first token: arrays [B, ...].
 
-        Those of whole numbers are positions, -1 is none; all others are zeros (`kvjax.api.rows.reset_rows`).
+        Integer arrays are positions, initially -1; all others are zeros (`kvjax.api.rows.reset_rows`).
         """
         ...
 
     def carry(self, carried: Any, inputs: Inputs) -> Any:
-        """The same, behind new tokens; what a row without new tokens carries stays as it is."""
+        """What rows carry after new tokens; unchanged for rows without new tokens."""
         ...
 
     def read(self, carried: Any) -> Any:
-        """The observation, as a call on all the tokens would give it."""
+        """The observation, as a call on all tokens at once would give it."""
         ...
 
 
 @runtime_checkable
 class Meeting(Observation, Protocol):
-    """What slots receive from new queries, computed from both; a call on `Inputs`, without slots, raises.
+    """A number per slot, computed from slots and new queries together; a call on `Inputs` alone raises.
 
-    `by_layer`, where a word has it, says that `of` takes the layer's index in the stack as well.
+    Optional: `by_layer`: `of` takes the layer's index in the stack as well.
     """
 
     def of(
@@ -66,16 +66,17 @@ class Meeting(Observation, Protocol):
         ...
 
 
-# Of a slot that no query is hidden from.
+# For a slot that no query is hidden from.
 NEVER = 2**30
 
 
 @runtime_checkable
 class Hiding(Observation, Protocol):
-    """From which new tokens on slots are hidden, themselves included; a call on `Inputs` raises.
+    """From which new token on a slot is hidden from queries, its own included; a call on `Inputs` raises.
 
-    It is known before a layer attends, of a prompt's tokens and in a step, where what it hides leaves first.
-    traces: what it asks of slots, which the score must remember; it is the same in all lists of a layer.
+    It is known before a layer attends, for a prompt's tokens and in a step, which evicts hidden slots first.
+    traces: the traces of slots that it needs, which the score must keep; they are the same in all KV heads of
+    a layer.
     """
 
     @property
@@ -84,17 +85,17 @@ class Hiding(Observation, Protocol):
     def since(
         self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
     ) -> Int[Array, "B K S"]:
-        """The position of the first new token that does not see a slot; `NEVER` where all do."""
+        """The position of the first new token that does not see a slot; `NEVER` if all do."""
         ...
 
 
 @runtime_checkable
 class Trace(Protocol):
-    """What a method remembers of every slot: one number, which moves with it wherever it is stored.
+    """A number that a method keeps per slot, and that moves with the slot wherever it is stored.
 
-    `needs`: the observed masses or `Meeting`s by which it grows. Optional: `behind_layers`: new tokens'
-    numbers are their surprisals, which are known once all layers have run. `by_ids`: they follow from token
-    ids.
+    `needs`: the observed masses or `Meeting`s that update it. Optional: `behind_layers`: the numbers of new
+    tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow from
+    token ids.
 
     >>> from kvjax.words import Received
     >>> isinstance(Received(), Trace)
@@ -109,16 +110,16 @@ class Trace(Protocol):
         ...
 
     def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
-        """The numbers of slots after new queries, whose masses `seen` has; of new tokens' slots, too."""
+        """The numbers of slots, new ones included, after new queries whose masses are in `seen`."""
         ...
 
 
 @runtime_checkable
 class Judging(Trace, Protocol):
-    """A trace that also changes when slots are chosen among: what is said of a slot then is remembered."""
+    """A trace that is also updated whenever slots are selected, to record the selection."""
 
     def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        """The numbers of a view's slots, before they are scored; the view is in position order."""
+        """The numbers of a view's slots before they are scored; the view is in position order."""
         ...
 
 
@@ -142,13 +143,13 @@ class Score(Protocol):
 
 @runtime_checkable
 class Merge(Protocol):
-    """Moves something of evicted slots into kept ones.
+    """Folds evicted slots into kept ones.
 
     Optional: `writes` names what it changes of the kept slots: some of "k", "v", "bias" and "traces"; without
-    it, the first three. Where it writes biases, every slot has one. `traces`: what it needs to know of slots
-    (`View.of`); the score must remember them. `one_by_one`: it can act after a token whose threshold evicts
-    one slot of each KV head. `ordered`: it must see slots in position order, so no token's own step evicts
-    with it. `at_prompts`: False for one that merges only while decoding; slots evicted from a prompt are then
+    it, the first three. If it writes biases, every slot has one. `traces`: the traces that it reads
+    (`View.of`), which the score must keep. `one_by_one`: it can act after a token whose threshold evicts one
+    slot of each KV head. `ordered`: it must see slots in position order, so no token's own step evicts with
+    it. `at_prompts`: False for one that merges only while decoding; slots evicted from a prompt are then
     dropped.
 
     >>> from kvjax.keep.merges.merge_values import ValueBlend
@@ -162,16 +163,16 @@ class Merge(Protocol):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
+        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         ...
 
 
 @runtime_checkable
 class CarryingMerge(Merge, Protocol):
-    """A merge of which every row carries something from eviction to eviction; a call finds it in `seen`."""
+    """A merge for which every row carries a state from eviction to eviction; a call finds it in `seen`."""
 
     def start(self, view: View) -> Any:
-        """What rows carry before anything leaves: arrays [B, ...] of zeros; only the view's shapes count."""
+        """What rows carry before any eviction: arrays [B, ...] of zeros; only the view's shapes matter."""
         ...
 
     def carry(
@@ -182,24 +183,24 @@ class CarryingMerge(Merge, Protocol):
         leaving: Int[Array, "B K E"],
         seen: Seen,
     ) -> Any:
-        """The same with these slots; as it was in rows that none leaves. It is called before the merge."""
+        """What rows carry after these evictions; unchanged in rows without any. Called before the merge."""
         ...
 
 
 @runtime_checkable
 class Answering(CarryingMerge, Protocol):
-    """A merge that answers queries by what rows carry: one more part of the union that a query attends to."""
+    """A merge that lets queries attend to evicted slots, through a summary that rows carry."""
 
     def answer(
         self, carried: Any, q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-        """(out, lse) of rotated queries over all that has left; lse is -inf where nothing has."""
+        """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
         ...
 
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Slots that stay whatever their score: a function of integers, which may be NumPy's, too.
+    """Slots that stay whatever their score: a function of integer arrays, of JAX or NumPy.
 
     >>> from kvjax.words import Sink
     >>> isinstance(Sink(4), Pattern)
@@ -215,11 +216,11 @@ class Pattern(Protocol):
 class Allocation(Protocol):
     """Turns a mean budget into one count per layer, row and head.
 
-    `uniform`: all heads have equal counts, so storage is dense; else it has pages. `across_layers`: slots
-    move between layers, so all layers share one pool. Optional: `threshold`: slots stay or are evicted by
-    their own score, in steps as at the end of a prefill, and how many stay follows from the data.
-    `layer_rest(budget, tokens, layers, heads)`: as `layer_slots`, of the slots that do not stay; without it a
-    second tier has places for all tokens. One that looks at more than scores is `Preferring`.
+    `uniform`: all heads have equal counts, so storage is dense; else storage is in pages. `across_layers`:
+    slots move between layers, so all layers share one pool. Optional: `threshold`: slots stay or are evicted
+    by their own score, in steps as at the end of a prefill, and how many stay follows from the data.
+    `layer_rest(budget, tokens, layers, heads)`: as `layer_slots`, for the slots that do not stay; without it
+    a second tier has slots for all tokens. An allocation that needs more than scores is `Preferring`.
 
     >>> from kvjax.words import Uniform
     >>> isinstance(Uniform(), Allocation)
@@ -235,19 +236,19 @@ class Allocation(Protocol):
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]: ...
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
-        """Most slots that a row of at most `tokens` tokens keeps in all its heads, per layer (static)."""
+        """The most slots that a row of at most `tokens` tokens keeps in all its heads, per layer (static)."""
         ...
 
 
 @runtime_checkable
 class Preferring(Allocation, Protocol):
-    """An allocation that needs more than scores: what a layer saw says how much its heads should get."""
+    """An allocation that needs more than scores: what a layer observed says how much its heads should get."""
 
     @property
     def needs(self) -> frozenset[Observation]: ...
 
     def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
-        """How much a layer's heads should get, compared with those of other layers; nothing is negative."""
+        """How much a layer's heads should get, relative to other layers; not negative."""
         ...
 
     def counts(
@@ -256,45 +257,46 @@ class Preferring(Allocation, Protocol):
         n: Int[Array, "B"],
         preferences: Float[Array, "L B K"] | None = None,
     ) -> Int[Array, "L B K"]:
-        """As in `Allocation`; preferences are those of all layers, and always given."""
+        """As in `Allocation`; preferences are those of all layers, and are always given."""
         ...
 
 
 @runtime_checkable
 class Make(Protocol):
-    """Another model made of a model before anything is read; the sentence then acts on that one's cache.
+    """A rewrite of a model's weights before anything is read; the method then acts on the new model's cache.
 
-    A frozen dataclass like all words: a model remembers what was made of it by this word, and the
-    fingerprint of what was made is that of the model and the word's `repr`.
+    A frozen dataclass like all words: a model remembers what this word made of it, and the fingerprint of the
+    new model is that of the old one and the word's `repr`.
     """
 
     def config(self, config: Any) -> Any:
-        """The config of what is made of a model of this `Config`. Raises ValueError where nothing can be."""
+        """The config of the rewritten model. Raises ValueError if a model of this `Config` has none."""
         ...
 
     def params(self, params: dict[str, Any], config: Any) -> dict[str, Any]:
-        """The parameters of what is made, of those of a model of this `Config`."""
+        """The parameters of the rewritten model, given those of a model of this `Config`."""
         ...
 
 
 @runtime_checkable
 class Stacking(Protocol):
-    """Which adjacent layers are stored as one after a prefill, and how: the stack word of a sentence.
+    """Which adjacent layers are stored as one after a prefill, and how: the `stack` part of a method.
 
-    most: how many tokens of a list at most stay as computed in both layers (a `kvjax.grammar.Budget`).
+    most: how many tokens of a KV head at most stay unmerged in both layers (a `kvjax.grammar.Budget`).
     """
 
     @property
     def most(self) -> Any: ...
 
     def first(self, layers: int) -> int:
-        """The lowest layer that may be merged, in a model of so many."""
+        """The lowest layer that may be merged, in a model of `layers` layers."""
         ...
 
     def codecs(self, codec: Codec | None) -> tuple[Codec, Codec]:
-        """How the lower and the upper layer store what is merged, where `codec` encodes slots.
+        """The codecs of merged rows in the lower and in the upper layer, if `codec` encodes slots.
 
-        One that `borrows` leaves arrays to the codes of the layer below (`kvjax.state.code_forms.completed`).
+        A codec that `borrows` keeps arrays in the codes of the layer below
+        (`kvjax.state.code_forms.completed`).
         """
         ...
 
@@ -304,7 +306,7 @@ class Stacking(Protocol):
         v: tuple[Float[Array, "*b S V"], Float[Array, "*b S V"]],
         live: Bool[Array, "*b S"],
     ) -> Float[Array, "*b S"]:
-        """How much a token should stay as computed, by its rows in two layers; -inf: not at all."""
+        """How much a token should stay unmerged, from its rows in two layers; -inf: not at all."""
         ...
 
     def merge(
@@ -316,7 +318,7 @@ class Stacking(Protocol):
 
 @runtime_checkable
 class Residence(Protocol):
-    """What the device holds of slots whose keys and values lie in host memory."""
+    """Which pages of slots in host memory the device holds."""
 
     def places(self, slots: int, page: int, visited: int) -> int:
         """How many pages of `slots` slots the device holds; a step visits `visited` of them (static)."""

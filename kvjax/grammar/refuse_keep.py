@@ -1,4 +1,4 @@
-"""Which words of a sentence cannot work together, each told in one sentence when it is built."""
+"""Keeps whose words cannot work together, each refused with one sentence when it is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # (wrong, why) for each way in which words cannot work together.
 Refusals = list[tuple[bool, str]]
-# The longest prompt that is laid out when a sentence is checked.
+# The longest prompt that is tried when a method is checked.
 _LONG = 2**20
 
 
@@ -40,13 +40,13 @@ def _alike(keep: Keep, score: Score) -> tuple[bool, str]:
 
 def _protected(keep: Keep) -> tuple[bool, str]:
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
-    # So many tokens show all that patterns protect; of a budget beyond _LONG the prompt itself will.
+    # So many tokens show all that patterns protect; budgets beyond _LONG are checked with the prompt itself.
     full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens", False) if whole else ""
     return bool(full), full
 
 
 def _in_steps(keep: Keep, score: Score) -> Refusals:
-    """Of evictions while decoding."""
+    """Refusals of evictions while decoding."""
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
     in_steps, threshold = keep.when.in_steps, hasattr(keep.allocate, "threshold")
     observed = observations(keep, in_steps=True)
@@ -120,7 +120,7 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
 
 
 def _lower(keep: Keep) -> Refusals:
-    """Of a second tier."""
+    """Refusals of a second tier."""
     lower, in_steps = keep.lower, keep.when.in_steps
     if lower is None:
         return []
@@ -152,7 +152,7 @@ def _lower(keep: Keep) -> Refusals:
 
 
 def _per_query_head(keep: Keep, score: Score) -> Refusals:
-    """Of a selection of its own for every query head."""
+    """Refusals of a selection per query head."""
     fitted = [word for part in (score, keep.allocate) for word in fitted_words(part)]
     of_kv_heads = [type(word).__name__ for word in fitted if getattr(word, "of_kv_heads", False)]
     masses = _masses(score)
@@ -176,7 +176,7 @@ def _per_query_head(keep: Keep, score: Score) -> Refusals:
 
 
 def _merged(keep: Keep, score: Score) -> Refusals:
-    """Of a merge."""
+    """Refusals of a merge."""
     unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=key_of)
     return [
         (
@@ -193,7 +193,7 @@ def _merged(keep: Keep, score: Score) -> Refusals:
 
 
 def _phased(keep: Keep, score: Score) -> Refusals:
-    """Of keys that do not turn by their positions."""
+    """Refusals of keys that are not rotated by their positions."""
     probes = probes_of(score) - {None}
     looks = bool(_masses(score) or score.traces or probes or getattr(score, "looks", True))
     return [
@@ -206,7 +206,7 @@ def _phased(keep: Keep, score: Score) -> Refusals:
 
 
 def _probed(keep: Keep, score: Score) -> Refusals:
-    """Of a probe behind the prompt, and of layers that choose for others."""
+    """Refusals of a probe after the prompt, and of layers that select for others."""
     in_steps, probes = keep.when.in_steps, probes_of(score)
     return [
         (
@@ -232,7 +232,7 @@ def _probed(keep: Keep, score: Score) -> Refusals:
 
 
 def _restored(keep: Keep, score: Score) -> Refusals:
-    """Of learned tokens that read a prompt before slots of it leave."""
+    """Refusals of restore tokens."""
     parts = (keep.merge, keep.lower, keep.narrow)
     plain = parts == (None,) * 3 and keep.phase.steady and keep.skip_layers == 0
     return [
@@ -245,12 +245,12 @@ def _restored(keep: Keep, score: Score) -> Refusals:
 
 
 def _masses(score: Score) -> list[Any]:
-    """What slots receive, as a score asks for it."""
+    """The received-attention observations of a score."""
     return sorted((o for o in score.needs if hasattr(o, "reduction")), key=key_of)
 
 
 def _narrowed(keep: Keep) -> Refusals:
-    """(wrong, why) for what cannot be where the upper layers see fewer tokens than the lower ones."""
+    """(wrong, why) for keeps whose upper layers read fewer tokens than the lower ones."""
     if keep.narrow is None:
         return []
     return [
@@ -272,7 +272,7 @@ def _narrowed(keep: Keep) -> Refusals:
 
 
 def _by_one(merge: Any) -> bool:
-    """Whether a merge, or none, can act where a threshold decides after every token."""
+    """Whether a merge, or none, can act if a threshold decides after every token."""
     return merge is None or getattr(merge, "one_by_one", False)
 
 
@@ -282,15 +282,15 @@ def _of_tokens(pattern: Any) -> bool:
 
 
 def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
-    """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
+    """Why the slots that must stay of a row of `tokens` tokens do not fit the budget; empty if they do.
 
     row: what messages call such a row. halved: refuses a window of more than half of the budget, which leaves
-    too few slots to choose by scores.
+    too few slots to select by scores.
 
-    Where every step evicts, the newest token needs a slot beside those that patterns protect.
+    If every step evicts, the newest token needs a slot beside those that patterns protect.
     """
     n, newest = keep.budget.capacity(tokens), keep.when.in_steps
-    # Layers of unequal budgets: the smallest must hold what is protected.
+    # With unequal budgets per layer, the smallest must hold the protected slots.
     n = getattr(keep.allocate, "fewest", int)(n)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
     stays = (pos == tokens - 1) & newest
@@ -310,7 +310,7 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
 
 
 def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
-    """Why the window takes more than half of n slots; empty where it does not."""
+    """Why the window takes more than half of n slots; empty if it does not."""
     windows = [getattr(p, "tokens", 0) for p in keep.protect if getattr(p, "newest", False)]
     widest = max((w for w in windows if isinstance(w, int)), default=0)
     if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):

@@ -1,4 +1,4 @@
-"""Which parts of a sentence cannot stand beside each other for another reason than a fact (`facts`)."""
+"""Parts of a method that cannot be combined, for other reasons than facts (`facts`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def refused_parts(method: Method) -> Refusals:
-    """(wrong, why) for what the parts of a sentence cannot do together."""
+    """(wrong, why) for what the parts of a method cannot do together."""
     host, read = method.host, method.read
     granule = 1 if method.store is None else method.store.granule
     page = 0 if read is None else read.granule
@@ -36,7 +36,7 @@ def refused_parts(method: Method) -> Refusals:
 
 
 def _in_layers(method: Method) -> Refusals:
-    """(wrong, why) for what cannot be where every layer has a sentence of its own."""
+    """(wrong, why) for methods that cannot be given layer by layer."""
     if not method.layers:
         return []
     others = (method.reread, method.make, method.stack, method.host)

@@ -1,8 +1,8 @@
 """The grammar: a method is a sentence of keep, store and read, made of small hashable words.
 
 Words are frozen dataclasses: equal sentences are equal values, so they compile once and print as they were
-written. This module holds the sentence. What its words see and promise is in `kvjax.grammar.protocols`, and
-the words themselves live in `kvjax.keep`, `kvjax.store`, `kvjax.read`.
+written. This module defines the sentence. The protocols of its words are in `kvjax.grammar.protocols`, and
+the words themselves in `kvjax.keep`, `kvjax.store`, `kvjax.read`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Budget:
     """
 
     amount: float | int
-    # A budget of 1 slot is not one of 1.0, everything, though the numbers are equal.
+    # A budget of 1 slot differs from 1.0, which is everything, though the numbers are equal.
     kind: type = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
@@ -77,19 +77,19 @@ class Budget:
         return max(Fraction(self.amount).limit_denominator(1000), Fraction(1, 1000))
 
     def capacity(self, tokens: int) -> int:
-        """Most slots a head can keep of `tokens` tokens."""
+        """The most slots that a head keeps of `tokens` tokens."""
         if self.ratio is None:
             return min(int(self.amount), tokens)
         return max(1, tokens * self.ratio.numerator // self.ratio.denominator)
 
     def count(self, length: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """max(1, floor(ratio * length)) per row or list, never more than it has."""
+        """max(1, floor(ratio * length)) per row or KV head, and never more than its length."""
         if self.ratio is None:
             return jnp.minimum(length, min(int(self.amount), 2**30))
         return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)
 
     def reach(self, slots: int) -> int:
-        """Most tokens of which a head keeps at most `slots`; 2^30 where that is any number."""
+        """The most tokens of which a head keeps at most `slots`; 2^30 if there is no limit."""
         if self.ratio is None:
             return 2**30 if int(self.amount) <= slots else slots
         return ((slots + 1) * self.ratio.denominator - 1) // self.ratio.numerator
@@ -105,15 +105,15 @@ class Keep(KeepFacts):
         allocate: divides the budget between layers and heads.
         protect: patterns of slots that stay whatever their score.
         when: at the end of a prefill, or also while decoding (`kvjax.grammar.when`; the cache then exceeds
-            the budget by what that part allows, and no more).
+            the budget by at most what that word allows).
         per_query_head: selects for every query head alone, so the cache holds K = N heads.
         skip_layers: how many of the first layers keep everything.
         phase: what keys and queries are rotated by (`kvjax.grammar.phase`).
         probe: extra tokens whose queries feed the scores.
         merge: what kept slots take from evicted ones.
         lower: a second tier: slots are not evicted but stored so.
-        page: slots per page where heads have unequal budgets; None chooses (`kvjax.compress.pages.page_of`).
-        narrow: which tokens of a prompt the upper layers see (`kvjax.keep.prompts.narrow`).
+        page: slots per page if heads have unequal budgets; None chooses (`kvjax.compress.pages.page_of`).
+        narrow: which tokens of a prompt the upper layers read (`kvjax.keep.prompts.narrow`).
         reuse: how many layers in a row keep what the first of them selects.
         restore: learned tokens that read a prompt before slots of it are evicted, and stay
             (`kvjax.keep.prompts.restore`).
@@ -156,8 +156,8 @@ class Store(StoreFacts):
     Args:
         keys: the codec of keys.
         values: the codec of values.
-        residual: how many of the newest tokens stay as computed; older ones are encoded `granule` at a time.
-        sinks: how many of the first tokens of every row always stay as computed.
+        residual: how many of the newest tokens stay unencoded; older ones are encoded `granule` at a time.
+        sinks: how many of the first tokens of every row always stay unencoded.
         unrotated: stores keys as they are before RoPE, and rotates them whenever they are read.
 
     >>> from kvjax.words import Affine
@@ -182,29 +182,29 @@ class Store(StoreFacts):
 
 
 def read_behind(keep: Keep | None, read: Any) -> Any:
-    """A read as it acts after a keep: each KV head, which holds tokens of its own, picks for itself."""
+    """A read as it acts after a keep: each KV head holds other tokens, and picks for itself."""
     by_layer = keep is not None and getattr(read, "by_head", True) is False
     return dataclasses.replace(read, by_head=True) if by_layer else read
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Method:
-    """A method as a value: which slots stay, how they are encoded, where they lie, which a query reads.
+    """A method as a value: which slots stay, how they are encoded, where they are, which a query reads.
 
-    Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` where
-    methods have names, and a constructor where it was written by hand or changed. `words` is the constructor.
+    Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` if it
+    has a name, and a constructor if it was written by hand or changed. `words` is the constructor.
 
     Args:
         keep: which slots stay; None keeps all.
         store: how slots are encoded; None stores them as computed.
         read: which slots a query attends to; None is all of them.
         spec: how to build the method again (`kvjax.grammar.to_text`), mostly (id, hyper-parameters).
-        reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.prompts.reread`,
+        reread: which tokens of a prompt are read at all, or alone are stored (`kvjax.keep.prompts.reread`,
             `distilled` and `memory_tokens` there).
         layers: a method for every layer of the model, in place of all other parts.
         make: rewrites the model's weights, as `kvjax.prepare` shows.
         stack: which layers are stored as one (`kvjax.store.merged`).
-        host: which slots of those in host memory the device holds, too (`kvjax.place.host`).
+        host: which of the slots in host memory the device also holds (`kvjax.place.host`).
 
     >>> from kvjax.words import KeyNorm, Uniform
     >>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).id
@@ -241,15 +241,15 @@ class Method:
         return self.spec[0]
 
     def called(self, spec: tuple[Any, ...]) -> Method:
-        """The same sentence with this `spec`, which must build it."""
+        """The same method with this `spec`, which must build it."""
         new = dataclasses.replace(self, spec=spec)
-        # No field: a copy that `dataclasses.replace` changes is no longer what its spec builds.
+        # Not a field: a copy changed by `dataclasses.replace` is no longer what its spec builds.
         object.__setattr__(new, "_named", spec[0] not in NAMELESS)
         return new
 
     @property
     def words(self) -> str:
-        """The sentence word by word, as Python writes it, in lines."""
+        """The method word by word, as Python code, in lines."""
         return written(self)
 
     def __repr__(self) -> str:
@@ -257,31 +257,31 @@ class Method:
 
     @property
     def restore(self) -> Any:
-        """The learned tokens that read its prompts before slots leave, if there are any."""
+        """The learned tokens that read its prompts before slots are evicted, if any."""
         return None if self.keep is None else self.keep.restore
 
     @property
     def sentences(self) -> tuple[Method, ...]:
-        """The sentence itself, or those of its layers, each once."""
+        """The method itself, or the distinct methods of its layers."""
         return tuple(dict.fromkeys(self.layers)) or (self,)
 
     @property
     def shared_positions(self) -> int:
-        """By how many a text has more tokens than positions, because some tokens stand at the same ones."""
+        """By how much a text's tokens exceed its positions, because some tokens share positions."""
         return 0 if self.keep is None else getattr(self.keep.phase, "shared", 0)
 
     def at(self, layer: int) -> Method:
-        """The sentence that a layer follows."""
+        """The method of a layer."""
         return self.layers[layer] if self.layers else self
 
     def decode_part(self) -> Method:
-        """What a decode step depends on: sentences that differ only before it share one program."""
+        """The part of a method that a decode step depends on: methods with equal parts share one program."""
         if self.layers:
             return Method(layers=tuple(one.decode_part() for one in self.layers), spec=("decode", ()))
         keep = None
         if self.keep is not None:
             k = self.keep
-            # Steps ask such a merge for what left before them.
+            # Decode steps query such a merge for slots evicted earlier.
             answering = k.merge if isinstance(k.merge, Answering) else None
             if k.when.in_steps:
                 keep = dataclasses.replace(k, probe=None, narrow=None)
@@ -294,7 +294,7 @@ class Method:
         return Method(keep, self.store, read_behind(self.keep, self.read), ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
-        """The same sentence with more slots that must stay (they count against the budget)."""
+        """The same method with more protected slots (they count against the budget)."""
         if self.layers:
             return dataclasses.replace(self, layers=tuple(one.protecting(*patterns) for one in self.layers))
         if self.keep is None:

@@ -13,7 +13,7 @@ from kvjax.grammar.sentence import Keep
 
 @dataclasses.dataclass(frozen=True)
 class Phased:
-    """The score of a prompt's slots, and another score while decoding, where every token evicts one slot.
+    """One score at the end of prompts, and another one while decoding, where every token evicts one slot.
 
     >>> from kvjax.words import KeyNorm, Position
     >>> Phased(KeyNorm(), Position()).looks
@@ -25,7 +25,7 @@ class Phased:
 
     @property
     def in_steps(self) -> Score:
-        """The score that ranks slots while decoding; what the other one observes exists in prompts alone."""
+        """The score that ranks slots while decoding; the other one's observations exist in prompts alone."""
         return self.later
 
     @property
@@ -55,10 +55,10 @@ class Phased:
 def in_stages(prompt: Keep, later: Keep) -> Keep:
     """The keep that evicts by `prompt` at the ends of prompts and by `later` after every decoded token.
 
-    Slots that either of them protects stay under both. The allocation, the probe and the edits of prompts
+    Slots that either of them protects stay in both stages. The allocation, the probe and the edits of prompts
     come from `prompt`; when to evict comes from `later`; in all else they must agree.
 
-    Raises ValueError where the two cannot take turns, with what to give instead.
+    Raises ValueError if the two cannot be combined, saying what to give instead.
     """
     if prompt.score is None or later.score is None:
         raise ValueError("one of them selects no slots: give two that do, as in snapkv + tova")
@@ -85,7 +85,7 @@ def in_stages(prompt: Keep, later: Keep) -> Keep:
     )
 
 
-# What acts in prompts alone, or must be one for both: fields of a keep, and what messages call them.
+# Fields of a keep that act in prompts alone, or must be the same in both, and what messages call them.
 _OF_PROMPTS = ("allocate", "probe", "narrow", "restore", "page")
 _SHARED = {
     "budget": "the budget",

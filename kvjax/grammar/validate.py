@@ -1,11 +1,11 @@
-"""What a sentence asks of its words, whoever wrote them: said in one sentence when the `Keep` is built."""
+"""Validation: what a method requires of its words, checked with one sentence when the `Keep` is built."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-# The protocols of kvjax.grammar, by what a word of each must have.
+# The protocols of kvjax.grammar: the attributes that a word of each must have.
 SCORE, MERGE = ("needs", "traces", "__call__"), ("needs", "__call__")
 TRACE = ("needs", "start", "grow")
 ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
@@ -19,7 +19,7 @@ STACK = ("most", "first", "codecs", "apart", "merge")
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
-    """Raises ValueError for a word that is no frozen dataclass, lacks a part of its protocol or is misplaced.
+    """Raises ValueError for a word that is misplaced, not a frozen dataclass or lacks an attribute.
 
     >>> check_words(None, None, 3, None)
     Traceback (most recent call last):
@@ -50,36 +50,36 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
 
 
 def check_narrow(narrow: Any) -> None:
-    """ValueError for what narrows no prompt or is no frozen dataclass; None is none."""
+    """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
     if narrow is not None:
         _check(narrow, "narrowing", NARROW, "see kvjax.keep.prompts.narrow.Narrow")
 
 
 def check_reread(reread: Any) -> None:
-    """ValueError for what reads no prompt in its own way or is no frozen dataclass; None is none."""
+    """ValueError if `reread` does not say how prompts are read or is not a frozen dataclass; None may be."""
     if reread is not None:
         _check(reread, "reading", REREAD, "see kvjax.keep.prompts.reread.Reread")
 
 
 def check_phase(phase: Any) -> None:
-    """ValueError for what says not what keys turn by, or is no frozen dataclass."""
+    """ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
     _check(phase, "phase", PHASE, "see kvjax.grammar.phase")
 
 
 def check_make(make: Any) -> None:
-    """ValueError for what makes no model or is no frozen dataclass; None is none."""
+    """ValueError if `make` does not rewrite models or is not a frozen dataclass; None is allowed."""
     if make is not None:
         _check(make, "make", MAKE, "see kvjax.grammar.protocols.Make")
 
 
 def check_stack(stack: Any) -> None:
-    """ValueError for what merges no layers or is no frozen dataclass; None is none."""
+    """ValueError if `stack` does not merge layers or is not a frozen dataclass; None is allowed."""
     if stack is not None:
         _check(stack, "stack word", STACK, "see kvjax.store.merged.Merged")
 
 
 def check_codecs(*codecs: Any) -> None:
-    """ValueError for a codec that is no frozen dataclass or lacks a part of its protocol; None is none."""
+    """ValueError for a codec that is not a frozen dataclass or lacks an attribute; None is allowed."""
     for codec in codecs:
         if codec is not None:
             how = "see kvjax.state.codes.Codec; a wrapper stands before one, as in Rotate() >> Affine(4)"

@@ -1,4 +1,4 @@
-"""What a method sees: a layer's slots, what is known of their row, and what the layer computed."""
+"""Views: what a method sees: a layer's slots, what is known of their row, and what the layer computed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class View(NamedTuple):
     """One layer's slots as a method sees them, decoded and in position order, the empty ones last.
 
-    Where a token's own step evicts, slots are in any order, unless the score needs it (`ordered`).
+    In a token's own step slots are in any order, unless the score needs position order (`ordered`).
 
     Args:
         k: keys.
         v: values.
-        pos: the position of each slot's token, -1 where it is empty.
-        bias: what is added to the logits of a slot.
-        traces: what the method remembers of slots, by its key (see `of`).
+        pos: the position of each slot's token, -1 if the slot is empty.
+        bias: added to the logits of a slot.
+        traces: the traces of slots, by key (see `of`).
         received: attention of the new queries to each slot, as the observed masses record it.
 
     >>> View._fields[:3]
@@ -38,7 +38,7 @@ class View(NamedTuple):
     received: dict[str, Float[Array, "B K S"]] = {}  # noqa: RUF012 (never written to)
 
     def of(self, trace: Trace) -> Float[Array, "B K S"]:
-        """What is remembered; ValueError where the score's `traces` does not name it."""
+        """A trace's numbers; ValueError if the score's `traces` does not name it."""
         try:
             return self.traces[key_of(trace)]
         except KeyError:
@@ -56,9 +56,9 @@ class Inputs(NamedTuple):
         pos: positions, -1 on padding.
         length: tokens of each row so far, these included.
         fitted: the layer's fitted arrays (`kvjax.grammar.fitted`), by digest and name.
-        tokens: token ids; None where vectors were given in their place.
+        tokens: token ids; None if vectors were given instead.
         k: keys, rotated.
-        v: values; None where a layer makes none of its own.
+        v: values; None if a layer has none of its own.
 
     >>> Inputs._fields[:3]
     ('q', 'q_raw', 'k_raw')
@@ -77,19 +77,19 @@ class Inputs(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a score may look at besides the slots.
+    """What a score may use besides the slots.
 
     Args:
-        observed: results of the observations that the score needs, by their key (see `of`), and for a merge
+        observed: results of the observations that the score needs, by their key (see `of`), and, for a merge,
             what rows carry for it.
-        mass: where a token's own step evicts, the probability that its query gave each slot, summed over the
-            heads of a group.
+        mass: in a token's own step, the attention of its query to each slot, summed over the heads of a
+            group.
         length: tokens seen.
         n: slots to keep per head.
         layer: index in the stack.
         attention: the model's constants.
         query: the current query of such a step, rotated.
-        weights: the layer's matrices by name, where the score asks for them (`Word.weights`).
+        weights: the layer's matrices by name, if the score needs them (`Word.weights`).
         fitted: as in `Inputs`, for a merge.
         protect: the keep's patterns of slots that stay whatever their score (`kvjax.grammar.calls.spared`).
 
@@ -109,7 +109,7 @@ class Seen(NamedTuple):
     protect: tuple[Any, ...] = ()
 
     def of(self, observation: Observation | CarryingMerge) -> Any:
-        """What an observation recorded; ValueError where the score's `needs` does not name it."""
+        """What an observation recorded; ValueError if the score's `needs` does not name it."""
         try:
             return self.observed[key_of(observation)]
         except KeyError:
@@ -121,7 +121,7 @@ class AttentionSpec(NamedTuple):
 
     Args:
         scale: of the logits.
-        softcap: bounds the logits; None does not.
+        softcap: the bound of the logits; None for none.
         rope: the rotation of the layers that are scored.
 
     >>> AttentionSpec._fields

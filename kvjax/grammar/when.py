@@ -1,4 +1,4 @@
-"""When slots leave: at the end of a prefill, or while decoding too."""
+"""When slots are evicted: at the end of a prefill, or also while decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class When(Protocol):
     """When a method evicts; all of them evict at the end of a prefill.
 
     `in_steps`: whether slots are evicted while decoding, too. `at_once`: whether after every token, inside
-    the layer, so that the attention of the one query decides.
+    the layer, so that the attention of its query decides.
 
     >>> isinstance(Every(4), When)
     True
@@ -28,7 +28,7 @@ class When(Protocol):
     def at_once(self) -> bool: ...
 
     def due_at(self, n: Count) -> Count | int:
-        """How many slots a list holds when it is brought back to the `n` that it keeps; more than n."""
+        """How many slots a KV head holds when it evicts down to `n`; more than n."""
         ...
 
 
@@ -45,7 +45,7 @@ class PrefillEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """While decoding too, after every `tokens` tokens: KV heads grow by so many slots, then evict as many.
+    """While decoding too, after every `tokens` tokens: KV heads grow by as many slots, then evict them.
 
     Args:
         tokens: between two evictions; 1 evicts inside the step.
@@ -75,10 +75,10 @@ class Every:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """While decoding too, when a KV head holds `slots`; its budget is a smaller number of slots.
+    """While decoding too, whenever a KV head holds `slots` slots; its budget is smaller.
 
     Args:
-        slots: from which on it evicts.
+        slots: the number at which it evicts.
 
     >>> Full(128).in_steps
     True

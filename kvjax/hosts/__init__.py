@@ -1,1 +1,1 @@
-"""Several processes as one program: how they start, what they tell each other, and what is whole on each."""
+"""Hosts: several processes as one program: how they start, exchange values, and fetch whole arrays."""

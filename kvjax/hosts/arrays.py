@@ -1,4 +1,4 @@
-"""Arrays that lie on the devices of several processes, made whole on each of them."""
+"""Arrays that are split over the devices of several processes, fetched whole by each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def fetch(tree: PyTree) -> PyTree:
     """Brings the arrays of a tree to this host, whole.
 
     Args:
-        tree: any pytree, such as a cache or logits. Where other processes hold parts of its arrays, all
+        tree: any pytree, such as a cache or logits. If other processes hold parts of its arrays, all
             processes must call this.
 
     Returns:
@@ -37,7 +37,7 @@ def _within_reach(x: Any) -> Any:
 def from_pieces(
     shape: Sequence[int], where: jax.sharding.Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """An array of which every process reads what its devices hold, each piece once, however many hold it.
+    """An array of which every process reads only the pieces that its devices hold, each piece once.
 
     >>> from_pieces((4,), jax.sharding.SingleDeviceSharding(jax.devices()[0]), np.arange(4).__getitem__).shape
     (4,)
@@ -54,7 +54,7 @@ def from_pieces(
 
 
 def is_shared(tree: PyTree) -> bool:
-    """Whether any array of a tree lies on devices of other processes, too: then all must compute with it.
+    """Whether any array of a tree is partly on devices of other processes: then all must compute with it.
 
     >>> import jax.numpy as jnp
     >>> is_shared(jnp.zeros(2))

@@ -1,6 +1,6 @@
-"""What processes tell each other: small values as JSON, through the service by which JAX's processes met.
+"""Messages between processes: small values as JSON, through JAX's coordination service.
 
-All processes must call these functions in the same order. Alone, a process is its own only listener.
+All processes must call these functions in the same order. A single process only receives its own values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_first() -> bool:
 
 
 def number_of() -> int:
-    """The number of the calling process, from 0."""
+    """The index of the calling process, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
@@ -44,7 +44,7 @@ def count() -> int:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every process said, in their order; values are what JSON holds.
+    """The values of all processes, in their order; values must be JSON-serialisable.
 
     >>> gathered({"cells": 3})
     [{'cells': 3}]
@@ -60,9 +60,9 @@ def gathered(value: Any) -> list[Any]:
 
 
 def by_first(f: Callable[[], Any]) -> Any:
-    """What f returns, which the first process alone calls; what JSON holds.
+    """The result of f, which only the first process calls; it must be JSON-serialisable.
 
-    Raises the InputError that f raises, on all of them.
+    Raises the InputError that f raises in all processes.
 
     >>> by_first(lambda: "kvjax-results/1")
     'kvjax-results/1'
@@ -82,7 +82,7 @@ def by_first(f: Callable[[], Any]) -> Any:
 
 
 def check_same(what: str, value: Any) -> None:
-    """InputError where processes differ in a value that must be the same on all of them.
+    """InputError if processes differ in a value that must be the same in all of them.
 
     >>> check_same("the texts", "4f1d")
     """
@@ -96,13 +96,13 @@ def check_same(what: str, value: Any) -> None:
 
 
 def wait_for_all() -> None:
-    """Goes on when every process has come here."""
+    """Returns when every process has called it."""
     if count() > 1:
         service().wait_at_barrier(f"kvjax/{next(_numbers)}", _DAYS)
 
 
 def service() -> Any:
-    """The client of JAX's coordination service, by which Orbax' processes talk, too."""
+    """The client of JAX's coordination service, which Orbax uses, too."""
     from jax._src import distributed
 
     return distributed.global_state.client

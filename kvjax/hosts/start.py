@@ -1,4 +1,4 @@
-"""How the processes of one program meet: `start_hosts`, and what it says where one does not come."""
+"""How the processes of one program meet: `start_hosts`, and its error messages if one is missing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvjax.base.errors import InputError
 from kvjax.hosts.watch import joining, watch
 
 AUTO = "auto"
-# Seconds without a sign of life after which JAX ends a program.
+# Seconds without a heartbeat after which JAX ends a program.
 _HEARTBEAT = 30
 # The last of several processes may take long: those that are done wait for it.
 _SHUTDOWN = 7 * 24 * 3600
 
 
 class Rendezvous(NamedTuple):
-    """Where processes meet: the address of the first with a port, how many there are, which one this is.
+    """Where processes meet: the address of the first with a port, how many there are, and this one's index.
 
-    All are None where JAX is to find them in its surroundings.
+    All are None if JAX is to find them in its environment.
     """
 
     address: str | None
@@ -39,21 +39,21 @@ def start_hosts(
     *,
     wait_seconds: float | int = 300,
 ) -> None:
-    """Joins this process with those of other hosts, after which `jax.devices()` are the devices of all.
+    """Joins this process with those of other hosts, after which `jax.devices()` lists the devices of all.
 
-    Call it before anything asks JAX for its devices, on every host with the same values but for `process`;
+    Call it before anything asks JAX for its devices, on every host with the same values except `process`;
     then run the same code everywhere. When a process ends before the others, these end with a line that says
     so and exit code 3.
 
     Args:
-        hosts: "auto" where Slurm, Cloud TPU, GKE, Kubernetes or Open MPI says the rest, or ADDRESS:PORT of
+        hosts: "auto" if Slurm, Cloud TPU, GKE, Kubernetes or Open MPI provides the rest, or ADDRESS:PORT of
             the first process. None reads $KVJAX_HOSTS, else "auto".
         processes: how many processes there are; None reads $KVJAX_PROCESSES.
         process: the number of this one, from 0; None reads $KVJAX_PROCESS.
         wait_seconds: how long to wait for the others.
 
     Raises:
-        InputError: for a wrong value, and where not all processes have come after `wait_seconds`.
+        InputError: for a wrong value, and if not all processes have joined after `wait_seconds`.
 
     >>> start_hosts("10.0.0.1:1234", processes=2, process=2)
     Traceback (most recent call last):
@@ -69,7 +69,7 @@ def start_hosts(
 
 
 def meeting_of(hosts: str | None, processes: int | None, process: int | None) -> Rendezvous:
-    """Where processes meet, from what is given and from the environment. Raises InputError for a wrong value.
+    """Where processes meet, from arguments and the environment. Raises InputError for a wrong value.
 
     >>> meeting_of("10.0.0.1:1234", 2, 0)
     Rendezvous(address='10.0.0.1:1234', processes=2, process=0)
@@ -110,7 +110,7 @@ def _number(name: str) -> int | None:
 
 
 def _check_address(meeting: Rendezvous) -> None:
-    """InputError where a port is taken, or a name means no machine."""
+    """InputError if a port is taken, or a name resolves to no machine."""
     if meeting.address is None:
         return
     host, port = meeting.address.rsplit(":", 1)
@@ -127,8 +127,8 @@ def _check_address(meeting: Rendezvous) -> None:
 
 
 def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
-    """Meets the others. InputError where they have not all come in time."""
-    # SIGTERM ends a process: without this, JAX takes it for a notice and goes on.
+    """Joins the other processes. InputError if they do not all join in time."""
+    # SIGTERM ends a process: without this, JAX takes it as a notice and goes on.
     jax.config.update("jax_enable_preemption_service", False)
     failed: list[Exception] = []
 
@@ -137,12 +137,13 @@ def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
         if meeting.address is not None:
             given = {"cluster_detection_method": "deactivate"}
         try:
-            # JAX aborts the process where it waits in vain: this function waits, and says so instead.
+            # JAX aborts a process whose wait times out: this function waits itself, and raises an error
+            # instead.
             jax.distributed.initialize(
                 meeting.address, meeting.processes, meeting.process, initialization_timeout=_SHUTDOWN,
                 heartbeat_timeout_seconds=_HEARTBEAT, shutdown_timeout_seconds=_SHUTDOWN, **given,
             )  # fmt: skip
-        except Exception as error:  # whatever JAX raises, the user reads one line
+        except Exception as error:  # whatever JAX raises, the user gets one line
             failed.append(error)
 
     joining.set()

@@ -1,7 +1,7 @@
-"""Who is still there: a connection from every process to the first, which breaks when a process is gone.
+"""Liveness: a connection from every process to the first, which breaks when a process is gone.
 
-Without it, those that are left would wait in a collective for what never comes, or be aborted by JAX half a
-minute later. Where no connection can be made, JAX's own watch is all there is.
+Without it, the remaining processes would wait in a collective for ever, or be aborted by JAX half a
+minute later. If no connection can be made, only JAX's own heartbeat is left.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import NoReturn
 
 from kvjax.hosts.messages import count, is_first, number_of, service
 
-# The exit code of a process that ends because another one has.
+# The exit code of a process that ends because another one has ended.
 LOST = 3
-# Seconds in which a process may say of what it ends by itself, when another has ended on an error.
+# Seconds in which a process may report its own error after another process has ended with one.
 GRACE = 3.0
 _KEY, _CONNECT = "kvjax/watch", 10
 _links: dict[int, socket.socket] = {}
-# Set from when this process looks for the others: it then ends by `leave`, unless it ends well.
+# Set from when this process looks for the others: it then exits through `leave`, unless it ends well.
 joining = threading.Event()
 _watching, _leaving, _gone = threading.Event(), threading.Event(), threading.Event()
 
 
 def watch(address: str) -> None:
-    """From here on this process ends, and says why, when another one does. address: of the first process."""
+    """From here on this process ends, with a message, when another does. address: of the first process."""
     if is_first():
         server = socket.create_server(("", 0), backlog=count())
         service().key_value_set(_KEY, str(server.getsockname()[1]))
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
     else:
-        # The first says its port when its devices are there, which may take some of them a while.
+        # The first process publishes its port once its devices are ready, which may take a while.
         port = int(service().blocking_key_value_get(_KEY, 60_000))
         try:
             link = socket.create_connection((address, port), timeout=_CONNECT)
@@ -49,7 +49,8 @@ def watch(address: str) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # A collective fails at once where its partner is gone; who that is, the other thread is about to say.
+        # A collective fails at once if its partner is gone; the other thread is about to say which one that
+        # is.
         if issubclass(kind, RuntimeError) and _gone.wait(GRACE):
             threading.Event().wait()
         before(kind, error, trace)
@@ -60,16 +61,16 @@ def watch(address: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, after telling the others, if it met them, that it does so on an error."""
+    """Ends this process at once, after telling the others, if it joined them, that it failed."""
     sys.stdout.flush()
     sys.stderr.flush()
     if not _watching.is_set():
-        # What still waits for the others cannot be stopped otherwise.
+        # Threads that still wait for the others cannot be stopped otherwise.
         os._exit(code)
     _leaving.set()
     _say("failed", number_of())
     if is_first():
-        # JAX's service ends with this process, and would abort the others before they could speak.
+        # JAX's service ends with this process, and would abort the others before they print their message.
         time.sleep(2 * GRACE)
     os._exit(code)
 
@@ -82,7 +83,7 @@ def _accept(server: socket.socket) -> None:
 
 
 def _listen(link: socket.socket, peer: int | None) -> None:
-    """Ends this process when the one at the other end of a link has, or says that another one has."""
+    """Ends this process when the peer of a link ends, or reports that another one has."""
     lines = link.makefile("r", encoding="utf-8")
     try:
         if peer is None:
@@ -103,7 +104,7 @@ def _listen(link: socket.socket, peer: int | None) -> None:
 
 
 def _end(word: str, who: int) -> None:
-    """Tells the others, then ends this process with a line that says who was first to."""
+    """Tells the others, then ends this process with a line that says which process ended first."""
     if _gone.is_set() or _leaving.is_set():
         return
     _gone.set()

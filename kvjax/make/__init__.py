@@ -1,1 +1,1 @@
-"""What a method makes of a model before anything is read: other weights, under another config."""
+"""Make: rewrites of a model before anything is read: other weights, under another config."""

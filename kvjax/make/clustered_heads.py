@@ -1,4 +1,4 @@
-"""Heads of a layer that attend alike: one of them compares queries with keys for all, each has its values."""
+"""CHAI: heads of a layer that attend alike are clustered; one attends for all, each has its own values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvjax.models.params import plan, regroup
 
 @dataclasses.dataclass(frozen=True)
 class ClusteredHeads(Stating):
-    """Query heads attend as the head that stands for their cluster does (CHAI, arXiv:2403.08058).
+    """Query heads use the attention of the head that represents their cluster (CHAI, arXiv:2403.08058).
 
-    fitted: "source" [L, N], as `kvjax fit chai` writes it: for every query head the one whose attention it
-    has, its own number where it stands for itself or others.
+    fitted: "source" [L, N], as `kvjax fit chai` writes it: for every query head the index of the head whose
+    attention it uses, which is its own if it represents a cluster.
 
-    The model that it makes has `HeadMaps` in every layer: queries of the heads that stand for clusters, the
-    keys that these ask, and the values of all. Raises ValueError for a model whose layers are not all plain
-    attention without windows, and for a source that does not stand for itself.
+    The rewritten model has `HeadMaps` in every layer: queries of the representative heads, the keys that
+    these attend to, and the values of all heads. Raises ValueError for a model whose layers are not all plain
+    attention without windows, and for a source that does not represent itself.
     """
 
     fitted: Fitted | None = None
@@ -38,11 +38,11 @@ class ClusteredHeads(Stating):
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "clusters", "layers, heads", "source", (model.layers, model.heads))
 
     def config(self, config: Config) -> Config:
-        """The config of what is made."""
+        """The config of the rewritten model."""
         for layer in range(config.layers):
             if (mixer := mixer_of(config, layer)) != ATTENTION or config.window(layer) is not None:
                 raise ValueError(
@@ -54,7 +54,7 @@ class ClusteredHeads(Stating):
         )
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the model that is made: what queries and keys nobody asks for is left out."""
+        """The parameters of the rewritten model, without queries and keys that no head uses."""
         made, group = self.config(config), config.heads // config.kv_heads
         old = regroup(params, plan(config, stacked=False))["layers"]
 
@@ -93,6 +93,6 @@ _BY_HEADS = ("q", "k", "q_bias", "k_bias")
 
 
 def _columns(x: Array, heads: np.ndarray, width: int) -> Array:
-    """Of a matrix or a bias [.., heads * width] the columns of these heads."""
+    """The columns of these heads in a matrix or a bias [.., heads * width]."""
     split = x.reshape(*x.shape[:-1], -1, width)
     return jnp.take(split, jnp.asarray(heads), axis=-2).reshape(*x.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Projections of keys and values as products of low rank, of which the cache holds the inner side."""
+"""Palu: projections of keys and values as low-rank products, whose inner side is cached."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Rotation(Protocol):
 class GroupedLowRank(Stating):
     """W_k ~ A_k B_k and W_v ~ A_v B_v for every group of heads (Palu, arXiv:2407.21118, section 3).
 
-    The model that it makes has `GroupedLatent` layers: its cache holds x A_k and x A_v, keys are computed
-    from theirs before they turn, and B_v is multiplied into the output matrix.
+    The rewritten model has `GroupedLatent` layers: its cache holds x A_k and x A_v, keys are computed from
+    x A_k before rotation, and B_v is multiplied into the output matrix.
 
     With G = W' C W = V diag(s^2) V' of a group's columns W [D, E], the product of rank r that is closest to W
     in the mean of |x W - x A B|^2 over inputs x with the second moments C is
@@ -39,12 +39,12 @@ class GroupedLowRank(Stating):
 
     Without `fitted`, C is the identity: A B is then the truncated SVD of W. rank: a share of the channels of
     a group (float in (0, 1]) or a number of them (int >= 1), of keys and of values. heads: KV heads of a
-    group; all of them where a model has fewer. rotation: R in A R' and R B, the latents' rotation, which
+    group; all of them if a model has fewer. rotation: R in A R' and R B, the latents' rotation, which
     changes no product. fitted: "keys" and "values" [L, E', E'] with the columns of all E' = K H channels, the
     second moments of x W_k and x W_v over texts, which are W' C W for every group at once; and "fisher"
-    [L, 2], how much the loss depends on W_k and W_v. by_fisher: ranks of layers are shared out by "fisher".
+    [L, 2], how much the loss depends on W_k and W_v. by_fisher: allocates ranks to layers by "fisher".
 
-    Raises ValueError for ranks or groups that are none, and where `by_fisher` has nothing to go by.
+    Raises ValueError for invalid ranks or groups, and for `by_fisher` without fitted arrays.
     """
 
     rank: float | int
@@ -56,7 +56,7 @@ class GroupedLowRank(Stating):
     kind: type = dataclasses.field(init=False, repr=False)
 
     by = "palu"
-    # Without arrays it goes by the weights alone.
+    # Unfitted, it uses the weights alone.
     fit_first = False
 
     @property
@@ -82,7 +82,7 @@ class GroupedLowRank(Stating):
             )
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         width = model.kv_heads * model.head_dim
         for name in ("keys", "values"):
             sizes = (model.layers, width, width)
@@ -90,7 +90,7 @@ class GroupedLowRank(Stating):
         check_sizes(self, "Fisher information", "layers, matrices", "fisher", (model.layers, 2))
 
     def config(self, config: Config) -> Config:
-        """The config of what is made. Raises ValueError for a model whose layers cannot be rewritten."""
+        """The config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
         for layer in range(config.layers):
             if (mixer := mixer_of(config, layer)) != ATTENTION:
                 raise ValueError(
@@ -117,7 +117,7 @@ class GroupedLowRank(Stating):
         return [(int(k), int(v)) for k, v in found]
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the model that is made; those that stay are the same arrays."""
+        """The parameters of the rewritten model; unchanged ones are the same arrays."""
         made = self.config(config)
         old = regroup(params, plan(config, stacked=False))["layers"]
         layers = tuple(self._layer(p, made, i) for i, p in enumerate(old))
@@ -132,14 +132,14 @@ class GroupedLowRank(Stating):
         width = mixer.group * config.head_dim
         k_down, k_up = self._product(w["k"], moments.get("keys"), width, mixer.key_rank)
         v_down, v_up = self._product(w["v"], moments.get("values"), width, mixer.value_rank)
-        # Query heads by group, KV head of the group and query head of that.
+        # Query heads by group, KV head of the group and query head of that KV head.
         sizes = (len(v_up), mixer.group, config.heads // config.kv_heads, config.head_dim, config.d_model)
         out = w["o"].reshape(sizes)
         up = v_up.reshape(*v_up.shape[:2], mixer.group, config.head_dim)
         new = {"k_down": k_down, "k_up": k_up, "v_down": v_down}
         new["o"] = np.einsum("grjh,gjqhd->gjqrd", up, out).reshape(-1, config.d_model)
         if "v_bias" in w:
-            # Attention weights sum to one, so every head gives its values' bias as it is.
+            # Attention weights sum to one, so every head outputs its values' bias unchanged.
             bias = np.einsum("gjh,gjqhd->d", w["v_bias"].reshape(*sizes[:2], config.head_dim), out)
             new["o_bias"] = bias + w.get("o_bias", 0.0)
         kept = {n: x for n, x in p.items() if n not in ("k", "v", "v_bias", *new)}
@@ -174,15 +174,16 @@ def principal(gram: Float[np.ndarray, "E E"], rank: int) -> tuple[np.ndarray, np
     squares, vectors = np.linalg.eigh(gram)
     squares, basis = squares[::-1][:rank], vectors[:, ::-1][:, :rank]
     signs = np.sign(basis[np.abs(basis).argmax(0), np.arange(rank)])
-    # What nothing is mapped to has no scale; any will do, and rounding's own would be divided by.
+    # A direction to which nothing is mapped has no scale; any will do, and division by rounding errors must
+    # be avoided.
     least = max(squares[0], 0.0) * 1e-12 or 1.0
     return basis * signs, np.maximum(squares, least) ** 0.25
 
 
 def shared_out(total: int, weights: Float[np.ndarray, "M"], most: int) -> np.ndarray:
-    """Whole numbers from 1 to `most` that sum to `total`: in proportion to weights between those ends.
+    """Integers from 1 to `most` that sum to `total`, in proportion to weights between those bounds.
 
-    What rounding leaves goes, one each, to those that lost the largest fractions.
+    The remainder of rounding is distributed, one each, to those with the largest fractions.
 
     >>> shared_out(10, np.array([6.0, 3.0, 1.0]), 5).tolist()
     [5, 4, 1]

@@ -1,4 +1,4 @@
-"""Windows in all layers, and in the upper ones attention to compressed states of what has left them."""
+"""Neurocache: windows in all layers, and in upper ones attention to compressed states of older tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvjax.models.mixers.attention import ATTENTION, mixer_of
 from kvjax.models.mixers.hidden_cache import CacheAttention, HiddenCache
 from kvjax.models.params import plan, regroup
 
-# Weights with a LoRA: those of cache attention that start as a layer's own, and its feed-forward's.
+# Weights with a LoRA: those of cache attention, initialised from the layer's own, and its feed-forward's.
 CHANGED = {"q": "cache_q", "o": "cache_o", "gate": "gate", "up": "up", "down": "down"}
 
 
 @dataclasses.dataclass(frozen=True)
 class StatesOfThePast(Stating):
-    """Layers see `window` tokens, those from `layer` on also compressed states of all before (Neurocache).
+    """Layers attend to `window` tokens; from `layer` on also to compressed states of older ones (Neurocache).
 
     fitted: as `kvjax fit neurocache` writes it, "compress" [1, D, C], "norm" and "norm_bias" [1, C] of the
-    states; of the U upper layers cache attention's "k" and "v" [U, C, K H]; and a LoRA (arXiv:2106.09685) of
-    its queries and outputs, which are the layer's own, and of the layer's feed-forward: "q_down" [U, D, R],
-    "q_up" [U, R, N H], and so on for "o", "gate", "up" and "down".
+    states; for the U upper layers the "k" and "v" [U, C, K H] of cache attention; and a LoRA
+    (arXiv:2106.09685) of its queries and outputs, which are the layer's own, and of the layer's feed-forward:
+    "q_down" [U, D, R], "q_up" [U, R, N H], and so on for "o", "gate", "up" and "down".
 
-    The model that it makes has a layer more, a `HiddenCache` below layer `layer` (a share of all layers, or a
+    The rewritten model has one more layer, a `HiddenCache` below layer `layer` (a share of all layers, or a
     number), and `CacheAttention` in the layers from there on. top, neighbours, context: how many states a
     token retrieves (`kvjax.ops.attention.nearest_states`). factor: a state has D / factor channels. Raises
     ValueError for a model whose layers are not all plain attention without windows, with a gated MLP.
@@ -51,7 +51,7 @@ class StatesOfThePast(Stating):
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         assert self.fitted is not None
         width, upper = self.width(model.width), model.layers - self.first(model.layers)
         check_sizes(self, "projection", "one, width, channels", "compress", (1, model.width, width))
@@ -64,15 +64,15 @@ class StatesOfThePast(Stating):
         check_sizes(self, "LoRA", "upper layers, rank, heads", "q_up", sizes)
 
     def first(self, layers: int) -> int:
-        """The lowest layer with cache attention, of so many."""
+        """The lowest layer with cache attention, of `layers` layers."""
         return int(self.layer * layers) if isinstance(self.layer, float) else self.layer
 
     def width(self, d_model: int) -> int:
-        """Channels of a state."""
+        """The number of channels of a state."""
         return d_model // self.factor
 
     def config(self, config: Config) -> Config:
-        """The config of what is made."""
+        """The config of the rewritten model."""
         for i in range(config.layers):
             if (mixer := mixer_of(config, i)) != ATTENTION or config.window(i) is not None:
                 raise ValueError(
@@ -108,12 +108,12 @@ class StatesOfThePast(Stating):
         )
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the model that is made."""
+        """The parameters of the rewritten model."""
         assert self.fitted is not None
         return self.taught({n: jnp.asarray(x) for n, x in self.fitted.arrays.items()}, params, config)
 
     def taught(self, arrays: dict[str, Array], params: Params, config: Config) -> Params:
-        """`params` with these arrays, through which a fit takes its slope."""
+        """`params` with these arrays, through which a fit computes gradients."""
         old = regroup(params, plan(config, stacked=False))["layers"]
         first, dtype = self.first(config.layers), params["norm"].dtype
         of_state = {"compress": "compress", "compress_norm": "norm", "compress_norm_bias": "norm_bias"}
@@ -132,7 +132,7 @@ class StatesOfThePast(Stating):
         return regroup({**params, "layers": layers}, plan(self.config(config)))
 
     def start(self, params: Params, config: Config, rank: int, seed: int) -> dict[str, Array]:
-        """The arrays as they begin: a random projection, the layers' own weights, and changes of nothing."""
+        """The initial arrays: a random projection, the layers' own weights, and zero changes."""
         old = regroup(params, plan(config, stacked=False))["layers"][self.first(config.layers) :]
         width, keys = self.width(config.d_model), jax.random.split(jax.random.key(seed), 1 + len(CHANGED))
         d = config.d_model

@@ -1,4 +1,4 @@
-"""Layers that read another layer's keys and values in place of their own."""
+"""KVSharer: layers that read another layer's keys and values instead of their own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvjax.models.params import plan, regroup
 class SharedLayers(Stating):
     """Some layers read the slots of a lower one, and neither compute nor store their own (arXiv:2410.18517).
 
-    fitted: "source" [L], as `kvjax fit kvsharer` writes it: for every layer the one whose slots it reads, its
-    own number where it keeps its own.
+    fitted: "source" [L], as `kvjax fit kvsharer` writes it: for every layer the layer whose slots it reads,
+    or its own number.
 
-    The model that it makes has `Attention(source=...)` in those layers. Raises ValueError for a model whose
-    layers are not all plain attention without windows, and for a source that is not below or has none itself.
+    The rewritten model has `Attention(source=...)` in those layers. Raises ValueError for a model whose
+    layers are not all plain attention without windows, and for a source that is not below or has no slots.
     """
 
     fitted: Fitted | None = None
@@ -32,11 +32,11 @@ class SharedLayers(Stating):
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "map of layers", "layers", "source", (model.layers,))
 
     def config(self, config: Config) -> Config:
-        """The config of what is made."""
+        """The config of the rewritten model."""
         for layer in range(config.layers):
             if (mixer := mixer_of(config, layer)) != ATTENTION or config.window(layer) is not None:
                 raise ValueError(
@@ -53,7 +53,7 @@ class SharedLayers(Stating):
         return dataclasses.replace(config, mixers=mixers)
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the model that is made: the same arrays without what is not computed."""
+        """The parameters of the rewritten model: the same arrays without those that are not used."""
         made = self.config(config)
         old = regroup(params, plan(config, stacked=False))["layers"]
         gone = {f"{name}{part}" for name in "kv" for part in ("", "_bias", "_norm")}

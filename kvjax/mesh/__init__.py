@@ -1,1 +1,1 @@
-"""Which axes of arrays are split over which axes of a mesh: rules, and arrays placed by them."""
+"""Mesh: rules for which axes of arrays are split over which axes of a mesh, and arrays placed by them."""

@@ -1,4 +1,4 @@
-"""A mesh with its rules: what says for any array how it lies on the devices."""
+"""A mesh with its rules, which give the sharding of any array."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Axes = tuple[str | None, ...]
 class OnMesh:
     """A mesh and the rules by which arrays are split over it; static and hashable.
 
-    mesh: its axes are automatic: XLA's partitioner (GSPMD) finds out what follows from where arrays are to
-    lie. An abstract mesh has no devices and serves to see who would hold what.
+    mesh: its axes are automatic: XLA's partitioner (GSPMD) derives the rest from the given shardings. An
+    abstract mesh has no devices and serves to see which device would hold what.
     """
 
     mesh: Mesh | AbstractMesh
@@ -40,7 +40,7 @@ class OnMesh:
         return math.prod(self.mesh.shape[name] for name in self.rules.mesh_axes(axis))
 
     def over(self, axis: str) -> str:
-        """The mesh axes of a logical axis with their sizes, in words: "model=4"."""
+        """The mesh axes of a logical axis with their sizes, as text: "model=4"."""
         return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules.mesh_axes(axis))
 
     def splits(self, axis: str | None, size: int) -> bool:
@@ -49,44 +49,44 @@ class OnMesh:
         return n > 1 and size % n == 0
 
     def parts(self, axis: str, size: int) -> int:
-        """Into how many parts an axis of that size is split; 1 where it stays whole."""
+        """Into how many parts an axis of that size is split; 1 if it stays whole."""
         return self.devices(axis) if self.splits(axis, size) else 1
 
     @property
     def slots_instead(self) -> bool:
-        """Whether slots are split where heads cannot be, over the same devices."""
+        """Whether slots are split over the same devices if heads cannot be."""
         return bool({*self.rules.mesh_axes("slots")} & {*self.rules.mesh_axes("kv_heads")})
 
     def parts_of_a_list(self, lists: int) -> int:
-        """Over how many devices the slots of a list may be split, where a layer has so many of them."""
+        """Over how many devices the slots of a KV head may be split, in a layer with `lists` KV heads."""
         return 1 if self.slots_instead and self.splits("kv_heads", lists) else self.devices("slots")
 
     def token_axes(self, tokens: int) -> tuple[str, ...]:
-        """The mesh axes over which so many tokens of a prompt are split; none where they do not divide."""
+        """The mesh axes over which this many tokens of a prompt are split; none if they do not divide."""
         return self.rules.mesh_axes("tokens") if self.splits("tokens", tokens) else ()
 
     def with_whole_tokens(self) -> OnMesh:
-        """The same with prompts that every device reads whole."""
+        """The same, with prompts replicated on every device."""
         return dataclasses.replace(self, rules=self.rules.but(tokens=None))
 
     @property
     def with_whole_layers(self) -> OnMesh | None:
-        """The mesh and its rules, if a device has parts of every layer; None where layers are split."""
+        """The same, if every device has parts of every layer; None if layers are split."""
         return self if self.devices("layers") == 1 else None
 
     def with_whole_slots(self) -> OnMesh:
-        """The same with lists that keep their slots together."""
+        """The same, with the slots of a KV head kept together."""
         return dataclasses.replace(self, rules=self.rules.but(slots=None))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """How an array of that shape is split; axes that do not divide and empty arrays stay whole."""
+        """The partition spec of an array of that shape; axes that do not divide are not split."""
         if not math.prod(shape):
             return PartitionSpec()
         taken: set[str] = set()
         parts: list[str | tuple[str, ...] | None] = []
         for axis, size in zip(axes, shape, strict=True):
             names = () if axis is None or not self.splits(axis, size) else self.rules.mesh_axes(axis)
-            # Lists whose heads are split already keep their slots together.
+            # If KV heads are split already, their slots stay together.
             names = () if taken & {*names} else names
             taken |= {*names}
             parts.append(names if len(names) > 1 else names[0] if names else None)
@@ -95,15 +95,15 @@ class OnMesh:
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Axes, shape: Sequence[int], memory: str | None = None) -> NamedSharding:
-        """`spec` on this mesh, in a kind of the devices' memory; None: their own."""
+        """`spec` on this mesh, in a memory kind of the devices; None: their own memory."""
         return NamedSharding(self.mesh, self.spec(axes, shape), memory_kind=memory)
 
     def pin(self, x: Array, axes: Axes, memory: str | None = None) -> Array:
-        """x, of which a program is told how it lies."""
+        """Adds a sharding constraint to x, inside a program."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, memory))
 
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
-        """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""
+        """InputError if `size` of `what` cannot be split as the rules say. instead: a size that could."""
         if size % self.devices(axis):
             name = "sequence" if axis == "tokens" else "tensor"
             raise InputError(
@@ -113,9 +113,9 @@ class OnMesh:
 
 
 def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
-    """What a user gives as `mesh=` and `rules=`; None where neither is given, and then nothing is split.
+    """The user's `mesh=` and `rules=` combined; None if neither is given, and then nothing is split.
 
-    Raises InputError for a mesh or rules that are none, rules without a mesh, and a mesh without rules.
+    Raises InputError for an invalid mesh or rules, rules without a mesh, and a mesh without rules.
     """
     if mesh is None and rules is None:
         return None
@@ -128,9 +128,9 @@ def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A mesh, or words such as "data=2,model=4", as a mesh with automatic axes, of the first devices.
+    """A mesh, or text such as "data=2,model=4", as a mesh with automatic axes over the first devices.
 
-    Raises InputError where it is neither, or has more devices than there are.
+    Raises InputError if it is neither, or has more devices than there are.
 
     >>> as_mesh("model=1").axis_names
     ('model',)
@@ -156,7 +156,7 @@ def as_mesh(mesh: Any) -> Mesh:
 
 
 def parse_mesh(words: str) -> dict[str, int]:
-    """The sizes of a mesh's axes by their names. InputError where the words are not of the form a=2,b=4.
+    """The sizes of a mesh's axes by name. InputError if the text is not of the form a=2,b=4.
 
     >>> parse_mesh("data=2,model=4")
     {'data': 2, 'model': 4}

@@ -1,4 +1,4 @@
-"""Work that every device does on its own parts of arrays: the compiler does not split kernels by itself."""
+"""Computation per device on its own parts of arrays: the compiler does not split kernels by itself."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 
 def specs_of(on: OnMesh | None, axes: Axes, tree: Any) -> Any:
-    """How the arrays of a tree are split, whose first axes these are; nothing where one device has all."""
+    """The partition specs of a tree of arrays with these first axes; None if one device has all."""
     if on is None:
         return None
     return jax.tree.map(lambda x: on.spec((*axes, *(None,) * x.ndim)[: x.ndim], x.shape), tree)
 
 
 def axes_of_queries(on: OnMesh, lists: int, apart: tuple[str, ...] = (), *, mass: bool) -> Axes | None:
-    """The first axes of queries where every device attends its own lists, of so many, or its slots of them.
+    """The first axes of queries if every device attends to its own KV heads, or to its share of their slots.
 
-    apart: the mesh axes that split slots. mass: whether what slots receive is summed over heads. None: no
-    device has both a list and all queries that meet it.
+    apart: the mesh axes that split slots. mass: whether received attention is summed over heads. None: no
+    device has both a KV head and all queries that attend to it.
     """
     if on.splits("kv_heads", lists):
         return "batch", "kv_heads"
     free = not {*on.rules.mesh_axes("heads")} & {*apart}
     if lists == 1 and free and not mass:
-        # All heads meet the same list, so any device may have some of them.
+        # All query heads attend to the same KV head, so any device may have some of them.
         return "batch", "heads"
     return ("batch", None) if apart or on.devices("heads") == 1 else None
 
@@ -46,8 +46,8 @@ def each_device(
 ) -> Callable[..., T]:
     """Runs f on every device, over its own parts of the arguments; out: how the result is split.
 
-    on None: one device has all. names: the mesh axes along which devices are alone, all by default; the
-    compiler sees to the others.
+    on None: one device has all. names: the mesh axes over which f is mapped, all by default; the compiler
+    handles the others.
     """
     if on is None:
         return f
@@ -65,12 +65,12 @@ def _is_spec(x: Any) -> bool:
 
 
 def _along(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
-    """What a spec says of these mesh axes."""
+    """The part of a spec that concerns these mesh axes."""
     return PartitionSpec(*(part if part in (*names, names) else None for part in spec))
 
 
 def asked_of_one(on: OnMesh | None, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:
-    """What f says of the parts that one device has; f looks at shapes and dtypes, and nothing is computed."""
+    """Applies f to the shapes of one device's parts; it looks at shapes and dtypes alone."""
     if on is None:
         return f(*args)
     said: list[T] = []
@@ -87,9 +87,10 @@ def asked_of_one(on: OnMesh | None, f: Callable[..., T], specs: Sequence[Any], a
 def merged_over(
     names: tuple[str, ...], out: Float[Array, "B N T V"], lse: Float[Array, "B N T"]
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Attention over the slots of all devices along these mesh axes, from that over each device's own.
+    """Merges each device's attention over its own slots into attention over those of all devices.
 
-    One maximum and one sum over the devices. Where no device sees anything, out is 0 and lse is -inf.
+    It takes one maximum and one sum over the devices along these mesh axes. If no device has a visible slot,
+    out is 0 and lse is -inf.
     """
     most = jax.lax.pmax(lse, names)
     safe = jnp.where(jnp.isneginf(most), 0.0, most)

@@ -1,4 +1,4 @@
-"""Rules: by which axes of a mesh every logical axis of weights and caches is split."""
+"""Rules: which axes of a mesh split each logical axis of weights and caches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 
-# What a mesh axis is called where a preset names it.
+# The names of mesh axes in presets.
 DATA, MODEL, SEQUENCE, EXPERT = "data", "model", "seq", "expert"
 
-# Logical axes that come together in one array, which can split a mesh axis once: of caches, and of weights.
+# Logical axes that occur together in one array, which can use a mesh axis only once: of caches, and of
+# weights.
 _TOGETHER = (
     *(("batch", "tokens", name) for name in ("heads", "kv_heads", "mlp", "vocab", "experts")),
     ("layers", "batch", "kv_heads", "slots"),
@@ -28,27 +29,27 @@ MeshAxes = str | tuple[str, ...] | None
 class Rules:
     """Which axis of the mesh splits each logical axis of weights and caches.
 
-    A value is the name of a mesh axis, a tuple of names, or None: the axis is whole on every device. Where
-    `slots` names a mesh axis that `kv_heads` names too, a cache is split by KV heads, or by slots where there
+    A value is the name of a mesh axis, a tuple of names, or None: the axis is whole on every device. If
+    `slots` names a mesh axis that `kv_heads` names too, a cache is split by KV heads, or by slots if there
     are too few heads, as for latents; methods whose slots cannot be split leave such layers whole.
 
     Args:
         batch: rows of tokens and caches.
         heads: query heads, and heads of recurrent layers.
-        kv_heads: KV heads of a cache, and the weights that make keys and values.
+        kv_heads: KV heads of a cache, and the weights of keys and values.
         slots: slots of a KV head.
         tokens: tokens of a prompt while it is read.
         pages: pages of a pool.
-        layers: layers of a group, where they are stacked.
+        layers: layers of a group, if they are stacked.
         embed: channels of the model, in weights alone.
         mlp: channels inside feed-forwards.
         vocab: rows of the embeddings, and logits.
         experts: experts of mixtures.
-        slots_from: bytes of a row's slots in a layer from which on they are split; merging the parts of
-            fewer costs more than it saves.
+        slots_from: how many bytes a row's slots in a layer must have to be split; for fewer, merging the
+            parts costs more than it saves.
 
     Raises:
-        InputError: where one mesh axis would split two axes of the same array.
+        InputError: if one mesh axis would split two axes of the same array.
 
     >>> Rules(batch="data", heads="model", kv_heads="model").kv_heads
     'model'
@@ -83,7 +84,7 @@ class Rules:
 
     def _apart(self, a: str, b: str) -> None:
         both = sorted({*self.mesh_axes(a)} & {*self.mesh_axes(b)})
-        # Where lists cannot be split by their heads, their slots are split over the same devices.
+        # If KV heads cannot be split, their slots are split over the same devices.
         if both and (a, b) not in (("kv_heads", "slots"), ("heads", "slots")):
             raise InputError(
                 f"rules: {a} and {b} are both split over mesh axis {both[0]!r}, and they are axes of the "
@@ -92,7 +93,7 @@ class Rules:
 
     @staticmethod
     def named(name: str) -> Rules:
-        """The rules of that name, to change: Rules.named("tensor").but(vocab=None)."""
+        """The preset of that name, to change: Rules.named("tensor").but(vocab=None)."""
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(PRESETS)}, or a kvjax.Rules"
@@ -100,7 +101,7 @@ class Rules:
         return PRESETS[name]
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes that split a logical axis; none where it is whole."""
+        """The mesh axes that split a logical axis; none if it is whole."""
         given = getattr(self, axis)
         return () if given is None else given if isinstance(given, tuple) else (given,)
 
@@ -114,7 +115,7 @@ class Rules:
         return dataclasses.replace(self, **changed)
 
     def used(self) -> Iterator[tuple[str, str]]:
-        """(logical axis, mesh axis) of all that is split."""
+        """(logical axis, mesh axis) for every split."""
         return ((axis, name) for axis in AXES for name in self.mesh_axes(axis))
 
 

@@ -1,1 +1,1 @@
-"""Place: where slots live. Dense arrays need nothing from here; pages, prefixes and meshes do."""
+"""Place: where slots are stored. Dense arrays need nothing from here; pages, prefixes and meshes do."""

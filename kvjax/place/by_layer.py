@@ -1,4 +1,4 @@
-"""Slots in host memory that no read chooses from: a step brings them to the device a layer at a time."""
+"""Slots in host memory without a read method: a step copies them to the device layer by layer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_ho
 from kvjax.ops.decode.stacked_decode import on_lanes
 from kvjax.state.cache import Near, Slots
 
-# At most so many slots of a list go back to host memory for a new token: a TPU copies whole tiles.
+# The most slots of a KV head that are copied back to host memory for a new token: a TPU copies whole tiles.
 BLOCK = 32
 _LISTS: Axes = ("layers", "batch", "kv_heads")
 
 
 def far(slots: Slots) -> Slots:
-    """The slots with their keys and values in host memory, to be brought layer by layer.
+    """The slots with their keys and values in host memory, to be copied layer by layer.
 
-    One number per slot, such as a scale, stays on the device. Raises NotImplementedError for rows that a TPU
-    would lay out anew in host memory, with all others.
+    Arrays with one number per slot, such as scales, stay on the device. Raises NotImplementedError for rows
+    that a TPU would re-lay out in host memory, together with all others.
     """
     rows = [x for x in jax.tree.leaves((slots.k, slots.v)) if x.ndim > 4]
     strange = [x for x in rows if x.dtype.itemsize == 1 or on_lanes(x)]
@@ -41,21 +41,21 @@ def far(slots: Slots) -> Slots:
 
 
 def brought(slots: Slots, layer: int | Array) -> Slots:
-    """The same slots, of which a layer's keys and values are on their way to the device."""
+    """The slots while one layer's keys and values are being copied to the device."""
 
     def one(x: Array) -> Array:
         return to_device(jax.lax.dynamic_slice_in_dim(x, layer, 1))
 
     k, v = (jax.tree.map(one, x) for x in (slots.k, slots.v))
     if platform() == "gpu":
-        # What a layer adds is written behind its copy, or XLA for GPUs would copy what it writes to.
+        # The barrier orders a layer's writes after its copy, or XLA for GPUs would copy the written array.
         held, (k, v) = jax.lax.optimization_barrier(((slots.k, slots.v), (k, v)))
         slots = dataclasses.replace(slots, k=held[0], v=held[1])
     return dataclasses.replace(slots, near=Near(Slots(k, v, _one(slots.pos, layer), shared=slots.shared)))
 
 
 def of_layer(slots: Slots, layer: int | Array) -> Slots:
-    """One layer's slots, [1, B, K, S, ...], with the keys and values that the device has of it."""
+    """One layer's slots, [1, B, K, S, ...], with the device's copy of its keys and values."""
     near = slots.near
     rest = dataclasses.replace(slots, k=slots.pos, v=None, near=None, far=False)
     rest = jax.tree.map(lambda x: _one(x, layer), rest)
@@ -66,17 +66,17 @@ def of_layer(slots: Slots, layer: int | Array) -> Slots:
 
 
 def gone(slots: Slots) -> Slots:
-    """The same slots without the layer that the device has."""
+    """The slots without the device's copy of a layer."""
     return dataclasses.replace(slots, near=None) if slots.far else slots
 
 
 def stored(
     slots: Slots, one: Slots, slot: Int[Array, "B K"], layer: int | Array, on: OnMesh | None = None
 ) -> Slots:
-    """The slots with what stands in `slot` of every list of `one`, [1, B, K, S, ...], in a layer, too.
+    """Copies `slot` of every KV head of `one`, [1, B, K, S, ...], back to a layer in host memory.
 
-    The block of slots around it goes to host memory, so nothing else moves; on a mesh, every device's own.
-    Slots outside [0, S) move none.
+    The block of slots around it is copied, and nothing else; on a mesh, every device copies its own.
+    Slots outside [0, S) copy nothing.
     """
     args = (slots.k, slots.v), (one.k, one.v), slot, jnp.asarray(layer)
     if on is None:

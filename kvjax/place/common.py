@@ -1,7 +1,8 @@
-"""Slots that copies of a row have in common: each reads what the row had stored, and adds tokens of its own.
+"""Shared prefixes: copies of a row read the same stored slots, and each adds tokens of its own.
 
 A body then has fewer rows than the cache: row r reads row r // copies of it. `kvjax.fork` makes such bodies;
-steps and prompts attend to them as they lie, and verbs that cannot take the copies `apart` first.
+decode steps and prompts attend to them in place, and functions that cannot first separate the copies
+(`apart`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvjax.state.cache import Cache, GroupState, Paged, Pages, Segment, Slots
 
 
 def copies_of(part: Segment, rows: int) -> int:
-    """How many of the cache's rows have one row of the part in common; part: of all layers or of one."""
+    """How many of the cache's rows share each row of the part; part: of all layers or of one."""
     return rows // lists_of(part)
 
 
@@ -27,17 +28,17 @@ def lists_of(part: Segment) -> int:
 
 
 def has_common(group: GroupState, rows: int) -> bool:
-    """Whether rows have slots of the group in common."""
+    """Whether rows share slots of the group."""
     return any(copies_of(body, rows) > 1 for body in group.bodies)
 
 
 def is_shared(cache: Cache) -> bool:
-    """Whether rows have slots in common."""
+    """Whether rows share slots."""
     return any(has_common(group, cache.next.shape[0]) for group in cache.groups)
 
 
 def apart(cache: Cache) -> Cache:
-    """The cache with every slot in one row alone; the given one where no rows have any in common."""
+    """The cache with no shared slots; the given one if there are none."""
     if not is_shared(cache):
         return cache
     return dataclasses.replace(_apart(cache), spare=cache.spare, added=cache.added)
@@ -45,7 +46,7 @@ def apart(cache: Cache) -> Cache:
 
 @jax.jit
 def own_tokens(cache: Cache) -> Int[Array, "B"]:
-    """Per row, how many tokens it has added behind what it has in common with others."""
+    """Per row, how many tokens it has added after those that it shares with others."""
     rows = cache.next.shape[0]
     tails = [g.tail for g in cache.groups if g.tail is not None and has_common(g, rows)]
     counts = [(tail.pos >= 0).sum(-1, dtype=jnp.int32).min((0, 2)) for tail in tails]
@@ -76,7 +77,7 @@ def _pages_apart(tables: list, pool: Pages, rows: int) -> tuple[tuple[Paged, ...
 
 
 def _slots_apart(group: GroupState, rows: int) -> GroupState:
-    """A row's slots, then those of the copy, in one list as before they were shared."""
+    """A shared row's slots and those of each copy, in one segment as before they were shared."""
     pages = tuple(body for body in group.bodies if isinstance(body, Paged))
     common = [body for body in group.bodies if isinstance(body, Slots) and copies_of(body, rows) > 1]
     if not common:
@@ -87,7 +88,7 @@ def _slots_apart(group: GroupState, rows: int) -> GroupState:
 
 
 def without_common(cache: Cache) -> Cache:
-    """The cache without what rows have in common: what moves when rows change their places among copies."""
+    """The cache without shared slots: the part that moves when rows change places among copies."""
     rows = cache.next.shape[0]
     gone = {i for group in cache.groups if has_common(group, rows) for i in _pools_of(group)}
     groups = tuple(dataclasses.replace(g, bodies=()) if has_common(g, rows) else g for g in cache.groups)
@@ -96,7 +97,7 @@ def without_common(cache: Cache) -> Cache:
 
 
 def with_common(own: Cache, cache: Cache) -> Cache:
-    """`own`, which was made of `without_common(cache)`, with what the cache's rows have in common."""
+    """`own`, which was made from `without_common(cache)`, with the shared slots of the cache added again."""
     rows = cache.next.shape[0]
     pairs = zip(own.groups, cache.groups, strict=True)
     groups = tuple(dataclasses.replace(a, bodies=b.bodies) if has_common(b, rows) else a for a, b in pairs)

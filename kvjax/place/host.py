@@ -1,6 +1,6 @@
-"""Slots in host memory: the device holds the pages that were read last, and fetches what else is read.
+"""Slots in host memory: the device holds the pages that were read last, and fetches others when read.
 
-What brings whole layers, where nothing chooses what is read, stands in `kvjax.place.by_layer`.
+Copying whole layers, if no read method picks pages, is in `kvjax.place.by_layer`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from kvjax.state.cache import Near, Slots
 
 @dataclasses.dataclass(frozen=True)
 class Host(Stating):
-    """Keys and values lie in host memory. What is read, and every number, is that of a method without this.
+    """Stores keys and values in host memory. All results equal those of the method without this word.
 
-    Beside a read, those of the body do, and the device holds the pages of it that were read last. resident:
-    the share of the body's pages that it holds, and at least those that a step visits. Without a read, all
-    keys and values do, but for a plain tail behind codes of several tokens: a step brings those of a layer to
-    the device while the layer below computes, as FlexGen does (Sheng et al., 2023, arXiv:2303.06865, section
-    4.1), and what a token adds goes back. Positions, summaries and all else stay on the device. Where the
-    backend offers programs no host memory, everything lies there. Prompts and verbs on rows take all of a
-    group of layers to the device and back, and no gradients pass.
+    With a read method, those of the body are in host memory, and the device holds the pages that were read
+    last. resident: the share of the body's pages that the device holds, at least those that a step visits.
+    Without a read method, all keys and values are in host memory, except an unencoded tail after codes of
+    several tokens: a step copies those of a layer to the device while the layer below computes, as FlexGen
+    does (Sheng et al., 2023, arXiv:2303.06865, section 4.1), and copies a new token's back. Positions,
+    summaries and all else stay on the device. If programs of the backend have no access to host memory,
+    everything is on the device. Prompts and functions on rows copy all of a group of layers to the device and
+    back, and there are no gradients.
 
     >>> Host(0.25).places(64, page=8, visited=1), Host(0.25).places(64, page=8, visited=5)
     (2, 5)
@@ -58,19 +59,19 @@ class Host(Stating):
             raise ValueError(f"resident is {self.resident!r}, expected a share from 0 to 1: write Host(0.25)")
 
     def places(self, slots: int, page: int, visited: int) -> int:
-        """How many pages of a body of `slots` slots the device holds, where a step visits `visited`."""
+        """How many pages of a body of `slots` slots the device holds, if a step visits `visited`."""
         return min(slots // page, max(visited, math.ceil(self.resident * (slots // page))))
 
 
 def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
-    """Slots where a word says that they lie; as they are without one."""
+    """Slots moved to the memory that `host` says; unchanged without a word."""
     if host is None:
         return slots
     return far(slots) if read is None else in_host_memory(host, read, slots)
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
-    """A body whose keys and values lie in host memory, of which the device holds no page yet."""
+    """A body with keys and values in host memory, of which the device holds no page yet."""
     page, visited = read.granule, read.pages_visited(body.capacity)
     places = host.places(body.capacity, page, visited)
     bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
@@ -86,7 +87,7 @@ def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
 
 
 def forgotten(near: Near) -> Near:
-    """The same places with no page in any."""
+    """The device's pages, all marked as empty."""
     clear = jax.tree.map(jnp.zeros_like, near)
     slots = dataclasses.replace(clear.slots, pos=clear.slots.pos - 1)
     return Near(slots, clear.pages - 1, clear.used)
@@ -96,11 +97,11 @@ def fetched(
     body: Slots, layer: int | Array, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], page: int,
     on: OnMesh | None = None,
 ) -> tuple[Slots, Int[Array, "B K M"]]:  # fmt: skip
-    """The body of which the device holds the first `counts` of `pages` in a layer, and where they lie.
+    """The body with the first `counts` of `pages` of a layer on the device, and their places there.
 
-    A page that it does not hold takes the place of the one that was read longest ago. Only such pages are
-    copied from host memory; on a mesh every device has its own of its own lists.
-    Raises NotImplementedError where lists are spread over devices by no rules.
+    A page that the device does not hold replaces the least recently read one. Only such pages are
+    copied from host memory; on a mesh every device copies those of its own KV heads.
+    Raises NotImplementedError if KV heads are split over devices without rules.
     """
     if on is None:
         if not alone(body):
@@ -124,7 +125,7 @@ def _fetched(
     wanted = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     same = (held[:, :, None] == pages[..., None]) & wanted[..., None]
     there = same.any(-1)
-    # Places that are read now come last; those that hold nothing come first.
+    # Places that are read now come last; empty places come first.
     order = jnp.argsort(jnp.where(same.any(2), np.iinfo(np.int32).max, used), axis=-1, stable=True)
     missing = wanted & ~there
     turn = jnp.maximum(jnp.cumsum(missing, -1, dtype=jnp.int32) - 1, 0)

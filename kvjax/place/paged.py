@@ -1,8 +1,8 @@
 """Pages: slots in a pool shared by layers, rows and heads, so that unequal budgets save real bytes.
 
-The pages of a list are neighbours, so `kvjax.ops.decode.ragged_decode` reads a list at once where its kernel
-can run. The plain reference walks the pages of a layer in order: its cost follows the pages that exist,
-whoever owns them.
+The pages of a KV head are neighbours, so `kvjax.ops.decode.ragged_decode` reads a head at once if its kernel
+can run. The reference walks the pages of a layer in order: its cost depends on the number of pages, not on
+their owners.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvjax.state.code_forms import is_rows, meet
 from kvjax.state.codes import Codec, Codes, dense, encode
 
 FREE = np.iinfo(np.int32).max
-# Tokens of pages per pass of the walk: large enough for the matrix unit, small enough to stay in cache.
+# How many tokens of pages one pass of the walk takes: enough for the matrix unit, few enough for the cache.
 WALK_TOKENS = 2048
 
 
 def pool_pages(slots: int, lists: int, page: int, most: int | None = None) -> int:
-    """Most pages that `slots` live slots can need in `lists` lists, of at most `most` slots each.
+    """The most pages that `slots` live slots need in `lists` KV heads of at most `most` slots each.
 
     >>> pool_pages(10, 2, 4), pool_pages(10, 2, 4, most=5)
     (4, 4)
@@ -52,8 +52,8 @@ def build_pages(
 ) -> tuple[tuple[Paged, ...], Pages]:
     """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
 
-    pages: how many the pool has. slots: the most that a list has; 0 for as many as the views have. shared: as
-    in `Pages`; values are then not stored.
+    pages: how many pages the pool has. slots: the most slots of a KV head; 0 for as many as the views have.
+    shared: as in `Pages`; values are then not stored.
     """
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
     need = -(-counts.reshape(-1) // page)
@@ -75,9 +75,9 @@ def build_pages(
         layers=counts.shape[0],
         shared=shared or 0,
     )
-    # As wide for a small pool as for a large one: layers that are chosen among together must look alike.
+    # As wide for a small pool as for a large one: layers that share a budget must have equal structure.
     most = -(-(slots or max(m.shape[-1] for m in kept)) // page)
-    # An empty list after the last page has no page of its own.
+    # An empty head after the last page has no page of its own.
     first = jnp.minimum(start, pages - 1)
     indices, at = [], 0
     for m in kept:
@@ -106,11 +106,11 @@ def _scatter(
 
 
 def put_traces(segment: Paged, pool: Pages, traces: dict[str, Float[Array, "Lg B K S"]]) -> Pages:
-    """The pool with what is remembered of the slots in a group's pages, in the order of `gather_pages`."""
+    """The pool with the traces of the slots in a group's pages, in the order of `gather_pages`."""
     page = pool.page_tokens
     slot = jnp.arange(segment.most * page, dtype=jnp.int32)[None, None, None]
     row = jnp.repeat(pool.table(segment), page, axis=3) * page + slot % page
-    # Pages behind a list's end may be another list's.
+    # Pages after a head's end may belong to another head.
     row = jnp.where(slot < segment.lengths[..., None], row, FREE).reshape(-1)
 
     def put(old: Array, new: Array) -> Array:
@@ -132,9 +132,9 @@ def attend_pages(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of a few queries over one layer's pages; returns (out, lse).
 
-    implementation: as of `kvjax.ops.decode.ragged_decode`; None takes the kernel where it can run. The kernel
-    takes every live slot for one of each query's past, as in a decode step, and asks no positions. Raises
-    NotImplementedError where a forced one cannot run.
+    implementation: as of `kvjax.ops.decode.ragged_decode`; None takes the kernel if it can run. The kernel
+    takes every live slot as visible to each query, as in a decode step, and reads no positions. Raises
+    NotImplementedError if a forced one cannot run.
     """
     met = meet(q, pool.k, pool.v)
     if met.turned:
@@ -149,7 +149,7 @@ def attend_pages(
     page = pool.page_tokens
 
     def listed(x: Array) -> Array:
-        """[P, page] of a layer's lists, [B, K, S]."""
+        """[P, page] of a layer's KV heads, as [B, K, S]."""
         return x[pool.table(segment)].reshape(*segment.lengths.shape, -1)
 
     def rows(x: Array | Codes) -> Array | ragged.CodedRows:
@@ -189,14 +189,14 @@ def _attend_walking(
 ) -> tuple[Array, Array]:
     """The reference, for any queries and pages.
 
-    A pool of one layer is read at once. In a pool of several, the layer's pages are walked in blocks with an
-    online softmax: the trip count is data, so a layer with fewer pages costs less.
+    A pool of one layer is read at once. In a pool of several layers, the layer's pages are walked in blocks
+    with an online softmax: the trip count is data, so a layer with fewer pages costs less.
     """
     b, n, t, h = q.shape
     kv_heads = segment.lengths.shape[-1]
     lists, rows = b * kv_heads, n // kv_heads * t
     queries = q.reshape(lists, rows, h)
-    # Queries of one list share their positions across the group.
+    # Queries of one KV head share their positions across the group.
     pos = jnp.broadcast_to(q_pos[:, None, None, :], (b, kv_heads, n // kv_heads, t)).reshape(lists, rows)
     visit = partial(_visit_block, queries=queries, q_pos=pos, scale=scale, softcap=softcap)
     width = jax.eval_shape(pool.values).shape[-1]
@@ -217,7 +217,7 @@ Carry = tuple[Array, Array, Array]
 def _walk(
     visit: Callable[[Carry, Pages, Array], Carry], carry: Carry, pool: Pages, base: int | Array, lists: int
 ) -> Carry:
-    """`visit` over the pages owned by lists base .. base + lists - 1, block by block."""
+    """Applies `visit` to the pages of KV heads base .. base + lists - 1, block by block."""
     owners = jnp.where(pool.owner < 0, FREE, pool.owner)
     bounds = jnp.stack([jnp.asarray(base, jnp.int32), jnp.asarray(base + lists, jnp.int32)])
     ends = jnp.searchsorted(owners, bounds).astype(jnp.int32)
@@ -225,7 +225,7 @@ def _walk(
     block = min(total, max(1, WALK_TOKENS // pool.page_tokens))
 
     def body(i: int | Array, carry: Carry) -> Carry:
-        # The last block is shifted back to stay inside the pool; pages seen before are left out.
+        # The last block is shifted back to stay inside the pool; pages visited before are masked.
         first = ends[0] + i * block
         at = jnp.minimum(first, total - block)
         pages = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, block), pool)
@@ -246,7 +246,7 @@ def _visit_block(
     scale: float,
     softcap: float | None,
 ) -> Carry:
-    """Folds pages into the running (max, weight, values) of their lists; who = lists means nobody."""
+    """Folds pages into the running (max, weight, values) of their KV heads; who = lists means no head."""
     top, weight, out = carry
     lists = queries.shape[0]
     mine = jnp.minimum(who, lists - 1)
@@ -275,7 +275,7 @@ def take_pages(
     """The pages of rows `index` as rows 0 .. R - 1, still in owner order; tables are all of the pool's.
 
     pages: how many the new pool has (static), at least as many as these rows own; by default R / B times as
-    many as before: a pool has as many as its rows need at most, each of them, unless it was cut.
+    many as before, since a pool is sized for the most that each of its rows can need, unless it was cut.
     """
     _, rows, heads = tables[0].lengths.shape
     pages = pool.owner.shape[0] * index.shape[0] // rows if pages is None else pages
@@ -303,5 +303,5 @@ def take_pages(
 
 
 def _starts(need: Int[Array, "L"]) -> Int[Array, "L"]:
-    """Where each list's pages begin, when lists lie one behind the other."""
+    """The first page of each KV head, if heads are stored one after the other."""
     return jnp.cumsum(need, dtype=jnp.int32) - need

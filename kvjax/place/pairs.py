@@ -1,4 +1,4 @@
-"""Which layers of a model may lie in memory as one."""
+"""Layer merging: which layers of a model may be stored as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.models.params import Group
 
 
 def pairs_of(stack: Stacking, config: Config) -> tuple[int, ...]:
-    """The lower layer of every pair; a layer that finds no partner above it is left alone.
+    """The lower layer of every pair; a layer without a partner above it is not merged.
 
     >>> from kvjax.store.merged import Merged
     >>> sizes = dict(vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)
@@ -31,7 +31,7 @@ def pairs_of(stack: Stacking, config: Config) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def groups_apart(stack: Stacking, config: Config, sizes: tuple[int, ...]) -> tuple[Group, ...]:
-    """Groups of layers of such sizes, with all layers of pairs taken out of their stacks.
+    """Groups of layers of these sizes, with all layers of pairs in groups of their own.
 
     >>> from kvjax.store.merged import Merged
     >>> config = Config(layers=9, vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)
@@ -48,7 +48,7 @@ def groups_apart(stack: Stacking, config: Config, sizes: tuple[int, ...]) -> tup
 
 
 def _may_merge(config: Config, layer: int) -> bool:
-    """Whether a layer keeps keys and values of all tokens, as computed and for itself alone."""
+    """Whether a layer stores keys and values of all tokens, unencoded and for itself alone."""
     slots = mixer_of(config, layer).slots(config)
     if slots is None or slots.fixed or slots.shared or slots.factors or slots.ids:
         return False

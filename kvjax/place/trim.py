@@ -1,4 +1,4 @@
-"""Pools cut to the pages that are in use, where only the data says how many those are."""
+"""Pools cut to the pages in use, if only the data says how many these are."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvjax.state.cache import Cache, Paged
 
 
 def counted(method: Any) -> bool:
-    """Whether how many slots a method keeps follows from the data."""
+    """Whether the number of slots that a method keeps depends on the data."""
     keeps = [one.keep for one in method.sentences]
     return any(keep is not None and hasattr(keep.allocate, "threshold") for keep in keeps)
 
 
 def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
-    """The cache with pools of bucket(pages in use) pages, and lists of bucket(pages of the longest) pages.
+    """The cache with pools of bucket(pages in use) pages, and heads of bucket(most pages of a head) pages.
 
-    bucket: a static size that holds a number, so that caches of similar texts share their programs. It reads
-    the device once.
+    bucket: rounds a number up to a static size, so that caches of similar texts share their programs. It
+    reads from the device once.
     """
     kept = []
     pools = []
     for pool in cache.pools:
         used = int((fetch(pool.owner) >= 0).sum())
-        # Pages lie in the order of their owners, the free ones behind them.
+        # Pages are in the order of their owners, followed by the free ones.
         kept.append(min(bucket(max(used, 1)), pool.owner.shape[0]))
         pools.append(jax.tree.map(lambda x, n=kept[-1]: x[:n], pool))
 

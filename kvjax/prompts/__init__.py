@@ -1,1 +1,1 @@
-"""Prompt compression: a text loses tokens, sentences or documents before any model reads it as a prompt."""
+"""Prompt compression: removes tokens, sentences or documents from a text before a model reads it."""

@@ -12,20 +12,20 @@ from kvjax.models.model import Model
 from kvjax.prompts.scorer import Reading, first_token, mean_loss
 from kvjax.prompts.text import Kept, Prompt
 
-# What LongLLMLingua has the model read after the question, before it ranks documents by how likely both are.
+# The text that LongLLMLingua appends to the question when it ranks documents by the likelihood of both.
 RESTRICTION = " We can get the answer to this question in the given documents."
 # Between documents, and between a question and the first one.
 BREAK = "\n\n"
 
 
 def by_surprise(model: Model, prompt: Prompt) -> list[int]:
-    """Documents by their perplexity, the largest first."""
+    """Documents in descending order of perplexity."""
     losses = [mean_loss(model, document.ids) for document in prompt.documents]
     return sorted(range(len(losses)), key=lambda i: -losses[i])
 
 
 def by_question(model: Model, prompt: Prompt) -> list[int]:
-    """Documents by how likely the question and the restriction are after them, the likeliest first."""
+    """Documents in descending order of the likelihood of the question and the restriction after them."""
     if len(prompt.documents) == 1:
         return [0]
     asked = np.concatenate([prompt.question, encoded(model, RESTRICTION)])
@@ -34,7 +34,7 @@ def by_question(model: Model, prompt: Prompt) -> list[int]:
 
 
 def until(order: Sequence[int], prompt: Prompt, most: float) -> list[int]:
-    """The first documents, up to the one with which they hold more than `most` tokens."""
+    """The first documents, up to and including the one with which they exceed `most` tokens."""
     kept, held = [], 0
     for number in order:
         kept.append(number)
@@ -47,7 +47,7 @@ def until(order: Sequence[int], prompt: Prompt, most: float) -> list[int]:
 def scaled(
     shares: Float[np.ndarray, "d"], lengths: Int[np.ndarray, "d"], tokens: float
 ) -> Float[np.ndarray, "d"]:
-    """Shares in [0, 1] that keep `tokens` tokens in all: moved alike, by bisection."""
+    """Shares in [0, 1] that keep `tokens` tokens in all: shifted by a common amount, found by bisection."""
     low, high = -1.0 - shares.max(), 1.0 - shares.min()
     for _ in range(60):
         middle = (low + high) / 2
@@ -60,10 +60,10 @@ def surprising(
     model: Model, prompt: Prompt, order: Sequence[int], shares: Sequence[float], segment: int,
     contrast: bool = False,
 ) -> list[Kept]:  # fmt: skip
-    """The tokens of each segment that surprise the model most, given what stays of the text before it.
+    """The most surprising tokens of each segment to the model, given what is kept of the text before it.
 
-    order: the documents that are read, one after the other; shares: how much of each stays. contrast: those
-    tokens that the question, read before all documents, makes likelier by most.
+    order: the documents in reading order; shares: how much of each stays. contrast: ranks tokens by how much
+    likelier the question, read before all documents, makes them.
     """
     documents = [prompt.documents[i].ids for i in order]
     gap = encoded(model, BREAK)
@@ -76,7 +76,7 @@ def surprising(
         readings.append(Reading(model, [*asked, *start] if of_text else [*start, *asked], room))
     found = []
     for place, (number, ids, share) in enumerate(zip(order, documents, shares, strict=True)):
-        # The first token of a text without a beginning of its own has nothing that it could be expected from.
+        # The first token of a text without a beginning-of-text token cannot be predicted.
         kept = [np.arange(of_text if place == 0 else 0)]
         for reading in readings if place else ():
             reading.take(gap)
@@ -105,7 +105,7 @@ def segments(length: int, share: float, size: int, begun: int = 0) -> Iterator[t
 
 
 def largest(scores: Float[np.ndarray, "n"], count: int) -> Int[np.ndarray, "count"]:
-    """Where the largest scores are, in the order of the text; of equal ones the earlier stay.
+    """The positions of the largest scores, in text order; of equal ones the earlier stay.
 
     >>> largest(np.array([1.0, 3.0, 2.0, 3.0, 2.0]), 3)
     array([1, 2, 3])

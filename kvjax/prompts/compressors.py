@@ -1,4 +1,4 @@
-"""How papers choose what stays of a prompt: one function each, from a model and a prompt to what is kept."""
+"""Prompt compressors: one function per paper, from a model and a prompt to what is kept."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Compressor(NamedTuple):
 def llmlingua(
     model: Model, prompt: Prompt, keep: float, *, segment: int = 100, coarse: float = 2.0
 ) -> list[Kept]:
-    """LLMLingua (Jiang et al., 2023, arXiv:2310.05736): tokens that a small model could not expect stay.
+    """LLMLingua (Jiang et al., 2023, arXiv:2310.05736): keeps tokens that a small model did not expect.
 
-    Of several documents (the paper's demonstrations) those of the largest perplexity stay, until they hold
-    more than `coarse` times the tokens that may stay (algorithm 1). Of what is left every `segment` of tokens
-    keeps its most surprising ones, -log p given what is already kept (algorithm 2). Deviations: `keep` is the
-    share of the documents alone, instruction and question are the caller's; each segment keeps its own share,
-    where the authors' code has one threshold for all that was read so far.
+    Of several documents (the paper's demonstrations) those with the largest perplexity stay, until they hold
+    more than `coarse` times the token budget (algorithm 1). Of these, every `segment` of tokens keeps its
+    most surprising ones, by -log p given what is already kept (algorithm 2). Deviations: `keep` is the share
+    of the documents alone, instruction and question are the caller's; each segment keeps its own share, where
+    the authors' code has one threshold for all that was read so far.
     """
     chosen = list(range(len(prompt.documents)))
     if len(chosen) > 1:
@@ -44,12 +44,12 @@ def llmlingua(
 def longllmlingua(
     model: Model, prompt: Prompt, keep: float, *, segment: int = 200, spare: int = 100, tilt: float = 0.3
 ) -> list[Kept]:
-    """LongLLMLingua (Jiang et al., 2023, arXiv:2310.06839): tokens that the question makes likelier stay.
+    """LongLLMLingua (Jiang et al., 2023, arXiv:2310.06839): keeps tokens that the question makes likelier.
 
     Documents are ordered by how likely the question is after them (equation 2), the likeliest first, and
-    dropped once the kept ones hold `spare` tokens more than may stay. A document's share is larger by up to
-    `tilt` the earlier it comes (equation 5). Every `segment` keeps the tokens of the largest -log p(token)
-    + log p(token | question), both given what is already kept (equation 3). Deviations: shares are scaled so
+    dropped once the kept ones exceed the token budget by `spare`. A document's share is larger by up to
+    `tilt` the earlier it comes (equation 5). Every `segment` keeps the tokens of the largest -log p(token) +
+    log p(token | question), both given what is already kept (equation 3). Deviations: shares are scaled so
     that `keep` of all tokens stay; segments end with their document; answers are not mapped back to the text.
     """
     order = until(by_question(model, prompt), prompt, keep * prompt.tokens + spare)
@@ -61,10 +61,10 @@ def longllmlingua(
 
 
 def cpc(model: Model, prompt: Prompt, keep: float) -> list[Kept]:
-    """CPC (Liskavets et al., 2024, arXiv:2409.01227): sentences about what the question is about stay.
+    """CPC (Liskavets et al., 2024, arXiv:2409.01227): keeps sentences that are close to the question.
 
     A sentence is the mean of its tokens' outputs in the last layer, read within the whole document; those of
-    the largest cosine to the question's mean stay while they fit. Deviation: any decoder serves, where the
+    the largest cosine to the question's mean stay while they fit. Deviation: any decoder can be used; the
     paper fine-tunes one on pairs of questions and sentences.
     """
     about = embeddings(model, prompt.question).mean(0)

@@ -1,4 +1,4 @@
-"""A language model that scores a text: how surprising its tokens are, and what its sentences are about."""
+"""A language model that scores a text: the surprise of its tokens, and embeddings of its sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.models.transformer import hidden
 
 
 class Reading:
-    """A text as it is read on: what a model has kept of it so far, and what it expects next.
+    """A text that is read step by step: the model's cache of it so far, and its next logits.
 
     start: tokens before the text, at least one; most: how many tokens the text has at most.
     """
@@ -29,7 +29,7 @@ class Reading:
         self.next, self.cache = prefill(model, [list(start)], room=max(most, 1))
 
     def losses(self, ids: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-        """-log p, in nats, of each of the next tokens, given all before it. The text stays as it is."""
+        """-log p, in nats, of each of the next tokens, given all before it. The text is not changed."""
         logits, _ = verify(self.model, fork(self.cache, 1), [ids.tolist()])
         expected = jnp.concatenate([self.next[:, None], logits[:, :-1]], 1)
         return -np.asarray(_log_p(expected, jnp.asarray(ids)[None]))[0]
@@ -42,14 +42,14 @@ class Reading:
 
 
 def first_token(model: Model, ids: Int[np.ndarray, "T"]) -> tuple[list[int], int]:
-    """The token after which a text is read, and how many of the text it is: the model's own, or its first."""
+    """The token before the text, and how many of the text's tokens it takes: a model's own, or the first."""
     begins = model.special_tokens.get("bos_token")
     known = None if begins is None else model.tokenizer.token_to_id(begins)
     return ([int(ids[0])], 1) if known is None else ([known], 0)
 
 
 def mean_loss(model: Model, ids: Int[np.ndarray, "T"], context: int = 0) -> float:
-    """The mean of -log p over all tokens but the first `context`, in nats; infinite without any."""
+    """The mean of -log p over all tokens except the first `context`, in nats; infinite without any."""
     start, skipped = first_token(model, ids)
     reading = Reading(model, start, len(ids))
     found = reading.losses(ids[skipped:])[max(context - skipped, 0) :]

@@ -19,10 +19,10 @@ from kvjax.prompts.text import Kept, Prompt, document
 
 @dataclasses.dataclass(frozen=True)
 class Shortened:
-    """What is left of a prompt.
+    """The result of prompt compression.
 
-    text: the kept tokens as text, documents in the order that was chosen, with an empty line between them.
-    kept: of which document which positions stay. tokens, given: how many tokens stay, and were there.
+    text: the kept tokens as text, documents in the chosen order, separated by an empty line. kept: the kept
+    positions of each document. tokens, given: the numbers of tokens after and before.
     """
 
     text: str
@@ -40,25 +40,25 @@ def shorten(
     by: str = "llmlingua",
     **options: float | int,
 ) -> Shortened:
-    r"""Takes tokens, sentences or documents out of a prompt before any model reads it (prompt compression).
+    r"""Removes tokens, sentences or documents from a prompt before a model reads it (prompt compression).
 
-    What is left is text, so any tokenizer reads it, and a method may compress the cache of it besides.
+    The result is text, so any tokenizer can read it, and a method may additionally compress its cache.
 
     Args:
         model: a decoder with a tokenizer, which scores the text. It may be much smaller than the one that
             answers.
         documents: one text or several.
         keep: the share of their tokens that stay, in (0, 1].
-        question: what is asked about them; longllmlingua and cpc need it.
+        question: the question about them; longllmlingua and cpc need it.
         by: "llmlingua" (documents and tokens that surprise the model), "longllmlingua" (documents and tokens
             that go with the question) or "cpc" (sentences that go with the question).
-        options: those of `by`, such as segment=200; see `kvjax.prompts.compressors`.
+        options: options of `by`, such as segment=200; see `kvjax.prompts.compressors`.
 
     Returns:
-        A `Shortened`: the text, and the positions that stay of each document.
+        A `Shortened`: the text, and the kept positions of each document.
 
     Raises:
-        InputError: for a compressor or an option that there is not, a share outside (0, 1], an empty text,
+        InputError: for an unknown compressor or option, a share outside (0, 1], an empty text,
             a missing question, a model without a tokenizer, and a document longer than its positions.
 
     >>> import kvjax
@@ -113,7 +113,7 @@ def _checked_options(by: str, options: dict[str, float | int]) -> dict[str, floa
 
 
 def _check_positions(model: Model, prompt: Prompt) -> None:
-    """InputError where a document with the question is longer than what the model reads."""
+    """InputError if a document with the question is longer than the model's positions."""
     longest = max(len(one.ids) for one in prompt.documents) + len(prompt.question)
     most = model.config.max_positions
     if longest > most:

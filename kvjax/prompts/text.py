@@ -1,4 +1,4 @@
-"""What is compressed, as token ids, and what is left of it."""
+"""Prompts as token ids, and the kept positions of each document."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ENDS = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 class Document(NamedTuple):
-    """One text: its token ids, and of every token the number of the sentence in which it begins."""
+    """One text: its token ids, and for every token the index of the sentence in which it begins."""
 
     ids: Int[np.ndarray, "T"]
     sentences: Int[np.ndarray, "T"]
 
 
 class Prompt(NamedTuple):
-    """Documents, and the question about them; no ids where none is given."""
+    """Documents, and the question about them; without a question, its ids are empty."""
 
     documents: tuple[Document, ...]
     question: Int[np.ndarray, "Q"]
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The positions that stay of a document, in order. document: its number among those given."""
+    """The kept positions of a document, in order. document: its index among the given ones."""
 
     document: int
     positions: Int[np.ndarray, "n"]
@@ -42,7 +42,8 @@ def document(tokenizer: Any, text: str) -> Document:
     """A text's tokens and sentences. Sentences end at . ! ? before a space, and at line breaks."""
     found = tokenizer.encode(text, add_special_tokens=False)
     ends = np.array([match.end() for match in _ENDS.finditer(text)], np.int64)
-    # A token that holds the space before a word begins with the word; a space of its own where it stands.
+    # A token that includes the space before a word begins with the word; a token of spaces begins at its
+    # place.
     begins = [
         start if not text[start:end].strip() else end - len(text[start:end].lstrip())
         for start, end in found.offsets

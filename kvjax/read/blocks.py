@@ -1,4 +1,4 @@
-"""Reading by blocks: a few keys of a block, those that the tokens behind it asked for most, stand for it."""
+"""Reading by blocks: a block is represented by those of its keys that the next tokens attend to most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.state.cache import Slots
 
 @dataclasses.dataclass(frozen=True)
 class LocalLogits:
-    """sum_j <q_(m+j), k_m> over the `within` tokens behind a slot's own, and over the heads of its group."""
+    """sum_j <q_(m+j), k_m> over the `within` tokens after slot m's own, and over the heads of its group."""
 
     within: int
     phases = (IN_PREFILL, IN_STEP)
@@ -30,7 +30,7 @@ class LocalLogits:
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"],
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """What new queries add to it, for slots in any order; queries lie one behind the other.
+        """What new queries add to it, for slots in any order; queries are consecutive.
 
         >>> q, k = jnp.ones((1, 1, 3, 1)), jnp.asarray([[[[1.0], [2.0], [3.0]]]])
         >>> LocalLogits(2).of(q, jnp.arange(3)[None], k, jnp.asarray([[[0, 1, -1]]])).tolist()
@@ -43,7 +43,7 @@ class LocalLogits:
         if t == 1:
             asks = (behind <= 0) & (behind > -self.within)
             return jnp.where(asks, jnp.einsum("bkh,bksh->bks", together[:, :, 0], k.astype(kind)), 0.0)
-        # The sum of any neighbours is the difference of two sums from the first one on.
+        # The sum over any interval is the difference of two cumulative sums.
         sums = jnp.pad(jnp.cumsum(together, axis=2), [(0, 0), (0, 0), (1, 0), (0, 0)])
 
         def until(end: Int[Array, "B #K S"]) -> Float[Array, "B K S H"]:
@@ -53,7 +53,7 @@ class LocalLogits:
         return ((until(behind + self.within) - until(behind)) * k.astype(kind)).sum(-1)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Of earlier and of new queries together."""
+        """Combines the values from earlier and from new queries."""
         return old + new
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -62,7 +62,7 @@ class LocalLogits:
 
 @dataclasses.dataclass(frozen=True)
 class LocalScore:
-    """How much the `within` tokens behind a slot's own have asked for it: their `LocalLogits`."""
+    """How much the `within` tokens after a slot's own have attended to it: their `LocalLogits`."""
 
     within: int
 
@@ -80,13 +80,14 @@ class LocalScore:
 
 @dataclasses.dataclass(frozen=True)
 class RepresentativeKeys(ReadFacts):
-    """InfLLM (arXiv:2402.04617, section 3): the blocks whose representative keys these queries meet most.
+    """InfLLM (arXiv:2402.04617, section 3): reads the blocks whose representative keys match best.
 
-    A block's representatives are, in each KV head, its `keys` keys of the largest `LocalScore` when it leaves
-    the `newest` tokens. Its score is sum <q, k> over queries, heads and representatives, so all heads of a
-    layer read the same blocks; the mean of the representatives is kept, which ranks blocks as their sum. The
-    budget is a share of the body; the blocks of the first `sinks` tokens are read beside it. by_head: every
-    KV head ranks its own blocks, as it does after a keep: KV heads hold other tokens then.
+    A block's representatives are, in each KV head, its `keys` keys with the largest `LocalScore` at the time
+    when the block is no longer among the `newest` tokens. Its score is sum <q, k> over queries, heads and
+    representatives, so all heads of a layer read the same blocks; the mean of the representatives is kept,
+    which ranks blocks as their sum. The budget is a share of the body; the blocks of the first `sinks` tokens
+    are read beside it. by_head: every KV head ranks its own blocks, as after a keep, where KV heads hold
+    different tokens.
 
     >>> word = RepresentativeKeys(Budget(4), page=4, newest=8, sinks=2)
     >>> word.pages_visited(64), word.granule
@@ -132,7 +133,7 @@ class RepresentativeKeys(ReadFacts):
         }
 
     def pages_visited(self, slots: int) -> int:
-        """Most blocks of a body of `slots` slots that a query visits (static)."""
+        """The most blocks of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, self._of_sinks + -(-self.budget.capacity(slots) // self.page))
 
     @property
@@ -143,7 +144,7 @@ class RepresentativeKeys(ReadFacts):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The blocks of the sinks and those of the largest scores, and how many of them count."""
+        """The blocks of the sinks and those with the largest scores, and how many of them count."""
         held = body.pos[layer]
         blocks = held.reshape(*held.shape[:2], -1, self.page)
         live, first = (blocks >= 0).any(-1), jnp.where(blocks < 0, 2**30, blocks).min(-1)

@@ -1,4 +1,4 @@
-"""Reading by centroids: keys that are near each other, whole or in parts, are ranked alike."""
+"""Reading by centroids: keys are clustered, whole or in parts, and ranked by their centroids."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvjax.state.cache import Slots
 def k_means(
     x: Float[Array, "*b S H"], live: Bool[Array, "*b S"], count: int, turns: int
 ) -> Float[Array, "*b C H"]:
-    """Centroids of the live rows of x after `turns` turns of Lloyd's algorithm (1982).
+    """Centroids of the live rows of x after `turns` iterations of Lloyd's algorithm (1982).
 
-    The first ones are evenly spaced live rows. A centroid that no row is nearest to stays where it is.
+    They start as evenly spaced live rows. A centroid that is nearest to no row does not move.
 
     >>> x = jnp.asarray([[0.0], [1.0], [9.0], [11.0], [5.0]])
     >>> k_means(x, jnp.arange(5) < 4, 2, 3).tolist()
@@ -42,18 +42,19 @@ def k_means(
 
 
 def nearest_centroid(x: Float[Array, "*b S H"], centroids: Float[Array, "*b C H"]) -> Int[Array, "*b S"]:
-    """The number of the centroid of least distance, the first one of equals."""
+    """The index of the nearest centroid, the first one of equals."""
     product = jnp.einsum("...ch,...sh->...cs", centroids, x, precision="highest")
     return first_largest(2 * product - (centroids**2).sum(-1)[..., None], -2)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductCodes(RankedSlots):
-    """PQCache (arXiv:2407.12820, section 3): the codes of a product quantiser guess the logits of all keys.
+    """PQCache (arXiv:2407.12820, section 3): product quantisation codes approximate the logits of all keys.
 
-    A key's channels are cut into `parts` equal ones, and each has the number of the nearest of 2^bits
-    centroids, which are those of the keys at the end of the last prefill (`k_means`). A key counts as its
-    centroids. Raises ValueError for bits outside 1 to 8.
+    A key's channels are cut into `parts` equal parts, and each is encoded as the nearest of 2^bits centroids,
+    which are fitted to the keys at the end of the last prefill (`k_means`). Logits are those of the
+    centroids.
+    Raises ValueError for bits outside 1 to 8.
     """
 
     parts: int = 2
@@ -79,7 +80,7 @@ class ProductCodes(RankedSlots):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """A byte for every part of a key."""
+        """One byte for every part of a key."""
         if learnt is None:
             return {"codes": jnp.zeros((*k.shape[:-1], self.parts), jnp.uint8)}
         x = jnp.moveaxis(self._cut(k.astype(wide(k))), -2, -3)
@@ -95,12 +96,12 @@ class ProductCodes(RankedSlots):
 
 @dataclasses.dataclass(frozen=True)
 class Clusters(RankedSlots):
-    """ClusterKV (arXiv:2412.03213, section 3): the clusters whose centroids these queries meet most.
+    """ClusterKV (arXiv:2412.03213, section 3): reads the clusters whose centroids match the queries best.
 
-    Keys of one direction are of one cluster: `clusters` centroids are those of the unit keys at the end of
-    the last prefill (`k_means`), and a newer key belongs to the nearest. Slots are read in the order of <q,
-    centroid>, cluster by cluster, and of the last one that fits in part the older ones. The first `sinks`
-    tokens are always read.
+    Keys of similar direction form a cluster: `clusters` centroids are fitted to the unit keys at the end of
+    the last prefill (`k_means`), and a newer key belongs to the nearest one. Slots are read in the order of
+    <q, centroid>, cluster by cluster; of a cluster that fits only in part, the older slots are read. The
+    first `sinks` tokens are always read.
     """
 
     clusters: int = 64
@@ -116,7 +117,7 @@ class Clusters(RankedSlots):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """The number of every key's cluster."""
+        """The index of every key's cluster."""
         if learnt is None:
             return {"cluster": jnp.zeros(k.shape[:-1], jnp.uint16)}
         cluster = nearest_centroid(_unit(k.astype(wide(k))), learnt["centroids"])

@@ -1,4 +1,4 @@
-"""Reading by channels: a few of every key say which slots are attended to, and a mean stands for the rest."""
+"""Reading by channels: logits from a few channels of every key select slots; a mean replaces the rest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvjax.state.codes import dense
 
 @dataclasses.dataclass(frozen=True)
 class LargestChannels(ReadFacts):
-    """SparQ (arXiv:2312.04985, section 4): attend to the slots whose logits are the largest by a guess.
+    """SparQ (arXiv:2312.04985, section 4): attends to the slots with the largest approximate logits.
 
-    A guess takes the channels in which the query is largest, summed over the heads of a group, and is divided
-    by the root of the share of the query's L1 norm that lies in them. The heads of a group visit the same
-    slots, those with the largest sums of their guesses. What is left out counts as the mean of all values,
-    with the weight that the guesses give it. The budget is a share of the slots before the `newest` tokens,
-    which are always read.
+    An approximate logit uses the channels in which the query is largest, summed over the heads of a group,
+    and is divided by the root of their share of the query's L1 norm. The heads of a group read the same
+    slots, those with the largest sums of their approximate logits. The other slots count as the mean of all
+    values, with the weight that the approximate logits give them. The budget is a share of the slots before
+    the `newest` tokens, which are always read.
 
     >>> word = LargestChannels(Budget(2), channels=1, newest=1)
     >>> q, k = jnp.asarray([[[[3.0, 1.0]]]]), jnp.asarray([[[[1.0, 9.0], [2.0, 0.0]]]])
@@ -45,7 +45,7 @@ class LargestChannels(ReadFacts):
         return {**super().breaks, Fact.SUMMARIES: "looks at some channels of all keys"}
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Nothing: guesses are made from the keys themselves."""
+        """Nothing: the approximate logits use the keys themselves."""
         return {}
 
     def total(self, v: Float[Array, "*b S V"]) -> dict[str, Float[Array, "*b V"]]:
@@ -53,18 +53,18 @@ class LargestChannels(ReadFacts):
         return {"values": v.astype(wide(v)).sum(-2)}
 
     def looks_at(self, width: int) -> int:
-        """Of how many of `width` channels of every key a guess is made."""
+        """How many of `width` channels of every key the approximate logits use."""
         return min(self.channels, width)
 
     def pages_visited(self, slots: int) -> int:
-        """Most slots of a body of `slots` that a query visits (static)."""
+        """The most slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots with the largest guesses, and how many of them count."""
+        """The slots with the largest approximate logits, and how many of them count."""
         live = body.pos[layer] >= 0
         guess = self.guess(q, _keys(body, layer)).sum((2, 3))
         _, slots = jax.lax.top_k(jnp.where(live, guess, -jnp.inf), self.pages_visited(body.capacity))
@@ -72,7 +72,7 @@ class LargestChannels(ReadFacts):
         return slots, jnp.minimum(full, self.budget.count(full))
 
     def guess(self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K G T S"]:
-        """Logits by the largest channels of the queries, before the layer's scale."""
+        """Approximate logits from the largest channels of the queries, before the layer's scale."""
         (b, n, t, h), heads = q.shape, k.shape[1]
         q = q.reshape(b, heads, n // heads, t, h).astype(wide(q))
         size = jnp.abs(q)
@@ -82,7 +82,7 @@ class LargestChannels(ReadFacts):
         share = jnp.abs(few).sum(-1, keepdims=True) / jnp.where(all_of_it == 0, 1, all_of_it)
         scale = jnp.sqrt(jnp.where(share == 0, 1, share))
         if platform() == "tpu":
-            # Its tiles hold all channels of a key. To gather some, XLA would lay all keys out anew.
+            # One-hot over whole keys, because to gather channels XLA would re-lay out all keys.
             chosen = jax.nn.one_hot(index, h, dtype=bool).any(-2)[:, :, None]
             return jnp.einsum("bkgth,bksh->bkgts", jnp.where(chosen, q, 0) / scale, k.astype(q.dtype))
         few = few / scale
@@ -120,7 +120,7 @@ class LargestChannels(ReadFacts):
 
 
 def visited_slots(chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], slots: int) -> Bool[Array, "B K S"]:
-    """Which of `slots` slots are among those that were chosen.
+    """Which of `slots` slots were chosen.
 
     >>> visited_slots((jnp.asarray([[[2, 0, 1]]]), jnp.asarray([[2]])), 4).tolist()
     [[[True, False, True, False]]]
@@ -132,7 +132,7 @@ def visited_slots(chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], slots: 
 
 
 def _log_of_odds(left: Float[Array, "*b S"], met: Float[Array, "*b M"]) -> Float[Array, "*b"]:
-    """log(sum exp(left) / sum exp(met)); -inf where nothing is left."""
+    """log(sum exp(left) / sum exp(met)); -inf if nothing is left."""
     top = jax.lax.stop_gradient(jnp.maximum(left.max(-1), met.max(-1)))
     top = jnp.where(jnp.isneginf(top), 0.0, top)[..., None]
     a, b = jnp.exp(left - top).sum(-1), jnp.exp(met - top).sum(-1)

@@ -1,4 +1,4 @@
-"""Reading by chance: a query attends to the slots whose hash codes collide with its own, and weighs each."""
+"""Reading by sampling: a query attends to slots whose hash codes collide with its own, and reweights them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from kvjax.state.picked_pages import visited
 
 @dataclasses.dataclass(frozen=True)
 class HashSampling(ReadFacts):
-    """MagicPIG (arXiv:2410.16179): slots are drawn by hash tables, and weigh 1 / (how likely that was).
+    """MagicPIG (arXiv:2410.16179): slots are sampled by hash tables, and weighted by 1 / probability.
 
-    Keys are hashed by `tables` of `planes` hyperplanes each (`kvjax.ops.base.lsh`), as they lie about their
-    centre: the mean of those that lay in the body at the end of the last prefill, without the sinks. A query
-    head draws the slots that have its code in two tables or more, slot j with probability u_j, and their
-    logits become s_j - log u_j. Sinks, the first `sinks` tokens, are always visited and weigh as they are.
+    Keys are hashed by `tables` of `planes` hyperplanes each (`kvjax.ops.base.lsh`), relative to their centre:
+    the mean of the keys in the body at the end of the last prefill, without the sinks. A query head draws the
+    slots that have its code in two tables or more, slot j with probability u_j, and their logits become s_j -
+    log u_j. Sinks, the first `sinks` tokens, are always read, with unchanged logits.
 
-    The budget, a share of the slots before the `newest` tokens, is how many drawn slots a group of heads has
-    room for; sinks stand beside it. Where its heads together draw n slots and there is room for m < n, they
-    visit m of these, chosen by random numbers that depend on the position, the head and the token alone, and
-    each weighs n / m times as much: that is a sample, too, of which less is seen. With a budget of 1.0
-    nothing is ever cut. Hyperplanes are drawn from `seed`, the same ones for all layers and heads; the cache
-    holds none of them.
+    The budget, a share of the slots before the `newest` tokens, is the most drawn slots that a group of heads
+    reads, beside the sinks. If its heads together draw n slots and the budget is m < n, they read m of these,
+    chosen by random numbers that depend on the position, the head and the token alone, and each weighs n / m
+    times as much: that is a smaller sample. With a budget of 1.0 nothing is ever cut. Hyperplanes are drawn
+    from `seed`, the same for all layers and heads; they are not stored in the cache.
 
     Raises ValueError for `planes` outside 1 to 32, or fewer than two `tables`.
 
@@ -64,7 +63,7 @@ class HashSampling(ReadFacts):
             )
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        """The centre of the keys that are hashed, [*b, H] in promote(float32, k); 0 where there is none."""
+        """The centre of the keys that are hashed, [*b, H] in promote(float32, k); 0 if there are none."""
         hashed = (pos >= self.sinks)[..., None]
         total = jnp.where(hashed, k.astype(wide(k)), 0.0).sum(-2)
         return {"centre": total / jnp.maximum(hashed.sum(-2), 1).astype(total.dtype)}
@@ -72,12 +71,12 @@ class HashSampling(ReadFacts):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, UInt32[Array, "*b S W"]]:
-        """The codes of keys about their centre, or about 0 where none was learnt."""
+        """The codes of keys relative to their centre, or to 0 if none was learnt."""
         k = k.astype(wide(k))
         return {"codes": self._codes(k if learnt is None else k - learnt["centre"][..., None, :])}
 
     def pages_visited(self, slots: int) -> int:
-        """Most slots of a body of `slots` that a query visits (static)."""
+        """The most slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots) + self.sinks)
 
     def select(
@@ -90,7 +89,7 @@ class HashSampling(ReadFacts):
     def sample(
         self, q: Float[Array, "B N 1 H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"], Float[Array, "B N M"]]:
-        """What `select` gives, and -log of how likely each head was to visit each of these slots."""
+        """The result of `select`, and -log of the probability that each head visits each slot."""
         pos = body.pos[layer]
         b, heads, _ = pos.shape
         rows = q.reshape(b, heads, -1, q.shape[-1]).astype(wide(q))
@@ -120,20 +119,20 @@ class HashSampling(ReadFacts):
 
 
 def _cosine(q: Float[Array, "*b R H"], k: Float[Array, "*b M H"]) -> Float[Array, "*b R M"]:
-    """The cosine of each query and each key; 0 where one of them is 0."""
+    """The cosine of each query and each key; 0 if one of them is 0."""
     sizes = (q * q).sum(-1)[..., :, None] * (k * k).sum(-1)[..., None, :]
     size = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
     return jnp.einsum("...rh,...mh->...rm", q, k) / size
 
 
 def _shuffled(pos: Int[Array, "B K S"], turn: UInt32[Array, "B K"]) -> Float[Array, "B K S"]:
-    """A whole number in [0, 2^24) for every position, as if drawn anew for every turn."""
+    """A pseudo-random integer in [0, 2^24) for every position, different for every turn."""
     mixed = _mixed(pos.astype(jnp.uint32) ^ _mixed(turn)[..., None])
     return (mixed >> jnp.uint32(8)).astype(jnp.float32)
 
 
 def _mixed(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """The finaliser of MurmurHash3 (Appleby, 2011): numbers of 32 bits, shuffled as if by chance."""
+    """The finaliser of MurmurHash3 (Appleby, 2011), which scrambles 32-bit integers."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

@@ -1,4 +1,4 @@
-"""Reading by narrow keys: a few numbers beside every key, in directions that the prompt's keys say."""
+"""Reading by low-rank keys: slots are ranked in a few directions that are learnt from the prompt's keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.state.cache import Slots
 
 @dataclasses.dataclass(frozen=True)
 class NarrowKeys(RankedSlots):
-    """The base of reads that rank slots by <q, k> in `rank` directions of a head, learnt of its keys."""
+    """The base class of reads that rank slots by <q, k> in `rank` directions learnt from a head's keys."""
 
     rank: int = 32
     by_list = True
@@ -28,7 +28,7 @@ class NarrowKeys(RankedSlots):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Float[Array, "*b S r"]]:
-        """What keys are in these directions, in their own dtype; of none, where none was learnt."""
+        """The coordinates of keys in these directions, in their own dtype; 0 columns if none were learnt."""
         if learnt is None:
             return {"narrow": jnp.zeros((*k.shape[:-1], min(self.rank, k.shape[-1])), k.dtype)}
         narrow = jnp.einsum(
@@ -51,7 +51,7 @@ class PrincipalKeys(NarrowKeys):
     """
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        # Which slots are read has no gradient, and that of eigenvectors need not be finite.
+        # Selecting slots has no gradient, and the gradient of eigenvectors need not be finite.
         x, live = jax.lax.stop_gradient(k.astype(wide(k))), (pos >= 0)[..., None]
         count = jnp.maximum(live.sum(-2, keepdims=True), 1).astype(x.dtype)
         apart = jnp.where(live, x - jnp.where(live, x, 0.0).sum(-2, keepdims=True) / count, 0.0)

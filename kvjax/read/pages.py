@@ -1,4 +1,4 @@
-"""Reading by pages: rank pages of slots by a summary of their keys and attend to the best ones."""
+"""Reading by pages: ranks pages of slots by a summary of their keys and attends to the best ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.state.cache import Slots
 
 @dataclasses.dataclass(frozen=True)
 class PageBounds(ReadFacts):
-    """Quest (arXiv:2406.10774, section 3.3): attend to the pages whose keys could score highest.
+    """Quest (arXiv:2406.10774, section 3.3): attends to the pages whose keys could score highest.
 
     A page's bound is sum_c max(q_c low_c, q_c high_c) with the channel-wise minimum and maximum of its keys.
-    The heads of a group visit the same pages: a page counts with its largest bound among these heads.
+    The heads of a group visit the same pages: a page's bound is the largest one among these heads.
 
     Args:
-        budget: of the slots that lie in pages; the newest tokens, in the tail after them, are always read.
+        budget: of the slots in pages; the newest tokens, in the tail after them, are always read.
         page: slots per page.
         skip_layers: how many of the first layers read everything.
 
@@ -45,7 +45,7 @@ class PageBounds(ReadFacts):
         return {"low": pages.min(-2), "high": pages.max(-2)}
 
     def pages_visited(self, slots: int) -> int:
-        """Most pages of a body of `slots` slots that a query visits (static)."""
+        """The most pages of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
     def select(
@@ -59,7 +59,7 @@ class PageBounds(ReadFacts):
         bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
         bounds = jnp.where(live, bounds, -jnp.inf)
         _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
-        # The budget counts the pages that the list fills, so a row reads the same alone and in a batch.
+        # The budget is a share of the KV head's full pages, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
         wanted = -(-self.budget.count(full * self.page) // self.page)
         return pages, jnp.minimum(full, wanted)
@@ -80,7 +80,7 @@ class FewBounds(PageBounds):
     channels: int = 32
 
     def few(self, q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B N T H"]:
-        """Queries with zeros but in the largest channels of their group."""
+        """Queries with zeros except in the largest channels of their group."""
         groups = q.reshape(q.shape[0], heads, -1, *q.shape[2:])
         size = jnp.abs(groups).astype(jnp.float32).sum((2, 3))
         _, index = jax.lax.top_k(size, min(self.channels, q.shape[-1]))

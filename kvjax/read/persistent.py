@@ -1,4 +1,4 @@
-"""Reading what other layers picked: a few layers rank all slots, and those above read the best of them."""
+"""Reading another layer's selection: a few layers rank all slots, and layers above read the best."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from kvjax.state.codes import dense
 
 @dataclasses.dataclass(frozen=True)
 class PersistentSlots(ReadFacts):
-    """TidalDecode (arXiv:2410.05076, section 3): tokens of the largest logits matter in layers above, too.
+    """TidalDecode (arXiv:2410.05076, section 3): layers above reuse the tokens with the largest logits.
 
     The first `skip_layers` layers attend to everything. So do the next one and layer `again` (its number, or
-    the share of the layers up to it), which rank their slots by q k_j, summed over the heads of a group;
-    until picks are made anew, the layers above them read the best. The budget is a share of the slots before
-    the `newest` tokens, which are always read. Behind a keep, a layer reads those of the chosen tokens that
-    it holds.
+    the share of the layers up to it), which rank their slots by q k_j, summed over the heads of a group; the
+    layers above read the best ones, until the next selection. The budget is a share of the slots before the
+    `newest` tokens, which are always read. After a keep, a layer reads those selected tokens that it holds.
 
     >>> PersistentSlots(Budget(0.5), again=0.5).starts(8)
     (2, 3)
@@ -42,7 +41,7 @@ class PersistentSlots(ReadFacts):
         return {**super().breaks, Fact.SUMMARIES: "has layers that read all of their slots"}
 
     def starts(self, layers: int) -> tuple[int, ...]:
-        """The first layer behind those that are skipped, and `again`."""
+        """The first layer after those that are skipped, and `again`."""
         return self.skip_layers, max(number_of(self.again, layers), self.skip_layers)
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
@@ -50,7 +49,7 @@ class PersistentSlots(ReadFacts):
         return {}
 
     def pages_visited(self, slots: int) -> int:
-        """Most slots of a body of `slots` that a query visits in a layer that takes picks (static)."""
+        """The most slots of a body of `slots` that a query visits in a reusing layer (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(

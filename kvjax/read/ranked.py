@@ -1,4 +1,4 @@
-"""Reading by slots: what ranks slots one by one says which of them are attended to; the rest is left out."""
+"""Reading by slots: slots are ranked one by one, the best are attended to, and the others left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.state.codes import dense
 
 @dataclasses.dataclass(frozen=True)
 class RankedSlots(ReadFacts):
-    """The base of reads that attend to the slots of the largest scores (`score`), of one KV head each.
+    """The base class of reads that attend to the slots with the largest `score`, per KV head.
 
     Args:
         budget: of the slots before the `newest` tokens.
@@ -35,25 +35,25 @@ class RankedSlots(ReadFacts):
     granule = 1
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Nothing, unless a read says otherwise."""
+        """Nothing, unless a subclass overrides it."""
         return {}
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
-        """How much the slots of a layer of `body` may matter to these queries; of empty ones anything.
+        """How much the slots of a layer of `body` may matter to these queries; arbitrary for empty ones.
 
-        `dense(body.layer(layer).k)` has the layer's keys [B, K, S, H], decoded where a codec stores them.
+        `dense(body.layer(layer).k)` has the layer's keys [B, K, S, H], decoded if a codec stores them.
         """
         raise NotImplementedError
 
     def pages_visited(self, slots: int) -> int:
-        """Most slots of a body of `slots` that a query visits (static)."""
+        """The most slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots of the largest scores, the first ones of equals, and how many of them count."""
+        """The slots with the largest scores, the first ones of equals, and how many of them count."""
         live = body.pos[layer] >= 0
         score = jax.lax.stop_gradient(self.score(q, body, layer))
         _, slots = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(body.capacity))
@@ -64,7 +64,7 @@ class RankedSlots(ReadFacts):
 def summed(q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B K H"]:
     """The sum of queries over the heads of each group, in promote(float32, q).
 
-    Its product with a key is the sum of the group's products with it.
+    Its dot product with a key is the sum of the group's dot products.
     """
     b, n, t, h = q.shape
     return q.reshape(b, heads, n // heads * t, h).astype(wide(q)).sum(2)
@@ -72,12 +72,12 @@ def summed(q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B K H"]:
 
 @dataclasses.dataclass(frozen=True)
 class SoftVotes(RankedSlots):
-    """TokenSelect (arXiv:2411.02886, section 4.2): heads vote for slots, and a layer reads the elected ones.
+    """TokenSelect (arXiv:2411.02886, section 4.2): heads vote for slots, and a layer reads the winners.
 
     A query head votes for slot j with softmax_j(q k_j / sqrt(H)) over the body; the slots with the most votes
     of all heads are read in every KV head. The first `sinks` tokens are always among them. by_head: the heads
-    of a group vote for slots of their own KV head alone, as they do behind a keep, which leaves KV heads
-    other tokens.
+    of a group vote for slots of their own KV head alone, as after a keep, where KV heads hold different
+    tokens.
     """
 
     sinks: int = 4
@@ -98,7 +98,7 @@ class SoftVotes(RankedSlots):
 
 
 def _shares(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:
-    """Softmax; 0 where all logits are -inf."""
+    """Softmax; 0 if all logits are -inf."""
     top = s.max(-1, keepdims=True)
     w = jnp.exp(s - jnp.where(jnp.isneginf(top), 0.0, top))
     return w / jnp.maximum(w.sum(-1, keepdims=True), 1e-30)
