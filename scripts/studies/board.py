@@ -54,6 +54,8 @@ DATA = DOCS / "real-model-board.jsonl"
 TOGETHER = 6
 # What a comparison's folder gets besides: the revision that runs, and a digest of every method's source.
 ORIGIN = "origin.json"
+# Names in classes of words by which they tell others, and users, what they are.
+SAID = ("requires", "breaks", "says")
 OTHERS = ("preset", "seeds", "gold")
 NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
 Line = dict[str, Any]
@@ -164,8 +166,9 @@ def _counted(
 def source_of(method: Method) -> str:
     """A digest of what defines a method: its functions and the classes of its words, with their bases.
 
-    Comments, docstrings and layout do not count. What methods share, such as attention, is not in it: lines
-    tell by their revision which of it they ran.
+    Comments, docstrings, layout, decorators of functions and what words say of themselves (`SAID`) do not
+    count: they move no number. What methods share, such as attention or the phase that every keep has unless
+    told otherwise, is not in it: lines tell by their revision which of it they ran.
     """
     parts = {_text(one) for one in _defined(method)}
     return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:12]
@@ -173,12 +176,22 @@ def source_of(method: Method) -> str:
 
 @functools.cache  # reading a class from its file takes longer than all else here
 def _text(defined: Any) -> str:
-    """The code of a function or class, without docstrings and comments."""
+    """The code of a function or class, without docstrings, comments, and what words say of themselves."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(defined)))
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            said = node.body[:1] if ast.get_docstring(node) is not None else []
+            said += [part for part in node.body if _name(part) in SAID]
+            node.body = [part for part in node.body if part not in said]
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []
     return ast.dump(tree)
+
+
+def _name(part: ast.stmt) -> str | None:
+    """The name that a line of a class defines."""
+    target = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", part)
+    return getattr(target, "id", getattr(target, "name", None))
 
 
 def _defined(word: Any) -> Iterator[Any]:
@@ -190,9 +203,12 @@ def _defined(word: Any) -> Iterator[Any]:
         yield inspect.unwrap(METHODS[word])
     elif dataclasses.is_dataclass(word) and not isinstance(word, type):
         if not isinstance(word, Method):
-            yield from (c for c in type(word).__mro__ if c.__module__.startswith("kvjax."))
+            classes = (c for c in type(word).__mro__ if c.__module__.startswith("kvjax."))
+            yield from (c for c in classes if not c.__module__.endswith("facts"))
         for field in dataclasses.fields(word):
-            yield from _defined(getattr(word, field.name))
+            value = getattr(word, field.name)
+            if value != field.default:
+                yield from _defined(value)
 
 
 # --- data ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The board: shards in order, nothing known runs again, and what was found becomes lines and a table."""
 
+import functools
 import json
 
 import numpy as np
@@ -102,8 +103,29 @@ def test_a_digest_is_of_code_and_not_of_what_is_said_about_it():
         """Gives twice what it takes."""
         return 2 * x
 
+    @functools.cache
     def other(x):
         return 3 * x
+
+    class Word:
+        """One thing."""
+
+        says = "One thing."
+
+        @property
+        def requires(self):
+            return 1
+
+        def __call__(self):
+            return 1
+
+    word = board._text(Word)
+
+    class Word:
+        def __call__(self):
+            return 1
+
+    assert board._text(Word) == word
 
     assert board._text(said) == first != board._text(other).replace("other", "said")
 
