@@ -5,7 +5,8 @@
     python -m scripts.studies.board collect --out runs/board-1024
         # what was found, finished or not, becomes the data
     python -m scripts.studies.board              # prints the tables
-    python -m scripts.studies.board --write      # writes them into docs/real-model.md
+    python -m scripts.studies.board --write      # writes them into docs/real-model.md and the README
+    python -m scripts.studies.board picture      # draws docs/real-model-board.png
     python -m scripts.studies.claims --write     # pages that use its data
     python -m scripts.studies.prompts --write
 
@@ -37,7 +38,7 @@ import numpy as np
 from kvjax.base.atomic_files import write_atomic
 from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import budget_label
-from kvjax.eval.report.paired import Scores, difference
+from kvjax.eval.report.paired import Difference, Scores, difference
 from kvjax.eval.run.cellplan import Entry, plan_cells
 from kvjax.eval.run.revision import revision
 from kvjax.eval.tasks.suite import FIRST_IN_ENGLISH
@@ -46,7 +47,7 @@ from kvjax.io.gin_bindings import load_comparison
 from kvjax.methods import METHODS
 from kvjax.models.model import Model
 from scripts.docs_tables import DOCS
-from scripts.studies import real_model
+from scripts.studies import board_picture, real_model, real_model_picture
 from scripts.studies.runner import Page, parser
 
 DATA = DOCS / "real-model-board.jsonl"
@@ -58,11 +59,17 @@ ORIGIN = "origin.json"
 SAID = ("requires", "breaks", "says")
 OTHERS = ("preset", "seeds", "gold")
 NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
+# The methods of the README's table, as papers call them.
+SHORT = {
+    "int8": "int8", "int4": "int4", "kivi": "KIVI, 2 bits", "kvzip": "KVzip", "keydiff": "KeyDiff",
+    "tova": "TOVA", "snapkv": "SnapKV", "h2o": "H2O", "streamingllm": "StreamingLLM",
+    "random": "random eviction",
+}  # fmt: skip
 Line = dict[str, Any]
 
 
 def main() -> None:
-    asked = parser(__doc__, ("collect",))
+    asked = parser(__doc__, ("collect", "picture"))
     asked.add_argument("--out", nargs="+", type=Path, metavar="DIR", help="folders of boards to collect")
     args = asked.parse_args()
     if args.what == "collect":
@@ -75,8 +82,12 @@ def main() -> None:
                 )
         lines = joined(read(), (line for folder in args.out for line in collect(folder)))
         write_atomic(DATA, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    elif args.what == "picture":
+        found = {protocol: losses(at_1024(), protocol) for protocol in real_model_picture.PANELS}
+        write_atomic(DATA.with_suffix(".png"), board_picture.picture(found))
     else:
         PAGE.show(args)
+        README.show(args)
 
 
 # --- shards ----------------------------------------------------------------------------------------------
@@ -248,33 +259,65 @@ def read() -> list[Line]:
 # --- tables ----------------------------------------------------------------------------------------------
 
 
-def table(lines: Sequence[Line], protocol: str) -> str:
-    """Every method that was asked all tasks, how much less likely right answers are than with the full cache.
+class Loss(NamedTuple):
+    """What a method loses to the full cache under one protocol; `kept` is its bytes in percent."""
+
+    method: str
+    budget: float | None
+    kept: float
+    contexts: int
+    nats: Difference
+    right: Difference
+
+
+def losses(lines: Sequence[Line], protocol: str) -> list[Loss]:
+    """Every method that was asked all tasks: how much less likely right answers are than with the full cache.
 
     lines: of one length and of the same tasks (`alike`). Budgets largest first, and within one the least loss
     first. Differences are paired by context.
     """
     mine = [line for line in lines if line["protocol"] == protocol]
     tasks = {line["task"] for line in mine}
-    cells = dict.fromkeys((line["method"], line["budget"]) for line in mine)
-    by_cell = {c: [x for x in mine if (x["method"], x["budget"]) == c] for c in cells}
+    by_cell: dict[tuple[str, float | None], list[Line]] = {}
+    for line in mine:
+        by_cell.setdefault((line["method"], line["budget"]), []).append(line)
     full = by_cell.get(("full", None), [])
-    rows = []
+    found = []
     for (method, budget), cell in by_cell.items():
         if {line["task"] for line in cell} < tasks or method == "full":
             continue
         lost = difference(_by_sample(cell, "nll"), _by_sample(full, "nll"), shares=False)
         right = difference(_by_sample(cell, "scores"), _by_sample(full, "scores"))
-        if lost is None or right is None:
-            continue
-        kept = 100 * np.mean([line["kept"] for line in cell])
-        text = f"| {method} | {budget_label(budget)} | {kept:.1f} | {lost.samples // len(tasks)} "
-        text += f"| {_signed(lost)} | {_signed(right, 100)} |"
-        rows.append((-(budget or 2), lost.mean, text))
+        if lost is not None and right is not None:
+            kept = 100 * float(np.mean([line["kept"] for line in cell]))
+            found.append(Loss(method, budget, kept, lost.samples // len(tasks), lost, right))
+    return sorted(found, key=lambda x: (-(x.budget or 2), x.nats.mean))
+
+
+def table(lines: Sequence[Line], protocol: str) -> str:
+    """The losses of all methods under a protocol."""
     head = (
         "| method | budget | bytes, % | contexts | -log p, above the full cache's | right answers, points |"
     )
-    return "\n".join([head, "|---|--:|--:|--:|--:|--:|", *(text for _, _, text in sorted(rows))])
+    rows = [
+        f"| {x.method} | {budget_label(x.budget)} | {x.kept:.1f} | {x.contexts} | {_signed(x.nats)} "
+        f"| {_signed(x.right, 100)} |"
+        for x in losses(lines, protocol)
+    ]
+    return "\n".join([head, "|---|--:|--:|--:|--:|--:|", *rows])
+
+
+def short_table(lines: Sequence[Line]) -> str:
+    """What a few methods lose, at a quarter of the slots where they evict."""
+    by_protocol = [{(x.method, x.budget): x for x in losses(lines, p)} for p in ("agnostic", "aware")]
+    rows = []
+    for method, label in SHORT.items():
+        found = [by.get((method, None)) or by.get((method, 0.25)) for by in by_protocol]
+        if found[0] is not None:
+            nats = ["–" if x is None else f"{round(x.nats.mean, 2) + 0.0:+.2f}" for x in found]
+            rows.append(f"| {label} | {found[0].kept:.0f} | {' | '.join(nats)} |")
+    head = "| method | bytes, % | the question comes later | the question is read first |"
+    return "\n".join([head, "|---|--:|--:|--:|", *rows])
 
 
 def alike(lines: Sequence[Line], length: int, tasks: Sequence[str]) -> list[Line]:
@@ -330,6 +373,8 @@ PAGE = Page(
         "board needle": lambda: table(alike(read(), 1024, FIRST_IN_ENGLISH), "aware"),
     },
 )
+
+README = Page("../README.md", {"board short": lambda: short_table(at_1024())})
 
 if __name__ == "__main__":
     main()

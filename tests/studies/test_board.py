@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.io.gin_bindings import load_comparison
 from scripts import eval as evaluation
-from scripts.studies import board
+from scripts.studies import board, board_picture
 
 GIN = """
 compare.model = 'recall-tiny'
@@ -157,6 +157,19 @@ def test_a_table_says_what_methods_lose_on_the_same_contexts(out):
     )
 
 
+def test_the_readme_and_the_picture_have_the_methods_of_the_table(out):
+    lines = board.joined([], board.collect(out / "runs"))
+    (lost,) = [x for x in board.losses(lines, "agnostic") if x.method == "keydiff"]
+    quarter = [{**x, "budget": 0.25} if x["method"] == "keydiff" else x for x in lines]
+    *_, row = board.short_table(quarter).splitlines()
+    assert row == f"| KeyDiff | {lost.kept:.0f} | {lost.nats.mean:+.2f} | – |"
+    found = {protocol: board.losses(quarter, protocol) for protocol in ("agnostic", "aware")}
+    picture = board_picture.picture(found)
+    assert picture[1:4] == b"PNG" and picture == board_picture.picture(found)
+    assert board_picture.label_of(lost) == f"keydiff, {lost.kept:.0f}%"
+    assert board_picture.label_of(lost._replace(kept=51.0)) == "keydiff"
+
+
 def test_runs_that_asked_other_tasks_are_kept_apart(model, out):
     """Where questions are read first, the longest of all of them decides how many tokens stay."""
     lines = board.joined([], board.collect(out / "runs"))
@@ -175,7 +188,7 @@ def test_a_board_of_the_real_model_binds_what_it_needs(name):
 
 
 def test_the_page_has_the_tables_of_its_data():
-    assert board.PAGE.agrees()
+    assert board.PAGE.agrees() and board.README.agrees()
 
 
 def test_a_folder_without_shards_is_refused(tmp_path, monkeypatch, capsys):
