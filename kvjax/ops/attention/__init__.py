@@ -1,1 +1,1 @@
-"""Attention over tokens: the definition, its forms for prompts, and its relatives that keep every token."""
+"""Attention over tokens: the definition, its forms for prompts, and variants that keep every token."""

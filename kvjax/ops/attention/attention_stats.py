@@ -1,8 +1,8 @@
-"""What every key received: statistics of attention's columns, from queries, keys and the attention's lse.
+"""Attention statistics: how much every key receives, from queries, keys and the attention's lse.
 
-Methods that score slots by attention need one number per slot, not the map it comes from: H2O the sum over
-all queries (arXiv:2306.14048), SnapKV the mean over the last ones (arXiv:2404.14469), TOVA the last one's
-(arXiv:2401.06104), KVzip the maximum (arXiv:2505.23416). FlashAttention leaves lse = log sum_j exp(s_j)
+Methods that score slots by attention need one number per slot, not the attention map: H2O the sum over
+all queries (arXiv:2306.14048), SnapKV the mean over the last ones (arXiv:2404.14469), TOVA the last query's
+(arXiv:2401.06104), KVzip the maximum (arXiv:2505.23416). FlashAttention returns lse = log sum_j exp(s_j)
 (arXiv:2205.14135), and p_ij = exp(s_ij - lse_i) needs no more: one pass over the keys, in blocks.
 """
 
@@ -23,7 +23,7 @@ from kvjax.pallas_kernels.attention_stats import kernel_tpu as tpu
 STATISTICS = ("sum", "max", "squares", "count", "last_mean", "weighted")
 WEIGHTED = ("last_mean", "weighted")
 LANES = tpu.LANES
-# Two numbers per block of keys lie in the scalar memory, which holds 1 MiB.
+# Two numbers per block of keys are in scalar memory, which holds 1 MiB.
 MOST_BLOCKS = 2**16
 BLOCK_KEYS = 1024
 
@@ -50,15 +50,15 @@ def attention_stats(
     """Statistics of p_ij = exp(s_ij - lse_i) for every key j, over the queries i that see it; else 0.
 
     want: any of "sum", "max", "squares" (sum of p^2), "count" (how often p > threshold), and one of
-    "last_mean" (the mean over the last `last` queries of every row, or over fewer where it has fewer) and
-    "weighted" (the sum in which queries weigh as `weights` say). X is K, and the query heads of a group count
-    as more queries; with per_head, X is N. lse runs over whatever was attended, so keys in several sets take
-    one call each; where it is -inf, p is 0. Logits and visibility (-1: an empty slot, or no query) are those
-    of `kvjax.ops.attention.union.logits`. Sums in promote(float32, q, k); gradients are zero.
+    "last_mean" (the mean over the last `last` queries of every row, or all if it has fewer) and "weighted"
+    (the sum weighted by `weights` per query). X is K, and the query heads of a group count as more queries;
+    with per_head, X is N. lse is over all keys that were attended to, so keys in several sets take one call
+    each; where it is -inf, p is 0. Logits and visibility (-1: an empty slot, or no query) are those of
+    `kvjax.ops.attention.union.logits`. Sums in promote(float32, q, k); gradients are zero.
 
-    strip: queries that the plain form takes at a time.
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError for what does not fit.
+    strip: how many queries the reference takes at a time.
+    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel if it  can run. Raises
+    NotImplementedError if a forced one cannot, ValueError for what does not fit.
 
     >>> zero, pos = jnp.zeros((1, 2, 2, 4)), jnp.arange(2, dtype=jnp.int32)[None]
     >>> lse = jnp.log(jnp.asarray([[[1.0, 2.0]] * 2]))  # equal logits: query i gives 1 / (i + 1) to each
@@ -101,7 +101,7 @@ def attention_stats(
 
 
 def refusal(q: Array, k: Array, sums: int = 1) -> str:
-    """Why the TPU kernel cannot take these operands and count `sums` numbers per slot; empty where it can."""
+    """Why the TPU kernel cannot take these operands and `sums` numbers per slot; empty if it can."""
     for name, x in (("queries", q), ("keys", k)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} of {x.dtype}, expected float32 or bfloat16"
@@ -137,7 +137,7 @@ def _reference(
     want: tuple[str, ...], scale: float, window: int | None, softcap: float | None,
     threshold: float, per_head: bool, strip: int,
 ) -> dict[str, Array]:  # fmt: skip
-    """Strips of queries, one after the other; `attention_stats` before the division of "last_mean"."""
+    """`attention_stats` before the division of "last_mean", computed in strips of queries."""
     (b, n, t, _), dtype = q.shape, wide(q, k)
     q, k = q.astype(dtype), k.astype(dtype)
     keys = Keys(k, k, k_pos, bias)
@@ -182,7 +182,8 @@ def tpu_attention_stats(
     """
     (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
     group, lists = n // heads, b * heads
-    # Few queries: those of all heads of a group are put into one row, unless heads are counted apart.
+    # With few queries, those of all heads of a group are put into one row, unless heads are counted
+    # separately.
     folded = group if not per_head and group * t <= block_rows else 1
     shape = (group // folded, folded * t)
     rows = min(max(block_rows // shape[0] // LANES, 1), -(-shape[1] // LANES)) * LANES
@@ -212,7 +213,7 @@ def tpu_attention_stats(
 
 
 def _keys(sums: int, scratch_bytes: int = 2**22) -> int:
-    """Keys per block whose `sums` partial sums, one number per lane, take at most `scratch_bytes`."""
+    """Keys per block such that `sums` partial sums, one number per lane, take at most `scratch_bytes`."""
     blocks = scratch_bytes // (sums * LANES * LANES * 4)
     return min(max(blocks, 1) * LANES, BLOCK_KEYS)
 
@@ -220,7 +221,7 @@ def _keys(sums: int, scratch_bytes: int = 2**22) -> int:
 def visits(
     q_pos: Int[Array, "I blocks rows"], k_pos: Int[Array, "I keys block"], window: int | None
 ) -> tuple[Int[Array, "I keys"], Int[Array, "I keys"]]:
-    """The first and the last block of queries that may see something of each block of keys; (1, 0): none."""
+    """The first and the last block of queries that may see part of each block of keys; (1, 0): none."""
     newest, unseen = q_pos.max(-1)[:, None], jnp.iinfo(jnp.int32).max
     seen = jnp.where(k_pos < 0, unseen, k_pos).min(-1)[..., None] <= newest
     if window is not None:

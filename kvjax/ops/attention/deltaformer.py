@@ -1,4 +1,4 @@
-"""DeltaFormer: attention over values from which what memory already held has been subtracted."""
+"""DeltaFormer: attention over values from which what the memory already predicts is subtracted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def deltaformer(
 
     p_t is the softmax of scale r_t k_s over s < t, and scale is K^-0.5 unless given. DeltaFormer (Zhong et
     al., 2025, arXiv:2505.19488), as in flash-linear-attention, whose op has r = q (also here, unless given)
-    and whose layer has r = k; beta weighs what is subtracted.
+    and whose layer has r = k; beta scales what is subtracted.
 
     The state keeps k and u in promote(float32, input); v itself is not needed again. u depends on all of its
     past, a triangular system of T equations per head. It is solved forward in chunks: what older chunks hold
@@ -67,7 +67,7 @@ def deltaformer(
         return cache.put(slots, {"k": k, "u": u}, at), cache.checked(out, at.slot[..., None], size)
 
     def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
-        """`chunk` of one token, whose key is put first: slots are then read where they lie."""
+        """`chunk` of one token, whose key is written first, so that slots are read in place."""
         q, k, v, beta, r, fresh, real = token
         at = cache.places(slots, fresh, real)
         slots = cache.put(slots, {"k": k}, at)

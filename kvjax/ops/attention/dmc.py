@@ -1,4 +1,4 @@
-"""Dynamic memory compression: token by token, every head appends a slot or merges into its last one."""
+"""Dynamic memory compression: for every token, each head appends a slot or merges into its last one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvjax.ops.base.dtypes import wide
 
 
 class Merged(NamedTuple):
-    """Slots of every head, of which the first `count` are in use; heads differ.
+    """The slots of every head, of which the first `count` are in use; counts differ between heads.
 
-    `weight` is that of the last slot, z in the paper; `start` is the slot where the open segment began.
+    `weight` is the weight of the last slot, z in the paper; `start` is the slot where the open segment began.
     """
 
     k: Float[Array, "B S H K"]
@@ -45,12 +45,12 @@ def dmc(
     Where a head merges, its last slot becomes (z slot + w x) / (z + w) for x = k and v, and z grows by w;
     otherwise x is appended and z = w. Weights w are > 0; scale is K^-0.5 unless given. Dynamic Memory
     Compression (Nawrot et al., 2024, arXiv:2403.09636), inference with hard decisions: there merge =
-    round(sigmoid(k[0] - c)) and w = sigmoid(q[0]), and both channels are zeroed afterwards, which is the
-    caller's. The relaxed merging of its training, with partial decisions, is not here.
+    round(sigmoid(k[0] - c)) and w = sigmoid(q[0]), and both channels are zeroed afterwards, all of which the
+    caller does. The relaxed merging of its training, with partial decisions, is not implemented.
 
-    In chunks it is attention over the running mean of every token's slot: a query sees the last token of
-    each finished slot and itself. Per token, append or merge and attend, where `recurrent`. Arrays are
-    [C, S] per head, and decisions differ by head, so slots are scattered. A head with no slot appends
+    In chunks, it is attention over the running mean of every token's slot: a query sees the last token of
+    each finished slot and itself. With `recurrent`, it appends or merges and attends token by token. Arrays
+    are [C, S] per head, and decisions differ by head, so slots are scattered. A head with no slot appends
     whatever `merge` says. Segments are apart; tokens that mask leaves out change nothing. The state, in
     promote(float32, input), has T slots more than initial_state, or `capacity`, beyond which a head's tokens
     are not kept and its output is NaN.
@@ -98,7 +98,7 @@ def _decide(
     state: Merged, merge: Bool[Array, "B C H"], fresh: Bool[Array, "B C"], real: Bool[Array, "B C"]
 ) -> tuple[Int[Array, "B C H"], Int[Array, "B C H"]]:
     """(slot of every token, first slot of its segment) of every head."""
-    # A real token is the first of its segment if no other came since the latest opening, here or before.
+    # A real token is the first of its segment if no other real token came since the segment began.
     taken = real.astype(jnp.int32)
     earlier = jnp.cumsum(taken, 1, dtype=jnp.int32) - taken
     opening = jax.lax.cummax(jnp.where(fresh, earlier, -1), axis=1)
@@ -119,7 +119,7 @@ def _running_means(
     slot: Int[Array, "B C H"],
     real: Bool[Array, "B C"],
 ) -> tuple[Float[Array, "B C H K"], Float[Array, "B C H V"], Float[Array, "B C H"], Bool[Array, "B C H"]]:
-    """Every token's slot right after it: (mean k, mean v, weight, whether a token of the chunk is in it)."""
+    """Every token's slot right after it: (mean k, mean v, weight, whether a chunk's token is in it)."""
     c = slot.shape[1]
     lies = jnp.moveaxis(slot, 2, 1)
     causal = jnp.tril(jnp.ones((c, c), bool))[None, None]
@@ -149,7 +149,7 @@ def _attend(
     """Attention over kept slots and over the running means k, v of the chunk."""
     c, size = slot.shape[1], state.k.shape[1]
     lies, begins = jnp.moveaxis(slot, 2, 1)[..., None], jnp.moveaxis(first, 2, 1)[..., None]
-    # The chunk's first token stands for the slot it lies in, which was the last kept one if it merged.
+    # The chunk's first token represents the slot that it is in, which is the last old one if it merged.
     number = jnp.arange(size, dtype=jnp.int32)[None, None, None]
     old = (number >= begins) & (number < lies[:, :, :1])
     own = lies[..., 0][:, :, None]

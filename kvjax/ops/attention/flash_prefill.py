@@ -1,7 +1,7 @@
-"""Attention of many queries over slots, exact and block by block, with its gradients.
+"""Exact attention of many queries over slots, block by block, with gradients.
 
-One function serves a prompt over itself and a chunk of a prompt over what a cache holds already: positions
-alone decide what is seen, as in `kvjax.ops.attention.union`.
+One function serves a prompt over itself and a chunk of a prompt over an existing cache: positions
+alone decide what is visible, as in `kvjax.ops.attention.union`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = (jnp.float32, jnp.bfloat16)
 
 
 class Blocks(NamedTuple):
-    """Tokens and slots per block, multiples of 128: of the attention, and of its gradients."""
+    """Tokens and slots per block, multiples of 128: for attention, and for its gradients."""
 
     q: int
     kv: int
@@ -51,14 +51,14 @@ def flash_prefill(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of T queries over S slots in any order, (out, lse), both differentiable.
 
-    A slot is seen where its position is known (not below 0), not in the query's future, under a sliding
-    window not too old, and of the query's segment. lse is -inf, and out 0, where a query sees nothing. What
-    slots and queries without a position hold is never used. A learned sink is
+    A slot is visible if its position is known (not below 0), not in the query's future, inside a sliding
+    window if there is one, and in the query's segment. lse is -inf, and out 0, if a query sees nothing. The
+    contents of slots and queries without a position are never used. A learned sink is
     `kvjax.ops.attention.sinks.add_slot` on the result. Tiled exact attention: FlashAttention-2 (Dao, 2023,
     arXiv:2307.08691); softmax in float32.
 
     implementation: "reference" (which holds all logits at once), "tpu" or "tpu interpret"; None takes the
-    kernel where it can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do
+    kernel where it can run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do
     not fit.
 
     >>> x = jnp.ones((1, 1, 3, 8))
@@ -92,14 +92,14 @@ def _check(
 
 
 def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = None) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
+    """Why the TPU kernel cannot take these operands; empty if it can."""
     if any(x.dtype not in KINDS for x in (q, k, v)):
         return f"q, k and v of {q.dtype}, {k.dtype} and {v.dtype}, expected float32 or bfloat16"
     if blocks is not None and any(x <= 0 or x % LANES for x in blocks):
         return f"blocks of {tuple(blocks)}, expected multiples of {LANES}"
     size = blocks or default_blocks(q, k, v)
     lists = k_pos.shape[0] * (k_pos.shape[1] if k_pos.ndim == 3 else 1)
-    # Two numbers for every block of queries lie in scalar memory.
+    # Two numbers for every block of queries are in scalar memory.
     most = -(-q.shape[2] // min(size.q, size.back_q))
     if 8 * lists * most > SMEM_BYTES:
         return f"{lists} lists of {most} blocks, whose plan exceeds the scalar memory: take larger blocks"
@@ -109,7 +109,7 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = 
 def default_blocks(
     q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, v: Array | jax.ShapeDtypeStruct
 ) -> Blocks:
-    """Blocks that the compiler's figures favour (docs/kernels.md)."""
+    """The block sizes that the compiler's figures favour (docs/kernels.md)."""
     group, single = q.shape[1] // k.shape[1], q.dtype == jnp.float32
     wide = max(q.shape[3], v.shape[3]) > LANES
     rows = 4096 // (2 if wide else 1) // (4 if single else 1)
@@ -120,7 +120,7 @@ def default_blocks(
 
 
 def slots_in_vmem(block: int, h: int, v: int) -> int:
-    """Slots, in whole blocks, whose keys' and values' gradients are summed in VMEM at once."""
+    """How many slots, in whole blocks, have their key and value gradients summed in VMEM at once."""
     return max(1, PART_BYTES // (4 * block * (h + v))) * block
 
 
@@ -147,10 +147,10 @@ def tpu_flash_prefill(
     k_segments: Array | None, *, scale: float, window: int | None, softcap: float | None,
     blocks: Blocks | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernels on the operands of `flash_prefill`."""
+    """The kernels, on the operands of `flash_prefill`."""
     b, n, t, h = q.shape
     heads = k.shape[1]
-    # A block is no longer than what there is: short chunks are filled up, and short caches.
+    # Blocks are no longer than the operands: short chunks and short caches are padded.
     filled = [jnp.pad(x, ((0, 0), (0, 0), (0, max(0, LANES - x.shape[2])), (0, 0))) for x in (q, k, v)]
     grouped = filled[0].reshape(b, heads, n // heads, -1, h)
     q_rows, k_rows = [q_pos[:, None]], [k_pos]
@@ -165,7 +165,7 @@ def tpu_flash_prefill(
 
 
 class _Call(NamedTuple):
-    """What is static of a call."""
+    """The static arguments of a call."""
 
     blocks: Blocks
     scale: float
@@ -176,7 +176,7 @@ class _Call(NamedTuple):
     def prepared(
         self, q: Array, k: Array, rows: tuple[Array, Array], *, back: bool
     ) -> tuple[Sizes, *tuple[Array, ...]]:
-        """Sizes of blocks, not longer than what there is, and rows filled up to whole ones with nobody's."""
+        """Block sizes, no longer than the operands, and rows padded to whole blocks with invisible ones."""
         limits = (q.shape[3], k.shape[2])
         blocks = [
             min(x, y // LANES * LANES) for x, y in zip(self.blocks[2 * back :][:2], limits, strict=True)

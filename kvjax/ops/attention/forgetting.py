@@ -26,11 +26,11 @@ def forgetting_attention(
     """softmax(scale q_t k_s + G_t - G_s) v, where G is the running sum of log forget gates g <= 0.
 
     The Forgetting Transformer (FoX; Lin, Nikishin, He & Courville, 2025, arXiv:2503.02130), with a gate per
-    query head, g = log sigmoid(w x + b). scale is K^-0.5 unless given. It works in chunks, token by token
-    where `recurrent`; chunks of queries read all slots, the causal half too. The state keeps k, v and
-    `since` = G_T - G_s, how much each slot has decayed since, in promote(float32, input); its room is that
-    of `kvjax.ops.attention.token_cache`. Segments are apart; tokens that mask leaves out are not kept and
-    decay nothing.
+    query head, g = log sigmoid(w x + b). scale is K^-0.5 unless given. It works in chunks, or token by token
+    with `recurrent`; chunks of queries read all slots, including those hidden by causality. The state keeps
+    k, v and `since` = G_T - G_s, how much each slot has decayed since, in promote(float32, input); its number
+    of slots is as in `kvjax.ops.attention.token_cache`. Segments do not see each other; tokens that mask
+    leaves out are not kept and decay nothing.
 
     e^G_t cancels in the softmax, so a decoding step is ordinary attention with a bias per slot, which
     `kvjax.ops.attention.union.Keys.bias` carries. -G_s would do as the bias and never changes, but it grows
@@ -62,7 +62,7 @@ def forgetting_attention(
         return slots, cache.checked(out, at.slot[..., None], slots.capacity)
 
     def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
-        """`chunk` of one token, which is put first: slots are then read once, where they lie."""
+        """`chunk` of one token, which is written first, so that slots are read once and in place."""
         q, k, v, g, fresh, real = token
         return put_and_attend(slots, q, k, v, g, cache.places(slots, fresh, real), factor, 1.0)
 
@@ -81,7 +81,7 @@ def put_and_attend(
     scale: float,
     gate_scale: float,
 ) -> tuple[TokenCache, Float[Array, "B 1 N V"]]:
-    """One token is put into slots that its gate ages, and attends to all that are then there.
+    """Writes one token into slots, whose decay its gate updates, and attends to all slots.
 
     Logits are scale q k' + gate_scale `since`.
     """
@@ -99,7 +99,7 @@ def gates(
 ) -> tuple[Float[Array, "B N C SC"], Float[Array, "B S N"], Float[Array, "B C N"]]:
     """(G_t - G_s for the C tokens of a chunk over S slots and over themselves, `since` of both at its end).
 
-    Every number is a sum of gates, all of one sign, and never a difference of two such sums: no digit is
+    Every number is a sum of gates of one sign, and never a difference of two such sums, so no digits are
     lost.
     """
     c = g.shape[1]

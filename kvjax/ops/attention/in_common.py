@@ -1,4 +1,4 @@
-"""Keys that several rows have in common: [B, ...] for R rows, of which row r reads those of r // (R / B)."""
+"""Shared keys of several rows: [B, ...] for R rows, where row r reads those of r // (R / B)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvjax.ops.attention.union import Keys
 
 
 def side_by_side(x: Float[Array, "R N T H"], lists: int) -> Float[Array, "{lists} N M H"]:
-    """Queries of rows that have keys in common, as if they were M = R / B * T tokens of one row.
+    """Queries of rows that share keys, reshaped as M = R / B * T tokens of one row.
 
     >>> side_by_side(jnp.ones((6, 4, 1, 8)), 2).shape
     (2, 4, 3, 8)
@@ -23,7 +23,7 @@ def side_by_side(x: Float[Array, "R N T H"], lists: int) -> Float[Array, "{lists
 
 
 def row_by_row(x: Float[Array, "B N M *_"], rows: int) -> Float[Array, "{rows} N T *_"]:
-    """What belongs to queries that were put `side_by_side`, row by row again."""
+    """The inverse of `side_by_side`: row by row again."""
     lists, heads, tokens, *width = x.shape
     if rows == lists:
         return x
@@ -32,6 +32,6 @@ def row_by_row(x: Float[Array, "B N M *_"], rows: int) -> Float[Array, "{rows} N
 
 
 def for_rows(keys: Keys, rows: int) -> Keys:
-    """Keys [B, ...] once for every row, [R, ...]."""
+    """Keys [B, ...] repeated for every row, [R, ...]."""
     copies = rows // keys.k.shape[0]
     return keys if copies == 1 else jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), keys)

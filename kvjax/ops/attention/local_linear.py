@@ -39,11 +39,11 @@ def local_linear_attention(
 ) -> Float[Array, "B T H V"]:
     """Local Linear Attention (Zuo et al., 2025, arXiv:2510.01450), in a centred form.
 
-    The paper's sum_j p_j (1 - z_j.rho) v_j / (1 - mu.rho), with z_j = k_j - q, mu = E_p[z] and
-    rho = (E_p[z z'] + ridge I)^-1 mu, is the o of this module: centring spares the division. `ridge` > 0 is
-    relative to weights that sum to one, as in the authors' code; a large one gives softmax attention. Without
+    The paper's sum_j p_j (1 - z_j.rho) v_j / (1 - mu.rho), with z_j = k_j - q, mu = E_p[z] and rho = (E_p[z
+    z'] + ridge I)^-1 mu, equals the o of this module: centring avoids the division. `ridge` > 0 is relative
+    to weights that sum to one, as in the authors' code; a large one gives softmax attention. Without
     `iterations` the [K, K] systems are solved by Cholesky, one query of all rows and heads at a time. With
-    them they are solved by so many conjugate gradient steps, each as costly as attention.
+    them they are solved by that many conjugate gradient steps, each as costly as attention.
 
     `where` are `scale`, `q_pos`, `k_pos`, `window`, `segments`, `mask` and `strip` of `parallax`.
 
@@ -77,12 +77,11 @@ def parallax(
     """Parallax (Zuo et al., 2026, arXiv:2605.29157), algorithm 1: o = E_p[v] - Cov_p(v, k) r, r learned.
 
     p = softmax(scale q.k) over visible keys, scale K^-0.5 unless given; r.k is not scaled. H is a multiple of
-    N. A key is visible where `kvjax.ops.attention.union.visible` says so: `q_pos` and `k_pos` are positions,
+    N. A key is visible if `kvjax.ops.attention.union.visible` says so: `q_pos` and `k_pos` are positions,
     -1 for empty slots, whose contents must be finite; without them the T queries are the last of the S keys.
     `mask` leaves keys out. `segments` separates packed sequences where queries and keys are the same tokens;
-    over a cache, empty slots do that. A query that sees nothing gives zeros. There is no state, initial or
-    final: it is k and v, and the form for one token is the form for many. Work is in strips of `strip`
-    queries.
+    over a cache, empty slots do that. A query that sees nothing gives zeros. There is no other state than k
+    and v, and one token is computed like many. It works in strips of `strip` queries.
 
     Raises ValueError for segments of other than T = S tokens.
 
@@ -138,7 +137,7 @@ def _strips(
         k_pos = jnp.where(mask[:, None], k_pos, -1)
     number = segment_numbers(segments, (b, t))
 
-    # A gradient recomputes the weights, or it would keep all of them, [T, S].
+    # The gradient recomputes the weights, or it would store all of them, [T, S].
     @jax.checkpoint
     def body(state: tuple[()], chunk: Chunk) -> tuple[tuple[()], Array]:
         pos, of, *queries = chunk.tokens
@@ -171,7 +170,7 @@ def _exact(
     *,
     ridge: Float[Array, ""],
 ) -> Float[Array, "B T N G K"]:
-    """(Cov_p(k, k) + ridge I)^-1 (E_p[k] - q), the matrices of one query at a time."""
+    """(Cov_p(k, k) + ridge I)^-1 (E_p[k] - q), with the matrices of one query at a time."""
     diagonal = ridge * jnp.eye(k.shape[-1], dtype=k.dtype)
 
     @jax.checkpoint

@@ -1,4 +1,4 @@
-"""Compressed states of all tokens: which of them are nearest to a token's own, and attention to those."""
+"""Retrieval of compressed states: which states are nearest to a token's own, and attention to those."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.ops.attention.token_cache import Mask, Places, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.softmax import softmax
 
-# Queries at a time: each has the states that it retrieved in memory.
+# How many queries run at a time: each has the states that it retrieved in memory.
 QUERIES = 64
 
 
@@ -27,13 +27,13 @@ def nearest_states(
     segments: Segments = None,
     mask: Mask = None,
 ) -> tuple[Int[Array, "B T M"], TokenCache]:
-    """(the slots that every token retrieves, all states): the `top` nearest to its own in L2, and neighbours.
+    """(the slots that every token retrieves, all states): the `top` nearest in L2, with neighbours.
 
-    Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. A token at slot t looks among s <= t -
-    window, and takes of each s that it finds `neighbours` slots in a row, from s - (neighbours - 1) // 2 on,
-    cut off at the ends of what it may see. It also has what the `context` - 1 tokens before it retrieve, so
-    M = context * top * neighbours; slots may come twice, and -1 stands for none. Where `segments` changes, a
-    token sees its own segment alone; what is left continues rows of one segment.
+    Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. A token at slot t searches among s <= t
+    - window, and takes for each s that it finds `neighbours` consecutive slots from s - (neighbours - 1) // 2
+    on, cut off at the ends of the visible range. It also takes what the `context` - 1 tokens before it
+    retrieve, so M = context * top * neighbours; slots may occur twice, and -1 means none. Tokens see only
+    their own segment of `segments`; the returned state continues rows of one segment.
 
     >>> x = jnp.asarray([[[0.0], [5.0], [1.0], [4.0]]])
     >>> nearest_states(x, window=1, top=1, neighbours=1, context=1)[0][0, :, 0].tolist()
@@ -58,7 +58,7 @@ def nearest_states(
         return around.reshape(*slot.shape, -1)
 
     def body(_: tuple[()], at: Places) -> Int[Array, "B T M"]:
-        # What an earlier segment's token retrieves is left out: its last slot lies below the first.
+        # An earlier segment's retrievals are dropped: its last slot is below the first visible one.
         return jnp.concatenate([found_by(at.slot - back, at.first) for back in range(context)], -1)
 
     return cache.over_queries(body, (), at, cache.QUERIES), slots
@@ -73,9 +73,9 @@ def attend_to_states(
     *,
     scale: float,
 ) -> Float[Array, "B T N V"]:
-    """softmax(scale q_t k' s) over the states s that `index` names for a token, times v' s; 0 over none.
+    """softmax(scale q_t' k' s) over a token's states s at `index`, times v' s; 0 if there are none.
 
-    Queries are multiplied with k first, so no state is expanded.
+    Queries are multiplied with k first, so that no state is expanded.
     """
     dtype = wide(q)
     states, k, v = (x.astype(dtype) for x in (states, k, v))

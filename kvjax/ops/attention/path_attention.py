@@ -1,4 +1,4 @@
-"""PaTH attention: between a key and a query lies a product of data-dependent reflections."""
+"""PaTH attention: logits with a product of data-dependent reflections between key and query."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def path_attention(
     multiplies the gates too, which it does not in `forgetting_attention`.
 
     The state keeps v, `since` = G_T - G_s and the keys as the last token sees them, P_T .. P_{s+1} k_s, in
-    promote(float32, input): every new token changes every kept key, so a decoding step writes as much as it
-    reads, and keys may not be stored in few bits. In chunks of C tokens the products are the compact form of
-    the paper, two triangular solves of size C, and the keys change once per chunk: T S K work in all and no
-    array beyond [C, S] and [S, K] per head, but a gradient keeps the keys of every chunk. Token by token
-    where `recurrent`. Segments are apart (the keys of an older one in the state mean nothing); tokens that
-    mask leaves out are not kept and reflect nothing. Room is that of `kvjax.ops.attention.token_cache`.
+    promote(float32, input): every new token changes every kept key, so a decode step writes as much as it
+    reads, and keys cannot be quantised. In chunks of C tokens the products are the compact form of the paper,
+    two triangular solves of size C, and the keys change once per chunk: T S K work in all and no array beyond
+    [C, S] and [S, K] per head, but a gradient stores the keys of every chunk. It works token by token with
+    `recurrent`. Segments do not see each other (an older segment's keys in the state are meaningless); tokens
+    that mask leaves out are not kept and reflect nothing. The number of slots is as in
+    `kvjax.ops.attention.token_cache`.
 
     >>> e = jnp.eye(2)[:, None]  # w_1 turns the first key around, and w_0 comes before it
     >>> x = jnp.stack([e[0], e[0]])[None]
@@ -73,7 +74,7 @@ def path_attention(
         return slots, cache.checked(out, at.slot[..., None], slots.capacity)
 
     def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
-        """`chunk` of one token, which turns the older keys and is put, before its query meets them all."""
+        """`chunk` of one token: it reflects older keys, is written, and then its query attends to all."""
         q, k, v, w, beta, g, fresh, real = token
         at, old = cache.places(slots, fresh, real), slots.kept
         beta = jnp.where(real[..., None], beta, 0.0).astype(dtype)

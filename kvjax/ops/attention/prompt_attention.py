@@ -1,4 +1,4 @@
-"""Attention of many new tokens over what is held and over themselves: in strips, or by the kernels."""
+"""Attention of many new tokens over a cache and over themselves: in strips, or by kernels."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def causal_attention(
     """Attention of T new tokens over `past` sets and over themselves; returns (out, lse, masses).
 
     Masses come as (one per past set ..., the new set); `mass` and `clip` are those of
-    `kvjax.ops.attention.union.weigh`. The new keys must lie in the order of the queries.
+    `kvjax.ops.attention.union.weigh`. The new keys must be in the order of the queries.
 
     implementation: "reference" (`kvjax.ops.attention.strips`), "tpu" or "tpu interpret", which are
     `flash_prefill` of every set, and `attention_stats` for the masses; None takes the kernels where they can
-    run. Raises NotImplementedError where forced ones cannot. on: the mesh that rows and heads are split over,
+    run. Raises NotImplementedError if forced ones cannot. on: the mesh that rows and heads are split over,
     by its rules; kernels then run on every device's own.
 
     >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
@@ -74,7 +74,7 @@ def causal_attention(
 
 
 def _axes_of_queries(on: OnMesh, sets: Sequence[Keys], mass: bool) -> Axes | None:
-    """As `axes_of_queries`, of sets that are split alike; None where they are not."""
+    """As `axes_of_queries`, for sets that are all split alike; None otherwise."""
     found = {axes_of_queries(on, keys.k.shape[1], mass=mass) for keys in sets}
     return found.pop() if len(found) == 1 else None
 
@@ -101,7 +101,7 @@ def attention_over(
     strip: int = STRIP,
     **options: Any,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """`causal_attention` over sets whose keys lie in any order; a plain form takes `strip` queries at a time.
+    """`causal_attention` over sets with keys in any order; the reference takes `strip` queries at a time.
 
     >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
     >>> out, lse, _ = attention_over(x, [Keys(x, x, pos[:, None, ::-1])], pos, scale=0.0)
@@ -120,7 +120,7 @@ def past_attention(
     q_pos: Int[Array, "R T"],
     **options: Any,
 ) -> tuple[Float[Array, "R N T V"], Float[Array, "R N T"]]:
-    """(out, lse) of new tokens over keys [B, ...] that each R / B rows have in common, read once for these.
+    """(out, lse) of new tokens over keys [B, ...] that each R / B rows share, and that are read once.
 
     options: of `attention_over`.
 
@@ -142,7 +142,7 @@ def refusal(
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
 ) -> str:
-    """Why the TPU kernels cannot attend to these sets; empty where they can."""
+    """Why the TPU kernels cannot attend to these sets; empty if they can."""
     if clip is not None:
         return "the softmax is clipped"
     for s in sets:
@@ -160,7 +160,7 @@ def refusal(
 def _part(
     q: Array, keys: Keys, q_pos: Array, *, implementation: str, **options: Any
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """(out, lse) over one set. A set that every query sees has a slot or two, and needs no kernel."""
+    """(out, lse) over one set. A set that every query sees has only a slot or two, and needs no kernel."""
     if keys.pos is None:
         return attend(q, keys, q_pos, **options)[:2]
     return flash.flash_prefill(q, keys.k, keys.v, q_pos, keys.pos, implementation=implementation, **options)
@@ -177,17 +177,17 @@ def received(
     strip: int = STRIP,
     **options: Any,
 ) -> Masses:
-    """What every slot of a set received, of queries whose attention left `lse`.
+    """The attention that every slot of a set received from queries whose attention has this `lse`.
 
     options: scale, softcap and implementation; strip: as of `attention_over`.
-    Slots that every query sees count as position 0, under no window.
+    Slots that every query sees count as position 0, without a window.
     """
     k_pos = keys.pos
     if k_pos is None:
         k_pos, window = jnp.zeros((q.shape[0], 1, keys.k.shape[2]), jnp.int32), None
     newer = newer_queries(q_pos, mass)
     found: dict[Reduction, Array] = {}
-    # One pass over the keys counts what is above one threshold, or fades at one rate, beside everything else.
+    # One pass over the keys counts for one threshold, or decays at one rate, beside everything else.
     for threshold, fade in dict.fromkeys(map(_numbers, mass)):
         mine = {r: "weighted" if fade else r.kind for r in mass if _numbers(r) == (threshold, fade)}
         weights = None
@@ -202,5 +202,5 @@ def received(
 
 
 def _numbers(r: Reduction) -> tuple[float | None, float | None]:
-    """The threshold and the rate for which a reduction needs a pass of its own; None where it has none."""
+    """The threshold and the rate for which a reduction needs a pass of its own; None if there is none."""
     return r.threshold if r.kind == "count" else None, r.fade if r.fade != 1.0 else None

@@ -1,4 +1,4 @@
-"""Attention with own keys for the nearest and first tokens, and another layer's keys for those between."""
+"""Attention with own keys for the nearest and first tokens, and another layer's keys for the rest (PoD)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.ops.base.dtypes import wide
 
 
 class Proximal(NamedTuple):
-    """Values of every token, and keys of the first ones and, in a ring behind them, of the newest ones."""
+    """The values of every token, and keys of the first and, in a ring buffer after them, the newest ones."""
 
     k: Float[Array, "B R H K"]
     v: Float[Array, "B S H V"]
@@ -37,11 +37,11 @@ def proximal_attention(
     """softmax(scale q_t'k_s where s < sinks or t - s < recent, else scale q_t'shared_s) over s <= t, times v.
 
     PoD (Ma et al., 2024, arXiv:2412.02252), equations of section 2.2: its gate, the share of the near tokens'
-    exponentials in the sum of all, makes two attentions the one softmax that this is. `shared` are the keys
-    of the lowest layer of a block, of every slot, those of the new tokens among them. scale is K^-0.5 unless
-    given. With `initial_state` the values have the room that its own have; a token beyond it is not kept and
-    its output is NaN. Tokens that mask leaves out are not kept. Where `segments` changes, s
-    counts from 0 again; what is left continues rows of one segment alone.
+    exponentials in the sum of all, merges two attentions into one softmax, which is computed here directly.
+    `shared` are the keys of the lowest layer of a block, for every slot, new tokens included. scale is K^-0.5
+    unless given. With `initial_state` there are as many slots as it has; a token beyond them is not kept and
+    its output is NaN. Tokens that mask leaves out are not kept. Where `segments` changes, s counts from 0
+    again; the returned state continues rows of one segment alone.
 
     >>> x, v = jnp.ones((1, 3, 1, 1)), jnp.arange(3.0).reshape(1, 3, 1, 1)
     >>> o, state = proximal_attention(x, x, v, 0 * x, sinks=0, recent=1)
@@ -78,7 +78,7 @@ def proximal_attention(
 
 
 def _numbers(count: Int[Array, "B"], sinks: int, recent: int) -> Int[Array, "B R"]:
-    """Which token every slot of the ring holds behind `count` tokens; a number beyond all where none."""
+    """The token that each slot of the ring buffer holds after `count` tokens; a number beyond all if none."""
     slot = jnp.arange(sinks + recent, dtype=jnp.int32)[None]
     turns = (count[:, None] - 1 - slot) // recent
     number = jnp.where(slot < sinks, slot, slot + recent * turns)
@@ -87,13 +87,13 @@ def _numbers(count: Int[Array, "B"], sinks: int, recent: int) -> Int[Array, "B R
 
 
 def _places(number: Int[Array, "B T"], count: Int[Array, "B"], sinks: int, recent: int) -> Int[Array, "B T"]:
-    """The slot of the ring for each token, one beyond all for those that leave it at once (and -1)."""
+    """The ring buffer's slot for each token; one beyond all for tokens that leave it at once (and -1)."""
     inside = (number >= 0) & ((number < sinks) | (number >= count[:, None] - recent))
     slot = jnp.where(number < sinks, number, sinks + (number - sinks) % recent)
     return jnp.where(inside, slot, sinks + recent)
 
 
 def _spread(scores: Float[Array, "B N T E"], number: Int[Array, "B E"], size: int) -> Float[Array, "B N T S"]:
-    """Logits of entries in the order of their tokens, 0 where there is no entry."""
+    """Logits of entries in token order, 0 where there is no entry."""
     empty = jnp.zeros((*scores.shape[1:3], size), scores.dtype)
     return jax.vmap(lambda s, n: empty.at[..., n].set(s, mode="drop"))(scores, number)

@@ -1,9 +1,9 @@
-"""Attention that may look at nothing: learned sinks and biases, clipped softmax, and gates on the output.
+"""Attention sinks: learned sinks and biases, clipped softmax, and gates on the output.
 
-A softmax always sums to one; a head that has nothing to say needs somewhere to put it. Sinks and key/value
-biases are one more slot, and attention over one more slot is a correction of (out, log-sum-exp) after the
-fact: no other kernel, no longer cache. It fits `kvjax.ops.attention.union.attend` (which also takes learned
-keys as a set of `Keys` without positions) as well as `sink_attention` here.
+A softmax always sums to one; a head with nothing to attend to needs somewhere to put its weight. Sinks and
+key/value biases are one more slot, and one more slot is a correction of (out, lse) afterwards: no other
+kernel, no longer cache. It works with `kvjax.ops.attention.union.attend` (which also takes learned
+keys as a set of `Keys` without positions) as well as with `sink_attention` here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def add_slot(
     al., 2023, arXiv:2309.17453); that paper's learnable sink is a token at the start of the prompt, which
     needs no operation.
 
-    Layouts are the caller's: a sink [N] is sink[None, :, None] for `attend` and sink[None, None] for
-    [B, T, N]. Where lse is -inf (a query that sees nothing), the slot takes all.
+    The caller chooses layouts: a sink [N] is sink[None, :, None] for `attend` and sink[None, None] for
+    [B, T, N]. Where lse is -inf (a query that sees nothing), the slot takes all the weight.
 
     >>> from kvjax.ops.attention.union import Keys, attend
     >>> one = jnp.ones((1, 1, 1, 1))
@@ -59,9 +59,9 @@ def add_kv_bias(
     *,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """(out, lse) with one more key k' and value v' per query head, seen by every query.
+    """(out, lse) with one more key k' and value v' per query head, visible to every query.
 
-    Learned k', v' take the place of massive activations (Sun et al., 2024, arXiv:2402.17762). scale is that
+    Learned k', v' replace massive activations (Sun et al., 2024, arXiv:2402.17762). scale is that
     of the attention, K^-0.5 unless given.
 
     >>> x = jnp.ones((1, 1, 1, 2))
@@ -90,9 +90,9 @@ def sink_attention(
     """Causal attention with a learned sink logit per query head (`add_slot`), over the last `window` tokens.
 
     The layer of GPT-OSS (arXiv:2508.10925): windows of 128 in every other layer, the token itself included.
-    scale is K^-0.5 unless given. The state keeps k and v in promote(float32, input), also those that left
-    the window: this is the definition and not a ring. One query at a time where `recurrent`, otherwise many.
-    Segments are apart; tokens that mask leaves out are not kept. Room is that of
+    scale is K^-0.5 unless given. The state keeps k and v in promote(float32, input), also those outside the
+    window, unlike a ring buffer. One query at a time with `recurrent`, otherwise many. Segments do not see
+    each other; tokens that mask leaves out are not kept. The number of slots is as in
     `kvjax.ops.attention.token_cache`.
 
     >>> x = jnp.ones((1, 3, 1, 1))
@@ -121,8 +121,8 @@ def clipped_softmax(
 
     Probabilities may be exactly 0 (and 1) at finite logits, so heads that do nothing need no outliers
     (Quantizable Transformers; Bondarenko, Nagel & Blankevoort, 2023, arXiv:2306.12929, section 4). The
-    paper's gamma is -alpha / T for sequences of length T, alpha from 2 to 4. What is not seen comes as -inf
-    and gets 0. Rows do not sum to one, so partial results do not merge by their normalisers.
+    paper's gamma is -alpha / T for sequences of length T, alpha from 2 to 4. Invisible keys have the score
+    -inf and get 0. Rows do not sum to one, so partial results cannot be merged by their normalisers.
 
     >>> clipped_softmax(jnp.asarray([[[[0.0, 4.0, -jnp.inf]]]]), gamma=-0.125, zeta=1.125).ravel().tolist()
     [0.0, 1.0, 0.0]

@@ -1,16 +1,16 @@
-"""Attention of a prompt whose tokens lie on several devices, in order: each asks with its own queries.
+"""Attention of a prompt whose tokens are split, in order, over several devices (sequence parallelism).
 
-What a device has not is brought to it (Ring Attention, arXiv:2310.01889), in the way that
-`kvjax.ops.attention.ways` finds:
+Keys, values or queries are exchanged between devices (Ring Attention, arXiv:2310.01889), in the way that
+`kvjax.ops.attention.ways` chooses:
 
 * "whole": every device holds the set, so nothing is sent;
-* "gather": keys and values of all devices are put together on each, and attended to in one pass;
-* "keys": keys and values go from device to device, and each merges what its queries find there;
-* "helped": so half of the way, and devices of early tokens, which have less to see, attend for those of late
-  ones;
-* "queries": the set stays where it lies; queries go round and bring home what they found (a long past).
+* "gather": keys and values of all devices are gathered on each, and attended to in one pass;
+* "keys": keys and values go from device to device, and each merges attention of its queries to them;
+* "helped": the same over half of the ring, and devices with early tokens, which see fewer keys, attend on
+  behalf of those with late tokens;
+* "queries": the set stays in place; queries go round and return with their (out, lse) (for a long past).
 
-No device holds a whole map, or queries and outputs of all tokens.
+No device holds a whole attention map, or queries and outputs of all tokens.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from kvjax.ops.attention.union import Keys, Masses, Reduction, merge
 from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, WHOLE, Way, ways_of
 from kvjax.ops.base.dtypes import wide
 
-# From stored keys and values of a set to those that queries meet.
+# From the stored keys and values of a set to those that queries attend to.
 Expanding = Callable[[Keys], Keys]
 
 
 class _Asking(NamedTuple):
-    """What every device does.
+    """The static arguments of every device.
 
-    names: the mesh axes of tokens, over `parts` devices. shared: channels of the keys that are the values,
-    where these do not travel beside them. skips: whether a device may leave out what none of its queries
-    sees. Where the compiler splits its work over more devices, these would wait for it. rest: options of
+    names: the mesh axes of tokens, over `parts` devices. shared: how many channels of the keys are the
+    values, if these are not sent separately. skips: whether a device may skip keys that none of its queries
+    sees; not if the compiler splits its work over more devices, which would wait for it. rest: options of
     `attention_over`.
     """
 
@@ -55,12 +55,12 @@ class _Asking(NamedTuple):
     rest: dict[str, Any]
 
     def met(self, keys: Keys) -> Keys:
-        """A stored set as attention reads it: values cut from shared keys, latents expanded."""
+        """A stored set as attention reads it: values sliced from shared keys, latents expanded."""
         keys = keys._replace(v=keys.k[..., : self.shared]) if self.shared else keys
         return keys if self.expand is None else self.expand(keys)
 
     def handed_on(self, x: Any, by: int = 1, round_: bool = True) -> Any:
-        """Receives x from the device `by` places before; zeros where there is none and the ring is open."""
+        """Receives x from the device `by` places before; zeros if there is none and the ring is open."""
         n = self.parts
         pairs = [(i, (i + by) % n) for i in range(n) if round_ or 0 <= i + by < n]
         return jax.tree.map(lambda y: jax.lax.ppermute(y, self.names, pairs), x)
@@ -87,9 +87,9 @@ def split_attention(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """`causal_attention` of T tokens that the mesh's rules split, over `extra`, `past` and themselves.
 
-    extra: sets that every query sees, of which no masses are given. past: sets whose slots may lie apart over
-    the same devices. expand: from a stored set to the attended one. shared: values are so many channels of
-    the keys. clip: sets are then brought together, because parts do not merge. rest: scale, softcap and
+    extra: sets that every query sees, without masses. past: sets whose slots may be split over the same
+    devices. expand: from a stored set to the attended one. shared: how many channels of the keys are the
+    values. clip: sets are then gathered, because parts cannot be merged. rest: scale, softcap and
     implementation.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
@@ -127,7 +127,7 @@ def split_attention(
 def _axes(
     on: OnMesh, q: Array, sets: Sequence[Keys], names: tuple[str, ...], expand: Expanding | None, mass: bool
 ) -> Axes | None:
-    """The first axes of queries, where a device has all that they attend to but for its tokens.
+    """The first axes of queries, if a device has everything they attend to except the split tokens.
 
     None: the compiler splits rows and heads, and no kernel runs.
     """
@@ -143,9 +143,9 @@ def _axes(
 def _of_one_device(
     asking: _Asking, q: Array, q_pos: Array, extra: list[Keys], sets: list[Keys]
 ) -> tuple[Array, Array, tuple[Masses, ...]]:
-    """Its queries over all sets, and what the slots that it holds received of all queries."""
+    """The queries of one device over all sets, and what its slots received from all queries."""
     ways, mass, new = asking.ways, asking.mass, len(sets) - 1
-    # What is here, to be attended to at once; a device's own keys are, whatever else comes.
+    # Sets on this device, to be attended to at once; its own new keys always are.
     here = {
         i: asking.met(asking.gathered(keys) if way.kind == GATHER else keys)
         for i, (keys, way) in enumerate(zip(sets, ways, strict=True))
@@ -183,14 +183,14 @@ def _of_one_device(
 
 
 def _strip(q: Array, keys: Keys) -> int:
-    """Queries at a time, so that a plain form's maps are no larger than over keys of as many tokens."""
+    """How many queries run at a time, so that the reference's maps are no larger than over as many keys."""
     return min(STRIP, max(STRIP * q.shape[2] // keys.k.shape[2], 16))
 
 
 def _joined_part(
     asking: _Asking, part: tuple[Array, Array], q: Array, q_pos: Array, keys: Keys, way: Way, new: bool
 ) -> tuple[Array, Array]:
-    """(out, lse) joined with those over a set. new: its keys are those of the tokens, in order."""
+    """(out, lse) merged with those over a set. new: whether its keys are those of the tokens, in order."""
 
     def over(q: Array, q_pos: Array, keys: Keys) -> tuple[Array, Array]:
         met = asking.met(keys)
@@ -213,12 +213,12 @@ def _joined_part(
         def both() -> tuple[Array, Array]:
             return merge([part, over(q, q_pos, keys)])
 
-        # Keys that came from the end of the prompt are later than all queries here.
+        # Keys that wrapped around from the end of the prompt are later than all queries here.
         return jax.lax.cond(jax.lax.axis_index(asking.names) >= i, both, lambda: part) if skips else both()
 
     def hop(i: int | Array, at: tuple[Any, Any]) -> tuple[Any, Any]:
         part, keys = at
-        # What comes next is under way while this is attended to.
+        # The next keys are sent while these are attended to.
         return join(i, part, keys), asking.handed_on(keys, round_=not skips)
 
     part = part if new else join(0, part, keys)
@@ -233,10 +233,11 @@ def _helped(
     asking: _Asking, part: tuple[Array, Array], q: Array, q_pos: Array, keys: Keys,
     over: Callable[[Array, Array, Keys], tuple[Array, Array]],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(out, lse) joined with those over the keys of all devices before, as many on each device.
+    """(out, lse) merged with those over the keys of all earlier devices, with equal work on each device.
 
-    At hop i a device has the keys of the i-th before it and, as guests, the queries of that one. The first i
-    devices have keys from the end, which they do not see; their guests, from the end too, see theirs.
+    At hop i a device has the keys of the i-th device before it and, as guests, that device's queries. The
+    first i devices have keys that wrapped around, which they do not see; their guests, also from the end, see
+    theirs.
     """
     half, here = asking.parts // 2, jax.lax.axis_index(asking.names)
     nothing = jnp.zeros_like(part[0]), jnp.full_like(part[1], -jnp.inf)
@@ -250,7 +251,7 @@ def _helped(
         def theirs() -> tuple[Any, Any]:
             return part, merge([found, over(guests[0], guests[1], keys)])
 
-        # Half way round an even number, a device and its guests' own both have the same to do.
+        # Half way round an even ring, a device and its guests' own device would do the same work.
         turn = jnp.where(here >= i, 0, jnp.where(2 * i < asking.parts, 1, 2))
         return *jax.lax.switch(turn, [own, theirs, lambda: (part, found)]), came, guests
 
@@ -271,7 +272,7 @@ def _turns(count: int, one: Callable[[Any], Any], start: Any) -> Any:
 
 
 def _later(asking: _Asking, q_pos: Int[Array, "B T"]) -> Int[Array, "B"] | None:
-    """How many queries of a row lie on later devices; None where nothing fades."""
+    """How many queries of a row are on later devices; None if nothing decays."""
     if all(r.fade == 1.0 for r in asking.mass):
         return None
     live = (q_pos >= 0).sum(-1, dtype=jnp.int32)
@@ -281,14 +282,14 @@ def _later(asking: _Asking, q_pos: Int[Array, "B T"]) -> Int[Array, "B"] | None:
 
 
 def _faded(r: Reduction, m: Float[Array, "B K S"], later: Array | None) -> Float[Array, "B K S"]:
-    """What slots received of one device's queries, as the last query of all counts it."""
+    """What slots received from one device's queries, decayed as of the last query of all."""
     if later is None or r.fade == 1.0:
         return m
     return m * jnp.power(jnp.asarray(r.fade, m.dtype), later.astype(m.dtype))[:, None, None]
 
 
 def _received(asking: _Asking, q: Array, keys: Keys, lse: Array, q_pos: Array, later: Array | None) -> Masses:
-    """What every slot of a set, as it is attended to, received of one device's queries."""
+    """What every slot of a set, as attended to, received from one device's queries."""
     found = received(q, keys, lse, q_pos, asking.mass, strip=_strip(q, keys), **asking.rest)
     return tuple(_faded(r, m, later) for r, m in zip(asking.mass, found, strict=True))
 
@@ -298,7 +299,7 @@ def _join(mass: tuple[Reduction, ...], a: Masses, b: Masses) -> Masses:
 
 
 def _over_devices(asking: _Asking, masses: Masses, way: Way) -> Masses:
-    """From what slots received of each device's queries to that of all, where the slots lie."""
+    """Sums what slots received from each device's queries, on the devices that hold the slots."""
 
     def whole(r: Reduction, m: Array) -> Array:
         return (jax.lax.pmax if r.kind == "max" else jax.lax.psum)(m, asking.names)
@@ -315,9 +316,9 @@ def _gone_round(
     asking: _Asking, q: Array, q_pos: Array, keys: Keys, lse: Array, later: Array | None, way: Way,
     new: bool,
 ) -> Masses:  # fmt: skip
-    """What the slots of this device received of all queries, where one of both goes round.
+    """What the slots of this device received from all queries, when keys or queries go round.
 
-    new: of new keys, and of the queries of other devices alone.
+    new: whether keys are new; then only the queries of other devices count.
     """
 
     def of(asked: tuple[Any, ...], keys: Keys) -> Masses:

@@ -1,4 +1,4 @@
-"""Attention of many queries in plain jnp, a strip of them at a time: no map of all queries exists."""
+"""Attention of many queries in plain jnp, in strips of queries, so that no map of all queries exists."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from jaxtyping import Array, Float, Int
 from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, newer_queries
 from kvjax.ops.base.dispatch import platform
 
-# Queries per strip, and how many different key prefixes a long prompt is cut into: each prefix is compiled
-# apart and its strips run in a loop, so more prefixes skip more of the causal half and compile longer.
+# Queries per strip, and the number of key prefixes into which a long prompt is cut: each prefix is compiled
+# separately and its strips run in a loop, so more prefixes skip more of the causal half and take longer to
+# compile.
 STRIP = 128
 PREFIXES = 8
 REMAT_FROM = 1024
-# Beyond so many bytes of scores, a CPU works one KV head at a time: what stays in its cache is faster. Other
-# devices take all heads at once, which may lie on several of them.
+# Above this many bytes of scores, a CPU computes one KV head at a time, which stays in its cache. Other
+# devices take all heads at once, since these may be split over several devices.
 CACHED_BYTES = 2**24
-# Queries, their positions, and how many of their row are newer, where that is asked.
+# Queries, their positions, and how many queries of their row are newer, if needed.
 Strip = tuple[Array, Array, Array | None]
 
 
@@ -39,9 +40,9 @@ def causal_in_strips(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """Attention of T new tokens over `past` sets and over themselves; returns (out, lse, masses).
 
-    Works in strips of queries, so no [T, T] map exists, and a strip hardly touches the new keys behind its
-    last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
-    must lie in the order of the queries.
+    Works in strips of queries, so no [T, T] map exists, and a strip hardly reads new keys after its last row:
+    the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys must be in
+    the order of the queries.
     """
     whole = partial(_in_strips, window=window, mass=mass, scale=scale, softcap=softcap, clip=clip)
     b, n, t, _ = q.shape
@@ -73,18 +74,18 @@ def _in_strips(
     mass: tuple[Reduction, ...],
     **options: Any,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """`causal_in_strips` of all heads at once; `options` are those of `attend`."""
+    """`causal_in_strips` for all heads at once; `options` are those of `attend`."""
     t = q.shape[2]
     part = -(-t // (PREFIXES * STRIP)) * STRIP
     outs, lses, total = [], [], None
     newer = newer_queries(q_pos, mass)
     for start in range(0, t, part):
         stop = min(start + part, t)
-        # Right padding keeps positions increasing along a row, so older strips hide nothing newer.
+        # Padding is on the right, so positions increase along a row, and older strips contain nothing newer.
         first = 0 if window is None else max(0, start - window + 1)
         seen = jax.tree.map(lambda x, a=first, z=stop: x[:, :, a:z], new)
 
-        # A gradient recomputes the probabilities, or a long prompt would keep its whole [T, T] map.
+        # The gradient recomputes the probabilities, or a long prompt would store its whole [T, T] map.
         @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
         def strip(at: Strip, seen: Keys = seen) -> tuple[Array, Array, tuple[Masses, ...]]:
             return attend(at[0], (*past, seen), at[1], window=window, mass=mass, newer=at[2], **options)
@@ -101,7 +102,7 @@ def _in_strips(
 
 
 def _joined(mass: tuple[Reduction, ...], a: tuple[Masses, ...], b: tuple[Masses, ...]) -> tuple[Masses, ...]:
-    """The masses of every set over the queries of both."""
+    """The masses of every set over both groups of queries."""
     return tuple(
         tuple(one.join(x, y) for one, x, y in zip(mass, *pair, strict=True))
         for pair in zip(a, b, strict=True)
@@ -116,7 +117,7 @@ def _by_strips(
     newer: Int[Array, "B T"] | None = None,
     size: int = STRIP,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """Runs `strip` on every `size` queries and joins masses; fewer queries than two strips run at once."""
+    """Runs `strip` on every `size` queries and joins masses; with less than two strips, all at once."""
     b, n, t, h = q.shape
     if t <= size or (t % size and t < 2 * size):
         return strip((q, q_pos, newer))
@@ -154,7 +155,7 @@ def attend_in_strips(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """(out, lse, masses) of T queries over `sets` in any order, `size` of them at a time.
 
-    Where masses fade, queries lie in the order of their tokens; options: of `attend`.
+    If masses decay, queries must be in token order; options: of `attend`.
     """
     t, newer = q.shape[2], newer_queries(q_pos, mass)
 
@@ -173,7 +174,7 @@ def attend_to_all(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B N T V"]:
-    """Attention of T tokens over every live key of `sets`, later ones too; 0 where there is none.
+    """Non-causal attention of T tokens over every live key of `sets`; 0 if there is none.
 
     Works in strips of queries, so no [T, S] map exists. Queries with position -1 see nothing.
     """

@@ -1,12 +1,12 @@
-"""A cache for the ops that attend, and the few lines of attention that they share.
+"""A token cache for attention ops, and the attention functions that they share.
 
 Softmax over all tokens so far needs all of them, so the state of these ops is not a sum but slots: a row's
-tokens, in order, in the first `count` of S slots. Who sees which slot is decided by slot numbers alone.
-Everything here works in any float dtype, and lies [B, T, heads, ...] like the linear attentions;
+tokens, in order, in the first `count` of S slots. Slot indices alone decide which query sees which slot.
+Everything here works in any float dtype, in the layout [B, T, heads, ...] like the linear attentions;
 `kvjax.ops.attention.union` is the same mathematics for caches of models.
 
-How a state gets its room: an op makes the slots of `initial_state` T more, so that every token fits. With
-`capacity` the state has exactly that many instead, which keeps shapes constant over steps of decoding; a
+How many slots a state has: by default T more than `initial_state`, so that every token fits. With
+`capacity` it has exactly that many, which keeps shapes constant over decode steps; a
 token beyond them is not kept and its output is NaN.
 """
 
@@ -23,7 +23,7 @@ from kvjax.ops.base.packed_sequences import segment_starts
 from kvjax.ops.base.row_scatter import scatter_rows
 from kvjax.ops.base.softmax import softmax
 
-# Tokens per chunk where a chunk changes the state, and queries at a time where it does not.
+# Tokens per chunk if a chunk changes the state, and queries at a time if it does not.
 CHUNK, QUERIES = 32, 256
 NOWHERE = jnp.iinfo(jnp.int32).max
 
@@ -32,7 +32,7 @@ Segments = Int[Array, "B T"] | None
 
 
 class TokenCache(NamedTuple):
-    """What is kept of every token, arrays [B, S, ...] by name; the open segment began at slot `start`."""
+    """Arrays [B, S, ...] by name, kept for every token; the open segment began at slot `start`."""
 
     kept: dict[str, Array]
     start: Int[Array, "B"]
@@ -44,7 +44,7 @@ class TokenCache(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where new tokens go. A token that is not `real` takes no slot and has that of the last one that is."""
+    """The slots of new tokens. A token that is not `real` takes no slot and has that of the last real one."""
 
     slot: Int[Array, "B T"]
     first: Int[Array, "B T"]  # slot of the first token of its segment
@@ -52,14 +52,14 @@ class Places(NamedTuple):
 
 
 def marks(like: Array, segments: Segments, mask: Mask) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-    """Which of tokens [B, T, ...] open a segment, and which are real. The first one continues the past."""
+    """Which of tokens [B, T, ...] open a segment, and which are real. The first token continues the past."""
     b, t = like.shape[:2]
     fresh = segment_starts(segments, (b, t))
     return fresh, jnp.ones((b, t), bool) if mask is None else mask
 
 
 def room(new: dict[str, Array], before: TokenCache | None, capacity: int | None) -> TokenCache:
-    """The slots of `before` (none where None) with room for `new`, arrays [B, T, ...], or of `capacity`."""
+    """The slots of `before` (none if None) with `new` more, arrays [B, T, ...], or with `capacity` in all."""
     b, t = next(iter(new.values())).shape[:2]
     had = 0 if before is None else before.capacity
     size = had + t if capacity is None else capacity
@@ -77,7 +77,7 @@ def room(new: dict[str, Array], before: TokenCache | None, capacity: int | None)
 
 
 def places(slots: TokenCache, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"]) -> Places:
-    """Places of new tokens behind those of `slots`; a token takes one if it is real."""
+    """The slots of new tokens after those of `slots`; only real tokens take one."""
     taken = real.astype(jnp.int32)
     slot = slots.count[:, None] + jnp.cumsum(taken, 1, dtype=jnp.int32) - 1
     opened = jax.lax.cummax(jnp.where(fresh, slot + 1 - taken, 0), axis=1)
@@ -85,7 +85,7 @@ def places(slots: TokenCache, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"
 
 
 def put(slots: TokenCache, new: dict[str, Array], at: Places) -> TokenCache:
-    """`slots` with the real ones of the new tokens in their places; what `new` does not name stays."""
+    """`slots` with the real new tokens written; arrays not in `new` are unchanged."""
     index = jnp.where(at.real, at.slot, slots.capacity)
     kept = {n: jax.vmap(scatter_rows)(slots.kept[n], index, x) for n, x in new.items()}
     return TokenCache(slots.kept | kept, at.first[:, -1], at.slot[:, -1] + 1)
@@ -94,27 +94,27 @@ def put(slots: TokenCache, new: dict[str, Array], at: Places) -> TokenCache:
 def append(
     new: dict[str, Array], before: TokenCache | None, segments: Segments, mask: Mask, capacity: int | None
 ) -> tuple[TokenCache, Places]:
-    """All new tokens at once, for ops that change nothing of older ones."""
+    """Appends all new tokens at once, for ops that do not change older ones."""
     slots = room(new, before, capacity)
     at = places(slots, *marks(next(iter(new.values())), segments, mask))
     return put(slots, new, at), at
 
 
 def stored(slots: TokenCache) -> Int[Array, "B S"]:
-    """Slot numbers for `seen`, NOWHERE where a slot is empty."""
+    """Slot indices for `seen`, NOWHERE for empty slots."""
     number = jnp.arange(slots.capacity, dtype=jnp.int32)[None]
     return jnp.where(number < slots.count[:, None], number, NOWHERE)
 
 
 def seen(at: Places, keys: Int[Array, "B S"], window: int | None = None) -> Bool[Array, "B 1 T S"]:
-    """Which keys each token sees: those of its segment up to itself, the last `window` of them if given."""
+    """Which keys each token sees: those of its segment up to itself, or the last `window` of them."""
     key, slot, first = keys[:, None], at.slot[..., None], at.first[..., None]
     visible = (key >= first) & (key <= slot)
     return (visible if window is None else visible & (key > slot - window))[:, None]
 
 
 def seen_arriving(slots: TokenCache, at: Places) -> Bool[Array, "B 1 T U"]:
-    """Which slots, and which of themselves, tokens see that are not put yet."""
+    """Which slots, and which of the new tokens, are visible to tokens that are not written yet."""
     return seen(at, jnp.concatenate([stored(slots), jnp.where(at.real, at.slot, NOWHERE)], 1))
 
 
@@ -148,7 +148,7 @@ def mix(p: Float[Array, "B N T S"], v: Float[Array, "B S H V"]) -> Float[Array, 
 def mix_both(
     p: Float[Array, "B N T W"], old: Float[Array, "B S H V"], new: Float[Array, "B U H V"]
 ) -> Float[Array, "B T N V"]:
-    """`mix` over slots and what comes behind them."""
+    """`mix` over slots and over new tokens after them."""
     size = old.shape[1]
     return mix(p[..., :size], old) + mix(p[..., size:], new)
 
@@ -162,7 +162,7 @@ def attend(
     scale: float,
     bias: Float[Array, "B N T S"] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """(softmax(scale q k' + bias) v, log of the normaliser) over what is visible."""
+    """(softmax(scale q k' + bias) v, log of the normaliser) over the visible keys."""
     scores = products(q, k) * scale
     p, lse = softmax(scores if bias is None else scores + bias, visible)
     return mix(p, v), jnp.swapaxes(lse, 1, 2)
@@ -171,16 +171,16 @@ def attend(
 def checked(
     out: Float[Array, "B T N V"], slot: Int[Array, "B T #N"], capacity: int
 ) -> Float[Array, "B T N V"]:
-    """`out`, NaN where the token itself found no room."""
+    """`out`, with NaN for tokens that found no slot."""
     return jnp.where((slot < capacity)[..., None], out, jnp.nan).astype(out.dtype)
 
 
 def by_chunks(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, tokens: Any, size: int
 ) -> tuple[Any, Any]:
-    """(outputs, last carry) of body(carry, tokens) over `size` tokens at a time, of arrays [B, T, ...].
+    """(outputs, last carry) of body(carry, tokens), scanned over chunks of `size` tokens of [B, T, ...].
 
-    The last chunk is filled up with zeros, which are False to a mask of real tokens.
+    The last chunk is padded with zeros, which a mask of real tokens reads as False.
     """
     b, t = jax.tree.leaves(tokens)[0].shape[:2]
     if t <= size:
@@ -200,6 +200,6 @@ def by_chunks(
 
 
 def over_queries(body: Callable[[Any, Places], Array], queries: Any, at: Places, size: int) -> Array:
-    """body(queries, places) over `size` queries at a time, so that no [T, S] map of all of them exists."""
+    """body(queries, places) over `size` queries at a time, so that no [T, S] map exists."""
     out, _ = by_chunks(lambda carry, x: (carry, body(*x)), (), (queries, at), size)
     return out

@@ -1,7 +1,7 @@
 """Attention over a union of key/value sets, decided by positions alone.
 
-A key is visible to a query when its position is known (>= 0), not in the query's future and, under a
-sliding window, not too old. Nothing here asks which method arranged the keys or in which order.
+A key is visible to a query if its position is known (>= 0), not in the query's future and, under a
+sliding window, not too old. No code here depends on which method arranged the keys or in which order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ NEG_INF = float("-inf")
 class Keys(NamedTuple):
     """One set of keys and values to attend to; slots in any order.
 
-    `pos` is -1 where a slot is empty, and None for slots outside the sequence, which every query sees (sinks,
+    `pos` is -1 for empty slots, and None for slots outside the sequence, which every query sees (sinks,
     learned keys). `bias` is added to the logits (log counts of merged slots); it has an axis of N query heads
-    in place of the K heads where these differ in it. Values of empty slots must be finite, because they are
-    multiplied by zero and not left out. sizes: what the keys and the values of every slot are multiplied by,
-    where they are not whole; `logits` and `weigh` alone take such sets. until: queries from these positions
-    on do not see a slot.
+    instead of K if it differs between the query heads of a group. Values of empty slots must be finite,
+    because they are multiplied by zero. sizes: factors on the keys and on the values of every slot, if any;
+    only `logits` and `weigh` take such sets. until: queries from these positions on do not see a slot.
     """
 
     k: Float[Array, "B K S H"]
@@ -39,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class Products(NamedTuple):
-    """How queries meet keys and values that are computed from stored ones, without computing them.
+    """Products of queries and weights with keys and values that are computed from stored ones, unexpanded.
 
     keys: queries [B, N, T, H] and stored keys [B, K, S, F] to their products [B, N, T, S]. values: weights
     [B, N, T, S] and stored values [B, K, S, F] to weighted sums [B, N, T, V]. Both give float32 or wider.
@@ -50,10 +49,10 @@ class Products(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """How the probabilities that a slot receives become one number, over queries and the heads of a group.
+    """How the probabilities that a slot receives are reduced to one number, over queries and a group's heads.
 
     kind: "sum", "max", "squares" (the sum of p^2) or "count" (how often p > threshold). fade: in a sum, every
-    query weighs fade^(how many queries of its row are newer).
+    query weighs fade^(number of newer queries in its row).
     """
 
     kind: str = "sum"
@@ -65,7 +64,7 @@ class Reduction(NamedTuple):
     ) -> Float[Array, "B K S"]:
         """The number of every slot, from the probabilities of some queries.
 
-        newer: how many queries of a row are newer than each; None stands for one query per row.
+        newer: how many queries of a row are newer than each; None for one query per row.
         """
         if self.kind == "max":
             return p.max((2, 3))
@@ -80,7 +79,7 @@ class Reduction(NamedTuple):
         return each[self.kind]().sum((2, 3))
 
     def join(self, a: Array, b: Array) -> Array:
-        """The number over two sets of queries, from that of each."""
+        """The number over two sets of queries, from the number of each."""
         return jnp.maximum(a, b) if self.kind == "max" else a + b
 
     def over(self, x: Array, axis: int) -> Array:
@@ -89,9 +88,9 @@ class Reduction(NamedTuple):
 
 
 def newer_queries(q_pos: Int[Array, "B T"], mass: tuple[Reduction, ...]) -> Int[Array, "B T"] | None:
-    """How many queries of a row are newer than each; None where nothing that is recorded fades.
+    """How many queries of a row are newer than each; None if no recorded mass decays.
 
-    Queries lie in the order of their tokens, and those with position -1 are none.
+    Queries must be in token order; those with position -1 do not count.
     """
     if all(one.fade == 1.0 for one in mass):
         return None
@@ -99,7 +98,7 @@ def newer_queries(q_pos: Int[Array, "B T"], mass: tuple[Reduction, ...]) -> Int[
     return jnp.cumsum(live[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1] - live
 
 
-# What slots received, one [B, K, S] for each reduction that was asked for.
+# What slots received, one [B, K, S] array for each reduction.
 Masses = tuple[Float[Array, "_ _ _"], ...]
 
 
@@ -127,10 +126,11 @@ def logits(
     softcap: float | None = None,
     products: Products | None = None,
 ) -> Float[Array, "B K G T S"]:
-    """Masked attention logits in promote(float32, q), -inf where a key is not visible.
+    """Masked attention logits in promote(float32, q), -inf for invisible keys.
 
     `softcap` is Gemma 2's c * tanh(s / c) (arXiv:2408.00118), applied before the bias and the mask. products:
-    where the set holds what keys are computed from; K is then its number of lists, and G the heads of one.
+    given if the set holds what keys are computed from; K is then the number of KV heads that are stored, and
+    G the query heads of each.
     """
     b, n, t, h = q.shape
     kv_heads = keys.k.shape[1]
@@ -171,7 +171,7 @@ def attend(
     """Exact attention over the union of `keys`; returns (out, lse, masses).
 
     out = sum_j p_j v_j with p = softmax over every visible key of every set; lse = log sum_j exp(s_j),
-    -inf (and out 0) where a query sees nothing. `mass`, `clip` and `newer` are those of `weigh`.
+    -inf (and out 0) if a query sees nothing. `mass`, `clip` and `newer` are those of `weigh`.
     """
     sets = (keys,) if isinstance(keys, Keys) else tuple(keys)
     scores = [logits(q, s, q_pos, scale=scale, window=window, softcap=softcap) for s in sets]
@@ -190,16 +190,16 @@ def weigh(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """Values of several sets weighted by the softmax over all their scores: (out, lse, masses).
 
-    scores: logits [B, K, G, T, S] of each set, -inf where a key is not visible. `mass` asks for `Masses` of
-    every set: the probability that each slot received, reduced over the queries and the heads of its group in
-    each of these ways; it costs no second pass over the keys. newer: `newer_queries`, by which reductions
-    that fade weigh the queries. clip = (gamma, zeta) makes probabilities
-    clip((zeta - gamma) p + gamma, 0, 1), the clipped softmax of arXiv:2306.12929; such parts do not merge.
+    scores: logits [B, K, G, T, S] of each set, -inf for invisible keys. `mass`: the reductions for which
+    `Masses` of every set are returned: the probability that each slot received, reduced over the queries and
+    the heads of its group; it costs no second pass over the keys. newer: `newer_queries`, for reductions that
+    decay. clip = (gamma, zeta) replaces probabilities by clip((zeta - gamma) p + gamma, 0, 1), the clipped
+    softmax of arXiv:2306.12929; such parts cannot be merged.
     """
     b, k, g, t, _ = scores[0].shape
     n = k * g
-    # Sets may differ in their number of KV heads (a method may store one slot list per query head), so
-    # the normaliser lives at [B, N, T].
+    # Sets may differ in their number of KV heads (a method may store slots per query head), so the normaliser
+    # has the shape [B, N, T].
     top = jnp.stack([s.max(-1).reshape(b, n, t) for s in scores]).max(0)
     top = jax.lax.stop_gradient(jnp.where(top == NEG_INF, 0.0, top))
     weights = [jnp.exp(s - _grouped(top, s)) for s in scores]
@@ -228,7 +228,7 @@ def _grouped(x: Array, like: Array) -> Array:
 
 
 def _log_total(top: Array, total: Array, safe: Array) -> Array:
-    # log of the safe total keeps the gradient finite where a query sees nothing.
+    # The log of the safe total keeps the gradient finite if a query sees nothing.
     return jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
 
 
@@ -255,8 +255,8 @@ def merge(
     """
     lse = jnp.stack([p[1] for p in parts])
     top = lse.max(0)
-    # What is subtracted cancels, and has no slope: a compiler may compute an lse twice, and where the two
-    # differ in the last bit none would be the largest, whose share of the slope is then 0 / 0.
+    # stop_gradient: the max cancels in the result. Without it, a compiler may compute an lse twice with
+    # different last bits, no term equals the max, and the gradient is 0 / 0.
     top = jax.lax.stop_gradient(jnp.where(top == NEG_INF, 0.0, top))
     w = jnp.exp(lse - top[None])
     total = w.sum(0)

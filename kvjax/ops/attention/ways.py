@@ -1,6 +1,6 @@
-"""In which way tokens that lie on several devices meet each other, by how many bytes that is.
+"""How tokens that are split over several devices attend to each other: the way that sends the fewest bytes.
 
-What each way does stands in `kvjax.ops.attention.split_tokens`.
+`kvjax.ops.attention.split_tokens` says what each way does.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 
 WHOLE, GATHER, KEYS, HELPED, QUERIES = "whole", "gather", "keys", "helped", "queries"
-# Of so many tokens on a device, attention to those of another takes longer than to send queries and outputs.
+# From so many tokens per device on, attention to another device's tokens takes longer than sending queries
+# and outputs.
 HELP_FROM = 4096
 
 
 class Way(NamedTuple):
-    """How a set meets queries of other devices. hops: how many devices further its keys are seen."""
+    """How queries of other devices attend to a set. hops: how many devices further its keys are visible."""
 
     kind: str
     hops: int = 0
 
 
 class Travel(NamedTuple):
-    """Bytes by which the cheapest way of sending keys is chosen.
+    """Byte counts by which the cheapest way is chosen.
 
-    parts: devices along the axis. asked: bytes of queries, and of outputs as they are merged, on one device.
+    parts: devices along the axis. asked: bytes of queries, and of outputs before merging, on one device.
     stored, attended: bytes of a set on all devices, as it is stored and as it is attended to.
     """
 
@@ -43,8 +44,8 @@ class Travel(NamedTuple):
     def of_new(self, tokens: int, window: int | None) -> Way:
         """Chooses the way of the new keys: a ring or a gather.
 
-        A ring where a window needs only some of them, or where all would not fit beside the device's own
-        queries and outputs; both send as much where all are needed. Where all go round and there are many
+        A ring if a window needs only some of them, or if all would not fit beside the device's own
+        queries and outputs; both send the same amount if all are needed. If all go round and there are many
         tokens, devices help each other.
         """
         last = self.parts - 1
@@ -55,7 +56,7 @@ class Travel(NamedTuple):
         return Way(HELPED if helped else KEYS, hops)
 
     def of_past(self) -> Way:
-        """Of slots that lie apart: keys go round, or queries and outputs, whatever is less."""
+        """The way of split slots: keys go round, or queries and outputs, whichever is less."""
         if self.asked * self.parts < self.stored:
             return Way(QUERIES)
         return Way(GATHER) if self.attended <= self.asked else Way(KEYS, self.parts - 1)
@@ -70,9 +71,9 @@ def ways_of(
     clip: tuple[float, float] | None,
     shared: bool = False,
 ) -> tuple[Way, ...]:
-    """How every set meets the queries of all devices; the last is that of the new tokens.
+    """How the queries of all devices attend to each set; the last one is that of the new tokens.
 
-    made: the shapes of the sets as they are attended to. shared: values are some channels of the keys.
+    made: the shapes of the sets as they are attended to. shared: whether values are channels of the keys.
     """
     parts = on.devices("tokens")
     same = on.rules.mesh_axes("slots") == on.rules.mesh_axes("tokens")
@@ -93,7 +94,7 @@ def ways_of(
 
 
 def bytes_asked(q: Any, met: Any) -> int:
-    """Of one query and its output, which is merged in promote(float32, q)."""
+    """The bytes of one query and its output, which is merged in promote(float32, q)."""
     return q.shape[3] * q.dtype.itemsize + met.v.shape[-1] * jnp.dtype(wide(q)).itemsize
 
 

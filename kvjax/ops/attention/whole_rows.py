@@ -1,8 +1,8 @@
-"""Attention of rows of tokens over themselves alone: on a GPU by cuDNN's kernel, with gradients.
+"""Causal attention of whole rows of tokens over themselves: on a GPU by cuDNN's kernel, with gradients.
 
 The kernel is NVIDIA's form of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), called through `jax.nn`.
-A row that nothing was read before, as in training and at the start of a prompt. Its tokens lie in order, so
-that places within the row say who sees whom, and no positions are needed.
+Rows have no past, as in training and at the start of a prompt. Their tokens are in order, so indices within
+the row decide visibility, and no positions are needed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def attend_whole_rows(
     """Causal attention of T tokens over themselves; a token sees at most `window` of them, its own included.
 
     implementation: "reference" (`kvjax.ops.attention.strips`), "gpu" (`jax.nn.dot_product_attention` by
-    cuDNN) or "gpu interpret" (the same call without cuDNN, for tests); None takes cuDNN where it can run.
-    Raises NotImplementedError where a forced form cannot. on: the mesh that rows and heads are split over, by
-    its rules; every device then attends to its own.
+    cuDNN) or "gpu interpret" (the same call without cuDNN, for tests); None takes cuDNN if it can run. Raises
+    NotImplementedError if a forced form cannot. on: the mesh that rows and heads are split over, by its
+    rules; every device then attends to its own.
 
     >>> x = jnp.arange(3.0).reshape(1, 1, 3, 1) * jnp.ones((1, 1, 3, 8))
     >>> attend_whole_rows(x, x, x, scale=0.0)[0, 0, :, 0].tolist()
@@ -62,7 +62,7 @@ def attend_whole_rows(
 
 
 def _split(on: OnMesh | None, q: Array, k: Array, v: Array) -> tuple[OnMesh | None, list[Any]]:
-    """The mesh, and how it splits these, where every device has lists of its own; else none."""
+    """The mesh, and the partition specs of these, if every device has KV heads of its own; else None."""
     axes = None if on is None else axes_of_queries(on, k.shape[1], mass=False)
     if on is None or axes is None:
         return None, []
@@ -79,7 +79,7 @@ def _call(by: Any, window: int | None) -> Any:
     call = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=reach, implementation=by)
 
     def attend(q: Array, k: Array, v: Array, scale: float) -> Array:
-        with jax.numpy_dtype_promotion("standard"):  # jax raises bfloat16 to float32 in it
+        with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 inside it
             return call(q, k, v, scale=scale)
 
     return attend
@@ -89,7 +89,7 @@ def can_run(
     q: Array, k: Array, v: Array, window: int | None, implementation: str | None = None,
     on: OnMesh | None = None,
 ) -> bool:  # fmt: skip
-    """Whether cuDNN is taken for these operands, where `implementation` does not force another form."""
+    """Whether cuDNN runs for these operands, unless `implementation` forces another form."""
     if implementation is not None or platform() != "gpu":
         return False
 
@@ -101,7 +101,7 @@ def can_run(
 
 
 def refusal(q: Array, k: Array, v: Array) -> str:
-    """Why cuDNN's attention is not one of these operands; empty where it is."""
+    """Why cuDNN's attention cannot take these operands; empty if it can."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         return f"q, k and v of {q.dtype}, {k.dtype} and {v.dtype}, expected bfloat16 or float16 of all"
     if q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3]:
@@ -110,7 +110,7 @@ def refusal(q: Array, k: Array, v: Array) -> str:
 
 
 def unable(q: Array, k: Array, v: Array, window: int | None) -> str:
-    """Why this jax, its cuDNN or its GPU cannot; empty where they can."""
+    """Why this jax, its cuDNN or its GPU cannot run it; empty if they can."""
     shapes = [jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:0:-1], x.shape[3]), x.dtype) for x in (q, k, v)]
     try:
         jax.eval_shape(partial(_call("cudnn", window), scale=1.0), *shapes)

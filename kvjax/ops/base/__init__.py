@@ -1,1 +1,1 @@
-"""What all operations share: which form runs, dtypes, rotation, softmax, packed sequences and packed bits."""
+"""Base of all operations: dispatch, dtypes, rotation, softmax, packed sequences and bit packing."""

@@ -1,7 +1,7 @@
-"""Sub-byte integers in uint32 words, so that the bytes a codec claims are the bytes it holds.
+"""Sub-byte integers packed into uint32 words, so that codes really take the bytes that are claimed.
 
-Words lie along channels (`pack`), so that a token is appended by itself, or along tokens (`pack_tokens`), so
-that a word belongs to one channel and an accelerator reads rows as wide as a head.
+Words are packed along channels (`pack`), so that a token can be appended by itself, or along tokens
+(`pack_tokens`), so that a word belongs to one channel and an accelerator reads rows as wide as a head.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from jaxtyping import Array, Float, UInt32
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
-    """(size, first bit) of the powers of two that `bits` is a sum of, the largest first: 3 is 2 and 1."""
+    """(size, first bit) of the powers of two whose sum is `bits`, the largest first: 3 is 2 and 1."""
     sizes = [1 << i for i in reversed(range(bits.bit_length())) if bits >> i & 1]
     return [(size, sum(sizes[:i])) for i, size in enumerate(sizes)]
 
 
 def packed_words(count: int, bits: int) -> int:
-    """Words that `count` integers of `bits` bits take."""
+    """How many words `count` integers of `bits` bits take."""
     return sum(-(-count // (32 // size)) for size, _ in _planes(bits))
 
 
 def pack(codes: UInt32[Array, "*b n"], bits: int) -> UInt32[Array, "*b w"]:
     """Little-endian packing along the last axis; the tail of the last word is 0.
 
-    Where 32 is no multiple of `bits`, the lower bits of all integers come first, and words of the upper ones
-    behind them: 3 bits are packed as 2 and 1.
+    If 32 is not a multiple of `bits`, words with the lower bits of all integers come first, then words with
+    the upper bits: 3 bits are packed as 2 and 1.
 
     >>> import jax.numpy as jnp
     >>> pack(jnp.array([1, 2, 3], jnp.uint32), 8)
@@ -65,9 +65,9 @@ def unpack(words: UInt32[Array, "*b w"], bits: int, count: int) -> UInt32[Array,
 
 
 def pack_tokens(codes: UInt32[Array, "*b S H"], bits: int) -> UInt32[Array, "*b w H"]:
-    """S tokens of every channel in words of 1, 2 or 4 bits a token; what is missing in the last word is 0.
+    """Packs S tokens of every channel in words of 1, 2 or 4 bits a token; the last word is zero-padded.
 
-    A word holds 8 numbers of 4 bits, which are 8 tokens next to each other, or for 2 bits (1 bit) one token
+    A word holds 8 numbers of 4 bits, which are 8 consecutive tokens, or for 2 bits (1 bit) one token from
     each of 2 (4) planes: plane j is the j-th part of all S, at bits j (2 j) of a number. So matrix units get
     numbers of 4 bits, which they can widen, after one shift and one mask per plane.
 
@@ -91,13 +91,14 @@ def unpack_tokens(words: UInt32[Array, "*b w H"], bits: int, tokens: int) -> UIn
 
 
 def _plane_shifts(bits: int, before: int) -> Array:
-    """By how many bits each number of a word is shifted: [planes, 1, 8, 1] behind `before` axes of 1."""
+    """The shift of each number of a word: [planes, 1, 8, 1] after `before` axes of size 1."""
     plane = jnp.arange(4 // bits, dtype=jnp.uint32)[:, None] * jnp.uint32(bits)
     number = jnp.arange(8, dtype=jnp.uint32)[None] * jnp.uint32(4)
     return (plane + number).reshape((1,) * before + (4 // bits, 1, 8, 1))
 
 
-# Short numbers beyond the largest float16: 16 powers of two above 2^16, 64 steps in each. The last is none.
+# Short numbers beyond the largest float16: 16 powers of two above 2^16, 64 steps in each, the last one
+# unused.
 LARGEST_SHORT = (2 - 2.0**-5) * 2.0**31
 _EXPONENT, _FRACTION = 0x7C00, 0x03FF
 _STEPS = 17  # the bits of a float32's fraction that such a number does not have
@@ -105,10 +106,10 @@ _FIRST = 143 << 6  # the exponent and the first six bits of 2^16
 
 
 def short(x: Float[Array, "*b"], outward: bool | None = None) -> UInt32[Array, "*b"]:
-    """The 16 bits of a short number: float16, but codes of inf and NaN are numbers up to 2^32 instead.
+    """The 16 bits of a short number: float16, except that codes of inf and NaN are numbers up to 2^32.
 
-    Numbers beyond float16's range have six bits of fraction. outward: these are rounded away from 0 (True),
-    towards 0 (False) or to the nearest (None). Beyond `LARGEST_SHORT` the result is NaN.
+    Numbers beyond float16's range have six bits of fraction. outward: rounds these away from 0 (True),
+    towards 0 (False) or to nearest (None). Beyond `LARGEST_SHORT` the result is NaN.
 
     >>> [float(of_short(short(jnp.float32(x)))) for x in (0.1, -65504.0, -100000.0, 1e6)]
     [0.0999755859375, -65504.0, -100352.0, 999424.0]
@@ -127,7 +128,7 @@ def short(x: Float[Array, "*b"], outward: bool | None = None) -> UInt32[Array, "
 
 
 def of_short(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    """The numbers of `short`, in float32."""
+    """The float32 numbers of codes by `short`."""
     half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
     large = (bits & jnp.uint32(_EXPONENT)) == _EXPONENT
     steps = bits & jnp.uint32(_FRACTION)
@@ -138,7 +139,7 @@ def of_short(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def pair(low: UInt32[Array, "*b"], high: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """Two short numbers (`short`) in one 32-bit word, because a TPU cannot load float16.
+    """Packs two short numbers (`short`) into one 32-bit word, because a TPU cannot load float16.
 
     >>> hex(pair(short(jnp.float32(1)), short(jnp.float32(-2))))
     '0xc0003c00'

@@ -1,9 +1,10 @@
-"""Sequences in chunks, and windows of whole blocks in which every row has its own place.
+"""Chunks of sequences, and windows of whole blocks in which every row has its own offset.
 
-Some memories keep the newest tokens of a row exactly and sum the others up block by block. A window has slots
-for those tokens, the first of them at the start of a block. It holds fewer tokens than it has slots, because
-its oldest block leaves as soon as it is full. Rows may be anywhere in their blocks, and a segment starts its
-own. `scan_chunks` feeds a sequence chunk by chunk, `arrange` says where tokens of a window and a chunk lie.
+Some memories keep the newest tokens of a row exactly and sum up older ones block by block. A window has slots
+for the newest tokens, the first of them at the start of a block. It holds fewer tokens than it has slots,
+because its oldest block is removed as soon as it is full. Rows may have different offsets in their blocks,
+and a segment starts a new block. `scan_chunks` feeds a sequence chunk by chunk, `arrange` says where tokens
+of a window and a chunk are.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ def scan_chunks(
 
 
 class Arrangement(NamedTuple):
-    """Where E entries lie: the W slots of a window and the C tokens of a chunk behind them.
+    """The layout of E entries: the W slots of a window and the C tokens of a chunk after them.
 
-    seen [B, C, E]: which entries a new token may look at: of its segment, not later than itself, not empty.
-    block [B, E]: block of an entry, counted from the start of the window or, in a new segment, of that.
-    carried [B, C]: whether a new token continues the segment of the entering state.
-    stays [B]: whether the last token does, so that the state behind the chunk continues the entering one.
-    leaves [B, E]: entries of the last segment that the window has no more room for, a whole block or none.
-    source [B, W], length [B]: the entry that each slot holds behind the chunk, and how many slots are in use.
+    seen [B, C, E]: which entries a new token may see: of its segment, not later than itself, not empty. block
+    [B, E]: block of an entry, counted from the start of the window or, in a new segment, of the segment.
+    carried [B, C]: whether a new token continues the segment of the entering state. stays [B]: whether the
+    last token does, so that the state after the chunk continues the entering one. leaves [B, E]: entries of
+    the last segment that no longer fit into the window, a whole block or none. source [B, W], length [B]: the
+    entry in each slot after the chunk, and how many slots are in use.
     """
 
     seen: Array
@@ -87,7 +88,7 @@ class Arrangement(NamedTuple):
 
 
 def arrange(chunk: Chunk, length: Int[Array, "B"], *, slots: int, block: int) -> Arrangement:
-    """At most `block` tokens behind a window of `slots` slots, of which `length` < slots are used."""
+    """At most `block` tokens after a window of `slots` slots, of which `length` < slots are in use."""
     number, real = chunk.number, chunk.real
     b, c = number.shape
     same = number[:, :, None] == number[:, None]
@@ -118,7 +119,7 @@ def arrange(chunk: Chunk, length: Int[Array, "B"], *, slots: int, block: int) ->
 
 
 def refill(entries: Shaped[Array, "B E *rest"], at: Arrangement) -> Shaped[Array, "B W *rest"]:
-    """The window behind a chunk: its slots from the entries they hold, zero where they hold none."""
+    """The window after a chunk: its slots filled from their entries, zero where there is none."""
     extra = (1,) * (entries.ndim - 2)
     used = jnp.arange(at.source.shape[1], dtype=jnp.int32)[None] < at.length[:, None]
     picked = jnp.take_along_axis(entries, at.source.reshape(*at.source.shape, *extra), axis=1)

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: its plain definition, or a kernel where one can."""
+"""Dispatch: which implementation of an operation runs: the reference, or a kernel if one can."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ INTERPRET = " interpret"
 
 
 def platform() -> str:
-    """What is being traced for, "cpu", "gpu" or "tpu": the device of the mesh that is set, else jax's own."""
+    """The platform being traced for, "cpu", "gpu" or "tpu": that of the current mesh, else jax's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 def alone(*operands: PyTree) -> bool:
-    """Whether one device sees the operands whole: the compiler does not split a kernel over devices.
+    """Whether one device holds the operands whole, since the compiler does not split kernels over devices.
 
-    Their types say so, inside `jit` too: arrays that lie on a mesh, and all that is computed from them, carry
-    that mesh. It counts with the one that is set; an axis of one device, or of `shard_map`, splits nothing.
+    Their types say so, inside `jit` too: arrays on a mesh, and everything computed from them, carry that
+    mesh. The current mesh counts, too; an axis of one device, or of `shard_map`, splits nothing.
     """
     meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)}
     return all(
@@ -31,12 +31,12 @@ def alone(*operands: PyTree) -> bool:
 
 
 def form(operation: str, implementation: str | None, *operands: PyTree, **refusals: str) -> str:
-    """The form to run: "reference", a platform whose kernel runs there, or "<platform> interpret".
+    """The implementation to run: "reference", a platform whose kernel runs, or "<platform> interpret".
 
-    operands: what the kernel would read. refusals: for every platform with a kernel, why that cannot take
-    them; empty where it can. With implementation None a kernel runs where the platform is its own, it takes
+    operands: what the kernel would read. refusals: for every platform with a kernel, why the kernel cannot
+    take them; empty if it can. With implementation None a kernel runs if the platform is its own, it can take
     the operands, and they are `alone`.
-    Raises NotImplementedError for a forced form that cannot run.
+    Raises NotImplementedError for a forced implementation that cannot run.
 
     >>> form("attention", None, tpu=""), form("attention", "tpu interpret", tpu="")
     ('reference', 'tpu interpret')
@@ -51,7 +51,7 @@ def form(operation: str, implementation: str | None, *operands: PyTree, **refusa
         forms = ", ".join(f"{name}, {name}{INTERPRET}" for name in refusals)
         why = [f"there is no such form, expected reference, {forms}, or None to choose"]
     else:
-        # Both reasons are given, or a user would mend the shapes before learning that the device is wrong.
+        # Both reasons are given, or a user would fix the shapes before learning that the device is wrong.
         elsewhere = wanted == implementation and wanted != here
         why = [refusals[wanted], f"this runs on {here}" if elsewhere else ""]
     if any(why):

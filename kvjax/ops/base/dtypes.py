@@ -1,4 +1,4 @@
-"""The dtype that states and sums are kept in."""
+"""The dtype of states and sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 
 def wide(*xs: Array) -> np.dtype:
-    """promote(float32, xs): half precisions widen, float64 stays; also where JAX is told to promote nothing.
+    """promote(float32, xs): half precisions become float32, float64 stays, even under strict promotion.
 
     >>> import jax.numpy as jnp
     >>> wide(jnp.zeros(1, jnp.bfloat16)).name

@@ -1,4 +1,4 @@
-"""The largest numbers of a row: found without sorting it, and without going through it one by one."""
+"""The largest numbers of a row, found without sorting it or scanning it number by number."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def largest(x: Float[Array, "*b n"], count: int) -> Bool[Array, "*b n"]:
-    """Which `count` numbers of a row have the largest magnitudes; of equal ones, the first.
+    """Which `count` numbers of a row have the largest magnitudes; of equals, the first.
 
-    Read as integers, magnitudes have the order that they have as numbers. So the least that stays is found
-    bit by bit, from the highest: a bit is set where `count` numbers are still as large. These passes over
-    rows use whole vectors and stay on the devices that the rows lie on; a sort of short rows does neither.
+    Floats reinterpreted as integers keep the order of their magnitudes. So the threshold is found bit by bit,
+    from the highest: a bit is set if `count` numbers are still as large. These passes over rows use whole
+    vectors and stay on the devices that hold the rows; a sort of short rows does neither.
 
     >>> import jax.numpy as jnp
     >>> largest(jnp.array([1.0, -4.0, 3.0, -3.0]), 2).tolist()
@@ -34,10 +34,9 @@ def largest(x: Float[Array, "*b n"], count: int) -> Bool[Array, "*b n"]:
 
 
 def first_largest(x: Float[Array, "*b"], axis: int) -> tuple[Int[Array, "*c"], Float[Array, "*c"]]:
-    """Where along an axis the largest number is, the first of equal ones, and that number.
+    """The index of the largest number along an axis, the first of equals, and that number.
 
-    `jnp.argmax` is one pass, in which XLA's CPU compiler compares single numbers; these are two of whole
-    vectors.
+    `jnp.argmax` is one pass in which XLA for CPUs compares number by number; this is two vectorised passes.
 
     >>> import jax.numpy as jnp
     >>> [found.tolist() for found in first_largest(jnp.array([[1.0, 4.0, 4.0]]), -1)]

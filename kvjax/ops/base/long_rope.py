@@ -16,7 +16,7 @@ from kvjax.ops.base.rope import Rope, last_axis
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(Rope):
-    """Frequencies theta^(-2i/H) / factor_i of rows up to `original_max` tokens, and others of longer ones.
+    """Frequencies theta^(-2i/H) / factor_i, with other factors for rows of more than `original_max` tokens.
 
     LongRoPE (arXiv:2402.13753), eq. 2, as Phi-3 has it: `short_factor` or `long_factor`, [H/2] each. Cos and
     sin are multiplied by sqrt(1 + ln(factor) / ln(original_max)), or by `attention_factor`.

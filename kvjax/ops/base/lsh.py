@@ -1,6 +1,6 @@
-"""Locality-sensitive hashing by random hyperplanes: codes of vectors, and how likely they are to collide.
+"""Locality-sensitive hashing by random hyperplanes: codes of vectors, and collision probabilities.
 
-A hyperplane gives a vector one bit, the side on which it lies; two vectors agree in it with probability
+A hyperplane gives a vector one bit, its side of the plane; two vectors agree in it with probability
 p = 1 - angle / pi (Charikar, 2002). A table has K bits, so two vectors collide in it with probability p^K.
 """
 
@@ -16,12 +16,12 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.ops.base.dtypes import wide
 
-# So many projected numbers are held at once; more are made word by word.
+# The most projected numbers that are held at once; more are computed word by word.
 AT_ONCE = 2**24
 
 
 def words_of(bits: int, tables: int) -> int:
-    """How many words of 32 bits hold the codes of a vector; a table's bits lie in one word.
+    """How many 32-bit words hold the codes of a vector; a table's bits are in one word.
 
     >>> words_of(10, 150)
     50
@@ -44,10 +44,10 @@ def hyperplanes(width: int, bits: int, tables: int, seed: int) -> Float[np.ndarr
 def hash_codes(
     x: Float[Array, "*b S H"], normals: Float[Array | np.ndarray, "H P"], bits: int
 ) -> UInt32[Array, "*b S W"]:
-    """The codes of vectors in L tables: bit i says whether a vector lies on the side of the i-th normal.
+    """The codes of vectors in L tables: bit i says whether a vector is on the side of the i-th normal.
 
-    normals: those of all tables, `bits` for each. A word has 32 // bits tables, the first one in its lowest
-    bits; tables that fill up the last word have a code of 0.
+    normals: those of all tables, `bits` for each. A word holds 32 // bits tables, the first one in its lowest
+    bits; padding tables in the last word have code 0.
 
     >>> hash_codes(jnp.asarray([[1.0, -1.0]]), jnp.eye(2), bits=1).tolist()
     [[1]]
@@ -72,7 +72,7 @@ def hash_codes(
 def collisions(
     a: UInt32[Array, "*b R W"], b: UInt32[Array, "*b S W"], bits: int, tables: int
 ) -> Int[Array, "*b R S"]:
-    """In how many of the tables each vector of `a` has the code of each vector of `b`; both by `hash_codes`.
+    """In how many tables each vector of `a` has the same code as each vector of `b`; both by `hash_codes`.
 
     >>> one, two = jnp.asarray([[0b0111]], jnp.uint32), jnp.asarray([[0b0110], [0b0111]], jnp.uint32)
     >>> collisions(one, two, bits=2, tables=2).tolist()
@@ -85,10 +85,10 @@ def collisions(
 
 
 def log_chance_of_two(cosine: Float[Array, "*b"], bits: int, tables: int) -> Float[Array, "*b"]:
-    """Computes log u: how likely vectors with this cosine are to collide in two tables or more.
+    """Computes log u, with u the probability that such vectors collide in two tables or more.
 
     u = 1 - (1 - x)^L - L x (1 - x)^(L - 1) with x = p^K, p = 1 - arccos(cosine) / pi, K bits and L tables
-    (MagicPIG, arXiv:2410.16179). Small ones do not lose digits. Gradients are finite for all cosines.
+    (MagicPIG, arXiv:2410.16179). Small u do not lose digits. Gradients are finite for all cosines.
 
     >>> round(float(jnp.exp(log_chance_of_two(jnp.asarray(0.0), bits=1, tables=3))), 6)
     0.5
@@ -97,7 +97,7 @@ def log_chance_of_two(cosine: Float[Array, "*b"], bits: int, tables: int) -> Flo
     log_x = bits * jnp.log1p(-jnp.arccos(jnp.clip(cosine, -near, near)) / math.pi)
     x, more = jnp.exp(log_x), tables - 1
     rare = tables * x < 0.1
-    # Where collisions are rare: the terms C(L, i) x^i (1 - x)^(L - i) of i = 2 .. 5, by ratios of neighbours.
+    # If collisions are rare: the terms C(L, i) x^i (1 - x)^(L - i) of i = 2 .. 5, by ratios of neighbours.
     few = jnp.where(rare, x, 0.0)
     odds = few / (1 - few)
     three, four, five = ((tables - i + 1) / i * odds for i in (3, 4, 5))

@@ -1,4 +1,4 @@
-"""Two memories of one device: its own, and the host's, where the backend offers that to programs."""
+"""The two memories of a device: its own, and host memory, if the backend offers it to programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-# The kind of host memory from which a device copies without help of the host.
+# The kind of host memory that a device can copy from without help of the host.
 KIND = "pinned_host"
 
 
@@ -20,12 +20,12 @@ def offers_host() -> bool:
 
 
 def in_host(x: Any) -> bool:
-    """Whether an array of JAX lies in host memory, by its type, which a traced one has too."""
+    """Whether a JAX array is in host memory, by its type, which traced arrays have too."""
     return isinstance(x, jax.Array) and jax.typeof(x).memory_space == HOST
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """The arrays in host memory; where the backend offers none, as they are.
+    """Moves arrays to host memory; no change if the backend offers none.
 
     >>> x = to_host(jnp.arange(3))
     >>> in_host(x) == offers_host(), in_host(to_device(x))
@@ -35,12 +35,12 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """The arrays in the device's memory; those that lie there are not touched."""
+    """Moves arrays to the device's memory; those already there are not touched."""
     return jax.tree.map(lambda x: jax.device_put(x, DEVICE) if in_host(x) else x, tree)
 
 
 def there(f: Callable[[Array], Array], x: Array) -> Array:
-    """f(x) in the memory that x lies in; f itself runs on the device, which takes all of x."""
+    """f(x) in the memory of x; f itself runs on the device, which takes all of x."""
     return to_host(f(to_device(x))) if in_host(x) else f(x)
 
 
@@ -53,8 +53,8 @@ def copy_blocks(
 ) -> Shaped[Array, "L B K S *r"]:
     """`to` with the first `count` of some blocks of `size` slots copied from `source`, one after another.
 
-    moves: of each block its number in `source` and its place in `to`, counted through all lists. Either array
-    may lie in host memory; then these blocks cross, and nothing else.
+    moves: for each block its index in `source` and its place in `to`, counted through all KV heads. Either
+    array may be in host memory; then only these blocks are transferred.
     """
     crosses, rest = in_host(to) != in_host(source), to.shape[4:]
     # A TPU copies to and from host memory by one axis at a time.
@@ -69,7 +69,7 @@ def copy_blocks(
 
 
 def listed(which: Bool[Array, "*shape"]) -> tuple[Int[Array, "n"], Int[Array, ""]]:
-    """The flat places at which an array is true, in order, all others behind them; and their number.
+    """The flat indices at which an array is true, in order, then all others; and how many are true.
 
     >>> places, count = listed(jnp.asarray([[False, True], [True, True]]))
     >>> places[: int(count)].tolist()

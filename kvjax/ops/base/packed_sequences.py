@@ -1,4 +1,4 @@
-"""Packed sequences: where one ends and the next begins."""
+"""Packed sequences: where one segment ends and the next begins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def segment_numbers(segments: Int[Array, "B T"] | None, shape: tuple[int, ...]) 
 
 
 def segment_offsets(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """How many tokens of its segment stand before each token of a row.
+    """How many tokens of its segment come before each token of a row.
 
     >>> segment_offsets(jnp.asarray([[7, 7, 7, 4, 4]])).tolist()
     [[0, 1, 2, 0, 1]]

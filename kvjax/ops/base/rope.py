@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) in the rotate-half layout of Hugging Face.
 
-A rotation is a function of a position and of static frequencies; which position a slot is rotated by
-(its own, or its rank among the live slots) is the caller's business.
+A rotation is a function of a position and of static frequencies; the caller decides which position a slot is
+rotated by (its own, or its rank among the live slots).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvjax.ops.base.dtypes import wide
 class Rope:
     """Frequencies of one rotary embedding; `kind` is Hugging Face's `rope_type`.
 
-    default: f_i = theta^(-2i/H). linear: f / factor. llama3, yarn: blends of f and f / factor by
-    wavelength (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the
-    row's length beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on
-    data. none: nothing turns (NoPE). rotary_dim: channels that turn, all unless given; start: the first of
-    them. copies: as how many heads they turn, each with the same frequencies; the first halves of all heads
-    lie before all second halves. Only layers set it, so it is no part of a config's name.
+    default: f_i = theta^(-2i/H). linear: f / factor. llama3, yarn: blends of f and f / factor by wavelength
+    (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the row's length
+    beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on data. none:
+    no rotation (NoPE). rotary_dim: how many channels are rotated, all unless given; start: the first of them.
+    copies: how many heads the channels hold, each with the same frequencies; the first halves of all heads
+    come before all second halves. Only layers set it, so it is not part of a config's name.
 
     Difference from the YaRN paper, as in its authors' code and every library: between the frequencies that
-    are kept and those that are divided, the blend is linear in the index i, not in the number of turns.
+    are kept and those that are divided, the blend is linear in the index i, not in the number of rotations.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ("default", "linear", "dynamic", "llama3", "yarn", "none")
@@ -68,11 +68,11 @@ class Rope:
         return self.kind == "dynamic"
 
     def turning(self, head_dim: int) -> int:
-        """How many of a head's channels turn."""
+        """How many of a head's channels are rotated."""
         return 0 if self.kind == "none" else self.rotary_dim or head_dim - self.start
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Static angular frequencies [H/2] in float64; of a short row where they depend on its length."""
+        """Static angular frequencies [H/2] in float64; those of a short row if they depend on its length."""
         dim = self.turning(head_dim)
         if self.copies > 1:
             one = dataclasses.replace(self, rotary_dim=dim // self.copies, copies=1)
@@ -93,7 +93,7 @@ class Rope:
     def frequencies_at(
         self, head_dim: int, length: Int[Array, "*s"], dtype: DTypeLike
     ) -> Float[Array, "*s h"]:
-        """Angular frequencies of rows that have `length` tokens, where they depend on it."""
+        """Angular frequencies of rows with `length` tokens, if they depend on it."""
         dim = self.turning(head_dim)
         reach = jnp.maximum(length, self.original_max).astype(dtype)
         stretch = self.factor * reach / self.original_max - (self.factor - 1)
@@ -117,7 +117,7 @@ def _yarn_mscale(factor: float, weight: float) -> float:
 
 
 def _yarn_ramp(rope: Rope, dim: int) -> np.ndarray:
-    """0 where a frequency turns often within the original context (kept), 1 where it hardly turns."""
+    """0 for frequencies with many rotations within the original context (kept), 1 for those with few."""
 
     def turns_at(rotations: float) -> float:
         return dim * math.log(rope.original_max / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -144,7 +144,7 @@ def angles(
 ) -> tuple[Float[Array, "*s h"], Float[Array, "*s h"]]:
     """(cos, sin) of every position, computed in `dtype`.
 
-    length: tokens of the row so far, where frequencies depend on it (`Rope.by_length`).
+    length: tokens of the row so far, if frequencies depend on it (`Rope.by_length`).
     """
     if rope.by_length and length is not None:
         freq = rope.frequencies_at(head_dim, length, dtype)
@@ -157,7 +157,7 @@ def angles(
 def rotate(
     x: Float[Array, "*s H"], cos: Float[Array, "*#s h"], sin: Float[Array, "*#s h"], start: int = 0
 ) -> Float[Array, "*s H"]:
-    """Rotates x by angles: pairs (i, i + h) of the 2h channels from `start`; the others pass unchanged."""
+    """Rotates x by angles: pairs (i, i + h) of the 2h channels from `start`; the others are unchanged."""
     half = cos.shape[-1]
     a, b = x[..., start : start + half], x[..., start + half : start + 2 * half]
     a, b, cos, sin = (y.astype(wide(x)) for y in (a, b, cos, sin))

@@ -1,4 +1,4 @@
-"""Writing rows of an array where they lie."""
+"""Writes rows of an array in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxtyping import Array, Int, Shaped
 def scatter_rows(
     x: Shaped[Array, "R *r"], at: Int[Array, "n"], rows: Shaped[Array, "n *r"], *, unique: bool = False
 ) -> Shaped[Array, "R *r"]:
-    """Writes x[at[i]] = rows[i]; an index of R or beyond writes nothing. unique: no two are the same.
+    """Writes x[at[i]] = rows[i]; an index of R or more writes nothing. unique: no two are equal.
 
-    A scatter of a single row is given a second one that writes nothing: XLA makes it a slice else, whose old
-    row is read to be written back where the index is outside, and a CPU copies all of x for that.
+    A scatter of a single row gets a second one that writes nothing: otherwise XLA turns it into a slice,
+    reads the old row to write it back if the index is outside, and on CPUs copies all of x for that.
 
     >>> x = jnp.zeros((3, 2))
     >>> scatter_rows(x, jnp.asarray([1]), jnp.ones((1, 2))).tolist()

@@ -1,4 +1,4 @@
-"""Softmax over what is visible, with the logarithm of its normaliser, by which parts are merged."""
+"""Masked softmax, with the logarithm of its normaliser, which merging needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 def softmax(
     scores: Float[Array, "*b S"], visible: Bool[Array, "*#b S"]
 ) -> tuple[Float[Array, "*b S"], Float[Array, "*b"]]:
-    """(probabilities, log of their normaliser) over what is visible; 0 and -inf where nothing is.
+    """(probabilities, log of their normaliser) over visible entries; 0 and -inf if there are none.
 
     >>> p, lse = softmax(jnp.zeros((2, 4)), jnp.asarray([[True, False, True, False], [False] * 4]))
     >>> p.tolist(), lse.round(3).tolist()
@@ -18,7 +18,7 @@ def softmax(
     """
     top = jnp.where(visible, scores, -jnp.inf).max(-1, keepdims=True)
     top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top)).astype(scores.dtype)
-    # What is not visible may be large: it must not reach exp, or its gradient is 0 times infinity.
+    # Invisible scores may be large and must not reach exp, or the gradient is 0 times infinity.
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores - top, 0.0)), 0.0).astype(scores.dtype)
     total = weights.sum(-1, keepdims=True)
     nothing = total == 0

@@ -1,4 +1,4 @@
-"""Many small systems and matrices at once: positive definite, triangular, or whatever LAPACK takes."""
+"""Batches of small linear systems: positive definite, triangular, or anything that LAPACK solves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# On CPUs jaxlib 0.10 splits LAPACK's work on many matrices among the threads that run the program, and has
-# the thread that asked wait. Where all threads ask at once, all wait for ever. Later ones do not split it.
+# On CPUs jaxlib 0.10 splits LAPACK's work on many matrices among the threads that run the program, and the
+# calling thread waits. If all threads call it at once, all wait for ever. Later versions do not split it.
 _WAITS = jax.__version_info__ < (0, 11)
 
 
 def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Array, "..."]:
-    """f, which calls LAPACK, of all n matrices; on CPUs one by one where several could wait for ever.
+    """Applies f, which calls LAPACK, to n matrices; on CPUs one by one if threads could deadlock.
 
     >>> one_by_one(jnp.linalg.inv, jnp.array([[[2.0]], [[4.0]]])).tolist()
     [[[0.5]], [[0.25]]]
@@ -42,15 +42,16 @@ def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[
         solved = one_by_one(lambda c, x: jax.scipy.linalg.cho_solve((c, True), x), factor, b[..., None])
         return solved[..., 0]
 
-    # Gradients use the same factor again.
+    # Gradients reuse the factorisation.
     return jax.lax.custom_linear_solve(lambda x: jnp.einsum("...kj,...j->...k", a, x), b, run, symmetric=True)
 
 
 def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -> Float[Array, "*n C V"]:
     """Solves (I + L) x = b for every leading index, where L is the strictly lower part of `below`.
 
-    An inverse is made of those of its halves, [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']], so all is
-    products, and as exact as substitution row by row. Unlike LAPACK's solver it needs no `one_by_one`.
+    The inverse is built from those of halves, [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']], by matrix
+    products alone, and is as exact as substitution row by row. Unlike LAPACK's solver it needs no
+    `one_by_one`.
 
     >>> unit_lower_solve(jnp.array([[0.0, 0.0], [3.0, 0.0]]), jnp.array([[1.0], [5.0]])).tolist()
     [[1.0], [2.0]]
@@ -61,7 +62,7 @@ def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -
     def times(a: Array, x: Array) -> Array:
         return jnp.matmul(a, x, precision=jax.lax.Precision.HIGHEST)
 
-    # Gradients use the same inverse again.
+    # Gradients reuse the inverse.
     return jax.lax.custom_linear_solve(
         lambda x: x + times(below, x),
         b,
@@ -71,7 +72,7 @@ def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -
 
 
 def _unit_lower_inverse(below: Float[Array, "*n C C"]) -> Float[Array, "*n C C"]:
-    """(I + below)^-1 of strictly lower matrices, from blocks of one row up to all."""
+    """(I + below)^-1 of strictly lower matrices, from blocks of one row up to the whole."""
     c = below.shape[-1]
     size, most = 1, 1 << max(c - 1, 0).bit_length()
     padded = jnp.pad(below, [(0, 0)] * (below.ndim - 2) + [(0, most - c)] * 2)
@@ -94,8 +95,8 @@ def conjugate_gradient(
 ) -> Float[Array, "*n K"]:
     """Solves A x = b by a fixed number of conjugate gradient steps from zero (Hestenes and Stiefel, 1952).
 
-    `matvec` takes [*n, K] to the product of every index's own symmetric positive definite matrix. K steps are
-    exact but for rounding. Gradients are those of the solution, by another solve of as many steps.
+    `matvec` multiplies each vector of [*n, K] by its own symmetric positive definite matrix. K steps are
+    exact except for rounding. Gradients are those of the solution, by another solve of as many steps.
 
     >>> conjugate_gradient(lambda x: jnp.asarray([1.0, 4.0]) * x, jnp.ones(2), 2).tolist()
     [1.0, 0.25]
@@ -105,7 +106,7 @@ def conjugate_gradient(
         return (x * y).sum(-1, keepdims=True)
 
     def ratio(x: Array, y: Array) -> Array:
-        # Once a system is solved exactly, its residual is 0 and the step would be 0 / 0.
+        # Once a system is solved exactly, its residual is 0 and the step size would be 0 / 0.
         return x / jnp.where(y > 0, y, 1)
 
     def run(matvec: Callable[[Array], Array], b: Array) -> Array:

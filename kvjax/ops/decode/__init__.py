@@ -1,1 +1,1 @@
-"""Attention of few queries over a cache, and appends to it, where it lies: dense, in pages, in codes."""
+"""Attention of few queries over a cache, and appends to it, in place: dense, in pages, in codes."""

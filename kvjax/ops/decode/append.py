@@ -1,4 +1,4 @@
-"""Writing one new slot per list into an array that stays where it is: what every append is made of."""
+"""Appends one new slot per KV head to an array in place: the basis of every append."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def append(
     *,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """The pools with new[i] at [block[i], :, slot[i]], in their own memory where they are donated.
+    """The pools with new[i] written at [block[i], :, slot[i]], in place if they are donated.
 
-    pools are [X, A, S, W] (rows) or [X, C, S] (numbers), new [I, A, W] or [I, C]. A list whose slot is
-    negative writes nothing. No two lists of a call may name the same block.
+    pools are [X, A, S, W] (rows) or [X, C, S] (numbers), new [I, A, W] or [I, C]. An entry with a negative
+    slot writes nothing. No two entries of a call may name the same block.
 
-    implementation: "reference", a scatter, "tpu" or "tpu interpret"; None takes the kernel where it
-    can run. Raises NotImplementedError where a forced one cannot.
+    implementation: "reference", a scatter, "tpu" or "tpu interpret"; None takes the kernel if it can run.
+    Raises NotImplementedError if a forced one cannot.
 
     >>> x, = append([jnp.zeros((2, 1, 4, 1))], [jnp.ones((1, 1, 1))], jnp.asarray([1]), jnp.asarray([2]))
     >>> x.ravel().tolist()
@@ -44,7 +44,7 @@ def append(
 
 
 def refusal(pool: Array) -> str:
-    """Why the TPU kernel cannot write into `pool`; empty where it can."""
+    """Why the TPU kernel cannot write into `pool`; empty if it can."""
     if pool.ndim == 4 and pool.shape[-1] % LANES:
         return f"rows are {pool.shape[-1]} wide, expected a multiple of {LANES}"
     if pool.shape[2] % tile(pool):
@@ -53,19 +53,19 @@ def refusal(pool: Array) -> str:
 
 
 def tile(pool: Array) -> int:
-    """Slots of `pool` that share a tile of its memory."""
+    """How many slots of `pool` share a memory tile."""
     if pool.ndim == 3:
         return LANES
     return SUBLANES * 32 // (4 if pool.dtype == jnp.int4 else 8 * jnp.dtype(pool.dtype).itemsize)
 
 
 def _scatter(pool: Array, new: Array, block: Array, slot: Array) -> Array:
-    """One flat index: an index of several axes makes XLA choose another layout, and copy the pool."""
+    """Scatters with one flat index: with several axes XLA would choose another layout, and copy."""
     many, count, slots = pool.shape[1], pool.shape[0] * pool.shape[1] * pool.shape[2], pool.shape[2]
     lists = block.shape[0]
     side = jnp.arange(many, dtype=jnp.int32)[None]
     at = (block[:, None] * many + side) * slots + slot[:, None]
-    # What writes nothing goes behind the end, each to a place of its own: indices are promised unique.
+    # Entries that write nothing get distinct indices after the end, because indices must be unique.
     nowhere = count + jnp.arange(lists * many, dtype=jnp.int32).reshape(lists, many)
     at = jnp.where(slot[:, None] >= 0, at, nowhere).reshape(-1)
     flat = pool.reshape(count, *pool.shape[3:])
@@ -76,7 +76,7 @@ def _scatter(pool: Array, new: Array, block: Array, slot: Array) -> Array:
 def tpu_append(
     pools: Sequence[Array], new: Sequence[Array], block: Array, slot: Array, *, interpret: Any = False
 ) -> tuple[Array, ...]:
-    """The kernel on the operands of `append`."""
+    """The kernel, on the operands of `append`."""
     lists = block.shape[0]
     chunk = min(lists, CHUNK)
     more = -lists % chunk

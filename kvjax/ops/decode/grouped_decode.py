@@ -1,4 +1,4 @@
-"""Attention of a few queries over the dense cache of all layers in codes with scales of groups, as in KIVI.
+"""Attention of a few queries over the stacked cache of all layers in KIVI's grouped codes.
 
 Keys have a scale and a zero for every channel of `group` tokens, values for every `group` channels of a
 token (Liu et al., 2024, arXiv:2402.02750, section 3): 1, 2 or 4 bits a number, packed along the tokens.
@@ -20,16 +20,16 @@ from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.grouped_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
-# Two programs of so many registers fit each of the 132 processors of an H100 at once.
+# Two programs with this many registers fit each of the 132 processors of an H100 at once.
 PROGRAMS = 256
 
 
 class Grouped(NamedTuple):
     """Codes and their scales: words [L, B, K, S bits / 32, W] and scale_zero [L, B, K, S / group, W].
 
-    Both as `kvjax.store.affine.Affine` lays them out: words of `bit_packing.pack_tokens`, group by group, and
-    scales and zeros in words of `bit_packing.pair`, of a channel each (keys), or of the tokens of a group for
-    one group of channels after the other (values).
+    Both in the layout of `kvjax.store.affine.Affine`: words of `bit_packing.pack_tokens`, group by group, and
+    scales and zeros in words of `bit_packing.pair`: one per channel (keys), or, for one group of channels
+    after the other, one per token of a group (values).
     """
 
     words: UInt32[Array, "L B K R W"]
@@ -51,11 +51,11 @@ def grouped_decode(
 ) -> tuple[Float[Array, "B N T W"], Float[Array, "B N T"]]:
     """Exact attention of every query over the first `lengths` slots of layer `layer`: (out, lse).
 
-    What slots behind the length hold does not matter. lse is -inf, and out 0, where there are none. Softmax
+    Slots after the length are not read. lse is -inf, and out 0, if the length is 0. Softmax
     in promote(float32, q).
 
-    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
-    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can
+    run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
 
     >>> from kvjax.store.affine import Affine
     >>> x = jnp.broadcast_to(jnp.arange(64.0)[:, None], (1, 1, 1, 64, 32))
@@ -96,14 +96,14 @@ def refusals(q: Array, k: Grouped, bits: int, group: int) -> dict[str, str]:
 
 
 def gpu_refusal(q: Array, k: Grouped, bits: int, group: int) -> str:
-    """Why the GPU kernel cannot take these operands; empty where it can."""
+    """Why the GPU kernel cannot take these operands; empty if it can."""
     if bits not in (1, 2, 4) or group not in (16, 32, 64, 128) or group * bits % 32:
         return f"groups of {group} in {bits} bits, expected whole words in groups of 16, 32, 64 or 128"
     return parts.gpu_refusal(q, k.words.shape[2], {"rows": k.words.shape[4]})
 
 
 def refusal(q: Array, k: Grouped, bits: int, group: int) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
+    """Why the TPU kernel cannot take these operands; empty if it can."""
     width, groups, run = k.words.shape[4], k.scale_zero.shape[3], group * bits // 4
     if width % LANES:
         return f"rows are {width} wide, expected a multiple of {LANES}"
@@ -125,7 +125,7 @@ def _reference(
     dtype = wide(q)
 
     def split(words: Array) -> Array:
-        """Rows of one layer, group by group: [B, K, groups, rows of a group, W]."""
+        """The rows of one layer, group by group: [B, K, groups, rows of a group, W]."""
         found = words[layer]
         return found.reshape(*found.shape[:2], slots // group, -1, found.shape[-1])
 
@@ -135,7 +135,7 @@ def _reference(
     keys = codes * step + zero
     own = (split(x).astype(dtype) for x in halves(v.scale_zero))
     # Values have a scale per token and group of channels, [.., 1, groups of channels, tokens]. Swapping the
-    # last two axes puts tokens first, and repeating gives every channel its number.
+    # last two axes puts tokens first, and repeating gives every channel its own.
     step, zero = (
         jnp.repeat(jnp.swapaxes(x.reshape(*x.shape[:3], -1, group), -1, -2), group, axis=-1) for x in own
     )
@@ -155,7 +155,7 @@ def gpu_grouped_decode(
     bits: int, group: int, scale: float, softcap: float | None = None, block: int | None = None,
     programs: int | None = None, warps: int | None = None, stages: int = 2, interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `grouped_decode`. block, programs, warps, stages: see `partial_gpu`."""
+    """The kernel, on the operands of `grouped_decode`. block, programs, warps, stages: see `partial_gpu`."""
     from kvjax.pallas_kernels.grouped_decode import kernel_gpu as gpu
 
     (heads, rows, width), lists = k.words.shape[2:], lengths.size
@@ -178,7 +178,7 @@ def tpu_grouped_decode(
     bits: int, group: int, scale: float, softcap: float | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `grouped_decode`. block: slots per step."""
+    """The kernel, on the operands of `grouped_decode`. block: slots per step."""
     b, n, t, width = q.shape
     heads, groups = k.scale_zero.shape[2:4]
     lists, queries = b * heads, n // heads * t
@@ -197,5 +197,5 @@ def tpu_grouped_decode(
 
 
 def slots_per_step(bits: int, width: int, generation: str | None = None) -> int:
-    """The tuned number of slots, or else one for which every generation has memory and registers."""
+    """The tuned number of slots, or else one that fits into every generation's memory and registers."""
     return tuned("grouped_decode", f"uint{bits}", width, generation) or 2048

@@ -33,13 +33,13 @@ def mla_decode(
     """softmax(scale (q' c_s + q_rope' k_s)) c over the first `lengths` latents c and rotated keys k.
 
     Returns (out, lse). DeepSeek-V2 (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1 and appendix C) with its
-    maps absorbed: q is the query times W_UK, and what comes out is yet to be multiplied by W_UV. All heads
-    share the slots. A row of a page is the latent [R] and the rotated key [Q] behind it; for the kernel W is
-    R + Q rounded up to a multiple of 128, and R such a multiple: 640 for 512 + 64. What fills it up must be
-    finite. lse is -inf, and out 0, where nothing is seen. Softmax in promote(float32, q).
+    maps absorbed: q is the query times W_UK, and the caller multiplies out by W_UV. All heads share the
+    slots. A row of a page is the latent [R] followed by the rotated key [Q]; for the kernel W is R + Q
+    rounded up to a multiple of 128, and R is a multiple of 128: 640 for 512 + 64. The padding must be finite.
+    lse is -inf, and out 0, if nothing is visible. Softmax in promote(float32, q).
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel if it  can run. Raises
+    NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
 
     >>> pages, table = jnp.ones((1, 2, 4, 8)), jnp.asarray([[1, 0]])
     >>> q, q_rope = jnp.zeros((1, 3, 4)), jnp.zeros((1, 3, 2))
@@ -61,7 +61,7 @@ def mla_decode(
 
 
 def refusal(q: Array, pages: Array) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
+    """Why the TPU kernel cannot take these operands; empty if it can."""
     page, width = pages.shape[2:]
     if width % LANES or q.shape[-1] % LANES:
         return f"rows of {width} with latents of {q.shape[-1]}, expected multiples of {LANES}"
@@ -90,7 +90,7 @@ def tpu_mla_decode(
     q: Array, q_rope: Array, pages: Array, table: Array, lengths: Array, layer: Array, *,
     scale: float, step: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `mla_decode`. step: pages per step."""
+    """The kernel, on the operands of `mla_decode`. step: pages per step."""
     (b, n, r), width = q.shape, pages.shape[-1]
     step = min(step or pages_per_step(pages), table.shape[1])
     asked = jnp.concatenate([q, q_rope], -1)
@@ -107,7 +107,7 @@ def tpu_mla_decode(
 def pages_per_step(
     pages: Array | jax.ShapeDtypeStruct, step_bytes: int = 5 * 2**19, generation: str | None = None
 ) -> int:
-    """Pages that were tuned, or of about `step_bytes`: fewer cost more to issue with many heads."""
+    """The tuned number of pages, or pages of about `step_bytes`: smaller steps cost more with many heads."""
     slots = tuned("mla_decode", pages.dtype.name, pages.shape[-1], generation)
     row = math.prod(pages.shape[3:]) * jnp.dtype(pages.dtype).itemsize
     return max(1, (slots or step_bytes // row) // pages.shape[2])
@@ -124,9 +124,9 @@ def latent_append(
     active: Bool[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "L P page W"]:
-    """The pages with one latent and rotated key more for every active sequence, at slot `lengths`.
+    """The pages with one latent and rotated key appended for every active sequence, at slot `lengths`.
 
-    As `kvjax.ops.decode.paged_append.paged_append`, with the same promises.
+    As `kvjax.ops.decode.paged_append.paged_append`, under the same conditions.
 
     >>> pages, table = jnp.zeros((1, 2, 4, 8)), jnp.asarray([[1, 0]])
     >>> pages = latent_append(pages, table, jnp.asarray([5]), jnp.ones((1, 4)), 2 * jnp.ones((1, 2)))

@@ -1,7 +1,7 @@
-"""Pages of keys and values in one pool, each with what belongs to its tokens, so that one copy brings a page.
+"""Pages of keys and values in one pool, with all numbers of their tokens, so that one copy moves a page.
 
-A page is a block of rows of 32-bit words, whatever it holds: the keys of its tokens, their values, and behind
-them numbers that go with the tokens (positions, scales, biases) or with the page's channels.
+A page is a block of rows of 32-bit words: the keys of its tokens, their values, and after
+them numbers per token (positions, scales, biases) or per channel of the page.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SUBLANES = 8
 class PagePool:
     """Pages of all layers, [L, P, R, W] words: rows of keys, rows of values, then the numbers `names`.
 
-    page: tokens of a page. payload: the type of keys and values. W is the head's width or, with zeros behind
-    it, a multiple of 128; packed: a row holds a key and behind it its value, each W / 2 wide, so that heads
-    of 64 fill rows of 128. What goes with a token: "pos" (its position; below 0 where the slot is empty),
-    "bias" (added to the logit), "key_scale", "key_zero", "value_scale", "value_zero": a number is
-    scale * code + zero. What goes with a channel of the keys of one of a page's `groups`, equal runs of
-    tokens: "channel_scale", "channel_zero", as in KIVI (Liu et al., 2024, arXiv:2402.02750). Values of empty
-    slots must be finite up to a list's length; what lies behind it is never read.
+    page: tokens per page. payload: the type of keys and values. W is the head's width or, zero-padded, a
+    multiple of 128; packed: a row holds a key followed by its value, each W / 2 wide, so that heads of 64
+    fill rows of 128. Numbers per token: "pos" (its position; below 0 for an empty slot), "bias" (added to the
+    logit), "key_scale", "key_zero", "value_scale", "value_zero": a decoded number is scale * code + zero.
+    Numbers per channel of the keys in each of a page's `groups`, equal runs of tokens: "channel_scale",
+    "channel_zero", as in KIVI (Liu et al., 2024, arXiv:2402.02750). Values of empty slots must be finite up
+    to a KV head's length; slots after it are never read.
 
     >>> k = jnp.ones((1, 3, 128, 128), jnp.int8)
     >>> scale = jnp.full((1, 3, 128), 0.5)
@@ -55,35 +55,35 @@ class PagePool:
 
     @property
     def rows(self) -> int:
-        """Rows of words that a page's keys take; its values take as many."""
+        """How many rows of words a page's keys take; its values take as many."""
         return self.page * BITS[self.payload] // 32
 
     @property
     def value_row(self) -> int:
-        """The row where a page's values begin."""
+        """The first row of a page's values."""
         return 0 if self.packed else self.rows
 
     @property
     def width(self) -> int:
-        """Channels of a key."""
+        """The number of channels of a key."""
         return self.words.shape[3] // (2 if self.packed else 1)
 
     @property
     def keys(self) -> Shaped[Array, "L P page H"]:
-        """Codes of 2 bits come as uint8."""
+        """The keys; codes of 2 bits are returned as uint8."""
         return from_words(self.words[:, :, : self.rows, : self.width], self.payload)
 
     @property
     def values(self) -> Shaped[Array, "L P page H"]:
-        """Codes of 2 bits come as uint8."""
+        """The values; codes of 2 bits are returned as uint8."""
         rows = self.words[:, :, self.value_row : self.value_row + self.rows]
         return from_words(rows[..., self.words.shape[3] - self.width :], self.payload)
 
     def word_of(self, slot: Int[Array, "*b"]) -> tuple[Int[Array, "*b"], Int[Array, "*b"]]:
-        """(row among the rows of keys, place of the lowest bit) of a page's token, from 0."""
+        """(row among the rows of keys, index of the lowest bit) of a page's token, from 0."""
         bits = BITS[self.payload]
         if self.payload == "uint2":
-            # Two planes of 4-bit numbers: the second half of a page lies above the first.
+            # Two planes of 4-bit numbers: the second half of a page is in the higher bits.
             half = self.page // 2
             plane, slot = split(slot, half)
             row, piece = split(slot, 8)
@@ -92,12 +92,12 @@ class PagePool:
         return row, piece * bits
 
     def number_row(self, name: str) -> int:
-        """The row where a page's numbers `name` begin."""
+        """The first row of a page's numbers `name`."""
         before, width = self.names[: self.names.index(name)], self.words.shape[3]
         return self.value_row + self.rows + sum(_height(n, self.page, width, self.groups) for n in before)
 
     def number(self, name: str) -> Float[Array, "L P page"] | Float[Array, "L P groups H"]:
-        """The numbers `name`, of every token of every page or of every channel of its groups."""
+        """The numbers `name` of every token of every page, or of every channel of its groups."""
         layers, pages, _, width = self.words.shape
         at = self.number_row(name)
         rows = self.words[:, :, at : at + _height(name, self.page, width, self.groups)]
@@ -118,7 +118,7 @@ def make_pool(
     """A pool of these pages, with `numbers` by the names of `PagePool`.
 
     Numbers of channels are [L, P, groups, H], or [L, P, H] for one group per page. Raises ValueError for
-    other names, types of no payload, shapes that differ, and pages whose tokens do not fill whole words or
+    unknown names, unsupported types, shapes that differ, and pages whose tokens do not fill whole words or
     whole groups.
     """
     payload, page, width = k.dtype.name, *k.shape[2:]
@@ -155,7 +155,7 @@ def make_pool(
 def page_rows(
     payload: str, page: int, width: int, names: tuple[str, ...] = (), groups: int = 1, packed: bool = False
 ) -> int:
-    """Rows of words of a page; width: of its rows.
+    """How many rows of words a page has; width: of its rows.
 
     >>> page_rows("int8", 128, 128, ("key_scale", "value_scale")), page_rows("bfloat16", 16, 128)
     (72, 16)
@@ -170,7 +170,7 @@ def _height(name: str, page: int, width: int, groups: int) -> int:
 
 
 def to_words(x: Shaped[Array, "L P page W"]) -> Int[Array, "L P R W"]:
-    """Tokens next to each other share words. Codes of 2 bits are two planes of 4-bit numbers."""
+    """Packs neighbouring tokens into words. Codes of 2 bits are two planes of 4-bit numbers."""
     layers, pages, _, width = x.shape
     size = BITS[x.dtype.name]
     if size == 32:

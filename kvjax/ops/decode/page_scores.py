@@ -1,6 +1,6 @@
-"""Which pages a query should read: scores from summaries of their keys, and the best ones per list.
+"""Page scores: which pages a query should read, by summaries of their keys, and the best ones per KV head.
 
-Read methods keep every page and visit few. What stands for a page is the channel-wise minimum and maximum of
+Read methods keep every page and visit few. The summary of a page is the channel-wise minimum and maximum of
 its keys (Quest, Tang et al., 2024, arXiv:2406.10774, section 3.3), or one vector such as their mean.
 """
 
@@ -32,11 +32,11 @@ def page_scores(
     """Scores of a layer's pages: the largest over the queries of a KV head; -inf from page `counts` on.
 
     summary {"low", "high"}: Quest's bound sum_h max(q_h low_h, q_h high_h) = relu(q) high + min(q, 0) low;
-    {"centroid"}: q centroid. W is the head's width or, with zeros behind it, a multiple of 128. Logits are
+    {"centroid"}: q centroid. W is the head's width or, zero-padded, a multiple of 128. Logits are
     not scaled. Sums in promote(float32, q); gradients are zero.
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where operands do not fit.
+    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel if it  can run. Raises
+    NotImplementedError if a forced one cannot, ValueError if operands do not fit.
 
     >>> low, high = jnp.asarray([[[[[-1.0], [2.0]]]]]), jnp.asarray([[[[[1.0], [3.0]]]]])
     >>> q = jnp.asarray([[[[2.0]], [[-1.0]]]])  # two heads of one group
@@ -63,7 +63,7 @@ def page_scores(
 
 
 def refusal(q: Array, summary: dict[str, Array]) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
+    """Why the TPU kernel cannot take these operands; empty if it can."""
     for name, x in {"queries": q, **summary}.items():
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} of {x.dtype}, expected float32 or bfloat16"
@@ -89,7 +89,7 @@ def tpu_page_scores(
     q: Array, parts: tuple[Array, ...], counts: Array, layer: int | Array = 0, *, block_pages: int = 2048,
     interpret: Any = False,
 ) -> Array:  # fmt: skip
-    """The kernel on the operands of `page_scores`, `parts` of its summary. block_pages: pages per step."""
+    """The kernel, on the operands of `page_scores`, with `parts` its summary. block_pages: pages per step."""
     b, n, t, h = q.shape
     layers, _, heads, pages, width = parts[0].shape
     rows = jnp.pad(q.reshape(b * heads, n // heads * t, h), ((0, 0), (0, 0), (0, width - h)))
@@ -112,11 +112,11 @@ def best_pages(
     first: int = 0,
     last: int = 0,
 ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
-    """The `wanted` best of a list's `counts` pages, in ascending order with -1 behind them, and how many.
+    """The `wanted` best of a KV head's `counts` pages, ascending and padded with -1, and how many.
 
-    most: M, an upper limit of them (static). first, last: how many pages from either end of a list are taken
-    whatever they score; they count among the wanted, and are taken even where fewer are wanted. Equal scores
-    go to the older page. Raises ValueError where `most` has no room for what is always taken.
+    most: M, an upper limit (static). first, last: how many pages from either end are always taken; they count
+    among the wanted, and are taken even if fewer are wanted. Of equal scores the older page is taken. Raises
+    ValueError if `most` is less than what is always taken.
 
     >>> pages, count = best_pages(
     ...     jnp.asarray([[[0.1, 0.9, 0.2, 0.0, 0.5]]]), jnp.asarray([[4]]), jnp.asarray([[2]]), most=3, last=1

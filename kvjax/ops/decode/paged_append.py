@@ -1,4 +1,4 @@
-"""Writing one new token per (sequence, KV head) into a pool of pages, in place."""
+"""Appends one new token per (sequence, KV head) to a pool of pages, in place."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ def paged_append(
     active: Bool[Array, "B K"] | Bool[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> PagePool:
-    """The pool with one token more in every active list, at slot `lengths`; the caller counts it.
+    """The pool with one more token in every active KV head, at slot `lengths`; the caller counts it.
 
-    The pool stays where it is if it is donated, inside a scan over layers too. A list that is not active, or
-    whose table has no room, gets nothing, whatever its table names. No two active lists may write into the
-    same page: copy a shared one first.
+    The pool is updated in place if it is donated, inside a scan over layers too. A KV head that is not
+    active, or whose table has no room, gets nothing, whatever its table says. No two active heads may write
+    to the same page: copy a shared one first.
 
-    numbers: what goes with the token, by name ("pos", "key_scale", ...). In a pool of codes k and v are
-    codes, those of 2 bits as uint8 too, since a TPU holds no small array of uint2. implementation:
-    "reference", a scatter, "tpu" or "tpu interpret"; None takes the kernel where it can run.
+    numbers: the token's numbers by name ("pos", "key_scale", ...). In a pool of codes k and v are codes,
+    those of 2 bits as uint8, since a TPU cannot hold small arrays of uint2. implementation: "reference", a
+    scatter, "tpu" or "tpu interpret"; None takes the kernel if it  can run.
 
-    Raises NotImplementedError where a forced form cannot run, ValueError where the numbers are not the
-    pool's, where a pool has scales of channels (its pages are encoded whole), and where k is not of the
-    pool's type.
+    Raises NotImplementedError if a forced form cannot run, and ValueError if the numbers are not the pool's,
+    if a pool has scales per channel (its pages are encoded whole), or if k is not of the pool's type.
 
     >>> from kvjax.ops.decode.page_pool import make_pool
     >>> pages, table = jnp.zeros((1, 2, 4, 1)), jnp.asarray([[[1, 0]]])
@@ -75,7 +74,7 @@ def paged_append(
 
 
 def refusal(pool: PagePool, table: Int[Array, "B K M"]) -> str:
-    """Why the TPU kernel cannot write into `pool`; empty where it can."""
+    """Why the TPU kernel cannot write into `pool`; empty if it can."""
     held = table.shape[0] * table.shape[1] * -(-table.shape[2] // LANES) * LANES * 4
     if held > TABLE_BYTES:
         return f"a table of {held} bytes in whole rows of {LANES} numbers, expected at most {TABLE_BYTES}"
@@ -89,14 +88,14 @@ def refusal(pool: PagePool, table: Int[Array, "B K M"]) -> str:
 
 
 def _rows(pool: PagePool, k: Num[Array, "B K H"], v: Num[Array, "B K H"]) -> list[Num[Array, "I W"]]:
-    """What goes into the rows of a page: keys and values, side by side where they are packed."""
+    """The new rows of a page: keys and values, side by side if they are packed."""
     wide = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
     wide = [jnp.pad(x, ((0, 0), (0, pool.width - x.shape[1]))) for x in wide]
     return [jnp.concatenate(wide, 1)] if pool.packed else wide
 
 
 def _bits(x: Num[Array, "*b"]) -> Int[Array, "*b"]:
-    """The bits of x in the low end of words."""
+    """The bits of x as the low bits of words."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
     same = {32: jnp.int32, 16: jnp.uint16, 8: jnp.uint8}[BITS[x.dtype.name]]
@@ -110,7 +109,7 @@ def _scatter(
     block: Array,
     slot: Array,
 ) -> Array:
-    """The words that hold the tokens, read, changed and written back by one scatter with a flat index."""
+    """Reads the words of the tokens, changes them, and writes them back with one flat scatter."""
     rows, width = pool.words.shape[2:]
     line, low = pool.word_of(jnp.maximum(slot, 0))
     mask = np.uint32(2 ** BITS[pool.payload] - 1).astype(np.int32) << low
@@ -143,11 +142,11 @@ def tpu_paged_append(
     *,
     interpret: Any = False,
 ) -> Array:
-    """The kernel on the operands of `paged_append`; lengths below 0 where nothing is written."""
+    """The kernel, on the operands of `paged_append`; lengths below 0 write nothing."""
     starts = (0,) if pool.packed else (0, pool.value_row)
     height = -(-pool.page // pool.words.shape[3])
     page = tpu.Page(pool.page, starts, pool.value_row + pool.rows, pool.word_of, BITS[pool.payload], height)
-    # The kernel reads the bits of the others itself.
+    # The kernel extracts the bits of the other types itself.
     if pool.payload not in ("float32", "bfloat16", "int8"):
         k, v = _bits(k), _bits(v)
     return tpu.append_words(
@@ -160,14 +159,14 @@ def tpu_paged_append(
 def places(
     sizes: tuple[int, int], table: Array, lengths: Array, layer: int | Array, active: Array | None
 ) -> tuple[Int[Array, " I"], Int[Array, " I"]]:
-    """(page of all layers', slot in it) of the next token of every list; slot -1 where nothing is written.
+    """(page among those of all layers, slot in it) of every KV head's next token; slot -1 writes nothing.
 
-    sizes: pages of a layer and tokens of a page; table [.., M]; lengths [..]; active a prefix of lengths'
-    shape.
+    sizes: pages per layer and tokens per page; table [.., M]; lengths [..]; the shape of active is a prefix
+    of that of lengths.
     """
     (count, page), most = sizes, table.shape[-1]
     at = jnp.clip(lengths // page, 0, most - 1).reshape(-1)
-    # A flat index: one of several axes takes a TPU longer than the copies that it is for.
+    # A flat index: on a TPU an index of several axes takes longer than the copies themselves.
     own = jnp.arange(at.shape[0], dtype=jnp.int32) * most
     found = table.reshape(-1)[own + at].reshape(lengths.shape)
     writes = (lengths >= 0) & (lengths < most * page)

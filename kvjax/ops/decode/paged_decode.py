@@ -1,7 +1,7 @@
 """Attention of a few queries over pages, with a table of pages for every (sequence, KV head).
 
-One layout serves all that lives in pages: a dense cache is a trivial table, a head with a small budget a
-short one, a shared prefix the same entries in several tables, a read method a table of the pages it visits.
+One layout serves everything in pages: a dense cache has a trivial table, a head with a small budget a short
+one, a shared prefix the same entries in several tables, a read method a table of the pages it visits.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def paged_decode(
     phase: Int[Array, "B K S"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
-    """Exact attention over the first `lengths` slots of each list's pages: (out, lse, mass).
+    """Exact attention over the first `lengths` slots of each KV head's pages: (out, lse, mass).
 
-    A slot is visible by its position where the pool has positions, else always. lse is -inf, and out 0, where
-    a query sees nothing. mass: the probability of every slot, summed over the queries of its KV head; 0
-    behind the length. Softmax in promote(float32, q).
+    A slot is visible by its position if the pool has positions, else always. lse is -inf, and out 0, if a
+    query sees nothing. mass: the probability of every slot, summed over the queries of its KV head; 0 after
+    the length. Softmax in promote(float32, q).
 
-    rope: turns keys that are stored as they were before rotation, by `phase`, else by the pool's positions,
-    else by the order of the slots; queries come turned. Ranks of the live slots as phases are StreamingLLM's
-    positions within the cache (Xiao et al., 2024, arXiv:2309.17453, section 3.2), and codes of keys before
-    rotation are KVQuant's (Hooper et al., 2024, arXiv:2401.18079, section 3.2).
+    rope: rotates keys that are stored unrotated, by `phase`, else by the pool's positions, else by slot
+    index; queries are given rotated. Ranks of the live slots as phases are StreamingLLM's positions within
+    the cache (Xiao et al., 2024, arXiv:2309.17453, section 3.2), and codes of keys before rotation are
+    KVQuant's (Hooper et al., 2024, arXiv:2401.18079, section 3.2).
 
-    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
-    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can
+    run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
 
     >>> from kvjax.ops.decode.page_pool import make_pool
     >>> k = jnp.ones((1, 2, 4, 8))
@@ -96,7 +96,7 @@ def paged_decode(
 
 
 def refusal(pool: PagePool, q: Array, rope: Rope | None = None) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
+    """Why the TPU kernel cannot take these operands; empty if it can."""
     width = pool.words.shape[-1]
     if width % LANES:
         return f"pages are {width} wide, expected a multiple of {LANES}: pad them"
@@ -163,12 +163,12 @@ def tpu_paged_decode(
     rope: Rope | None = None, phase: Array | None = None,
     step: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel on the operands of `paged_decode`. step: pages per step."""
+    """The kernel, on the operands of `paged_decode`. step: pages per step."""
     b, n, t, h = q.shape
     heads, page, width = table.shape[1], pool.page, pool.words.shape[-1]
     step = min(step or pages_per_step(pool), table.shape[2])
     if rope is not None:
-        # The kernel turns keys with their tokens on the lanes, so a step must fill all of these.
+        # The kernel rotates keys with their tokens on the lanes, so a step must fill all lanes.
         step += -step % max(LANES // page, 1)
     cores = cores or cores_for(b * heads)
     queries = n // heads * t
@@ -204,14 +204,14 @@ def tpu_paged_decode(
 
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
-    """The tuned number of pages, or else pages of `step_bytes`, so that a copy's latency does not count.
+    """The tuned number of pages, or else pages of `step_bytes`, so that a copy's latency does not matter.
 
-    Their tokens fill whole lanes, because masses are written so.
+    Their tokens fill whole lanes, because masses are written that way.
     """
     slots = tuned("paged_decode", pool.payload, pool.words.shape[-1])
     pages = slots // pool.page if slots else step_bytes // (4 * math.prod(pool.words.shape[2:]))
     if pool.names:
-        # The numbers of every page are read as a piece of its own, and registers hold only so many pieces.
+        # The numbers of every page are read as a separate piece, and registers hold only so many pieces.
         pages = min(pages, PIECES)
     unit = LANES // math.gcd(pool.page, LANES)
     return max(unit, pages // unit * unit)

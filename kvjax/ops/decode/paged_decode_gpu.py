@@ -1,4 +1,4 @@
-"""Paged decoding on a GPU: what its kernel takes, and how the work is split."""
+"""Paged decoding on a GPU: which operands its kernel takes, and how the work is split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.ops.decode.page_pool import PagePool
 
 
 def gpu_refusal(pool: PagePool, q: Array, heads: int, rope: Rope | None = None) -> str:
-    """Why the GPU kernel cannot take these operands; empty where it can."""
+    """Why the GPU kernel cannot take these operands; empty if it can."""
     if rope is not None:
         return "keys are to be turned, expected turned ones"
     if pool.packed or pool.groups > 1:
@@ -25,7 +25,7 @@ def gpu_paged_decode(
     block: int | None = 16, programs: int | None = None, warps: int | None = None, stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel on the operands of `paged_decode`. block: rows of words; the others: see `partial_gpu`."""
+    """The kernel, on the operands of `paged_decode`. block: rows of words; the others: see `partial_gpu`."""
     from kvjax.pallas_kernels.paged_decode import kernel_gpu as gpu
 
     b, _, _, h = q.shape

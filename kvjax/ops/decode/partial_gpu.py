@@ -1,4 +1,4 @@
-"""Decoding on a GPU in parts: how lists are cut for `pallas_kernels.partial_gpu`, and parts are merged."""
+"""Split decoding on a GPU: how KV heads are split for `pallas_kernels.partial_gpu`, and parts are merged."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 NEG_INF = float("-inf")
 MOST_QUERIES, SMALLEST = 64, 16
-# About how many programs run: four of the kernels' fit each of the 132 processors of an H100 at once.
+# About how many programs run: four fit each of the 132 processors of an H100 at once.
 PROGRAMS = 512
 
 
 def gpu_refusal(q: Array, heads: int, rows: dict[str, int]) -> str:
-    """Why no GPU kernel can take these queries and rows of so many channels; empty where one can."""
+    """Why no GPU kernel can take these queries and rows of so many channels; empty if one can."""
     if why := unable():
         return why
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -35,9 +35,9 @@ def gpu_refusal(q: Array, heads: int, rows: dict[str, int]) -> str:
 
 
 def unable() -> str:
-    """Why no kernel can run with this jax and on its GPU, if it has one; empty where they can.
+    """Why no kernel can run with this jax and GPU, if there is one; empty if they can.
 
-    Triton's compiler takes Ampere and what followed.
+    Triton's compiler needs Ampere or newer.
     """
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return "this release of jax has no Triton lowering any more: use an older one or 'reference'"
@@ -53,7 +53,7 @@ def unable() -> str:
 
 
 def power(width: int) -> int:
-    """`width` rounded up to a power of two that matrix units take."""
+    """`width` rounded up to a power of two that matrix units accept."""
     return max(SMALLEST, 1 << (width - 1).bit_length())
 
 
@@ -61,16 +61,17 @@ def cut(
     q: Float[Array, "B N T H"], heads: int, units: int, width: int, *,
     block: int | None, programs: int | None, warps: int | None, stages: int,
 ) -> Cut:  # fmt: skip
-    """How lists are cut into splits, each of which one program visits in steps.
+    """How KV heads are cut into splits, each of which one program visits in steps.
 
-    units: the longest list, in whatever a step counts (slots or rows of words); block: how many of them a
-    step visits; width: of the widest row. What is None is chosen here. block, programs, warps and stages
+    units: the most units of a head, in whatever a step counts (slots or rows of words); block: units per
+    step; width: of the widest row. Arguments that are None are chosen here. block, programs, warps and stages
     change a result by no more than rounding.
     """
     from kvjax.pallas_kernels.partial_gpu import Cut
 
     b, n, t, _ = q.shape
-    # float32 products are exact, so not made by matrix units: they take more registers, hence shorter steps.
+    # float32 products are exact, so not computed by matrix units: they take more registers, hence shorter
+    # steps.
     exact = q.dtype == jnp.float32
     block = block or (16 if width > 128 or exact else 32)
     steps = max(1, -(-units // block))
@@ -81,7 +82,7 @@ def cut(
 def asked(
     q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], heads: int, lanes: int
 ) -> tuple[Float[Array, "I R W"], Int[Array, "I R"]]:
-    """Queries and their positions, list by list, padded with queries at position -1, which see nothing."""
+    """Queries and their positions per KV head, padded with queries at position -1, which see nothing."""
     b, n, t, h = q.shape
     lists, queries = b * heads, n // heads * t
     pad = (0, power(queries) - queries)
@@ -95,7 +96,7 @@ def asked(
 def merged(
     outs: Float[Array, "I C Q W"], lses: Float[Array, "I C R"], like: Float[Array, "B N T H"]
 ) -> tuple[Float[Array, "B N T W"], Float[Array, "B N T"]]:
-    """The union of partial attentions along C: `kvjax.ops.attention.union.merge` without a list.
+    """The union of partial attentions along C, like `kvjax.ops.attention.union.merge`.
 
     like: the queries; their rows come first among the R.
     """
@@ -115,7 +116,7 @@ def merged(
 def mass_of(
     logits: Float[Array, "I Q P"], lse: Float[Array, "B N T"], lengths: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B K S"]:
-    """The probability of every slot, summed over the queries of its KV head; 0 behind the length."""
+    """The probability of every slot, summed over the queries of its KV head; 0 after the length."""
     lists = lengths.size
     base = jnp.where(lse == NEG_INF, 0.0, lse).reshape(lists, -1, 1)
     live = jnp.arange(slots)[None, None] < lengths.reshape(lists, 1, 1)

@@ -1,7 +1,7 @@
-"""Attention of a few queries over pages picked out of the dense cache of all layers, [L, B, K, S, H].
+"""Attention of a few queries over pages picked from the stacked cache of all layers, [L, B, K, S, H].
 
-What a method picks, such as Quest (Tang et al., 2024, arXiv:2406.10774), lies where it always lay: a table of
-pages for every sequence and KV head takes the place of copies of them.
+The pages that a method picks, such as Quest (Tang et al., 2024, arXiv:2406.10774), are read in place: a table
+of pages for every sequence and KV head replaces copies of them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def picked_decode(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Exact attention over the first `counts` of the `pages` of layer `layer`: (out, lse).
 
-    Page p of a list is its slots p * page .. p * page + page - 1. pos: the positions of the picked pages'
-    slots, -1 where one is empty, which must hold finite values; a query at q_pos sees positions
-    q_pos - window + 1 .. q_pos. bias is added to the logits of the picked slots, in every KV head (X = K) or
-    every query head (X = N); a slot of -inf is not seen. lse is -inf, and out 0, where nothing is seen.
-    Softmax in promote(float32, q).
+    Page p of a KV head is its slots p * page .. p * page + page - 1. pos: the positions of the picked pages'
+    slots, -1 for empty ones, which must hold finite values; a query at q_pos sees positions q_pos - window +
+    1 .. q_pos. bias is added to the logits of the picked slots, in every KV head (X = K) or every query head
+    (X = N); a slot with -inf is invisible. lse is -inf, and out 0, if nothing is visible. Softmax in
+    promote(float32, q).
 
-    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
-    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can
+    run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
 
     >>> k = jnp.ones((2, 1, 1, 8, 4)).at[1, 0, 0, 4:].set(3.0)
     >>> q, at = jnp.zeros((1, 1, 1, 4)), jnp.asarray([[7]])
@@ -85,9 +85,10 @@ def picked_decode(
 def picked(
     x: Shaped[Array, "L B K S *r"], pages: Int[Array, "B K M"], layer: int | Array, size: int
 ) -> Shaped[Array, "B K P *r"]:
-    """Pages of `size` rows, read out of all layers: cutting the layer out first would copy it.
+    """Pages of `size` rows, gathered from all layers at once: slicing the layer first would copy it.
 
-    Where arrays are spread over devices it is cut out all the same: each device then picks in its own lists.
+    If arrays are split over devices the layer is sliced nevertheless: each device then gathers from its own
+    KV heads.
     """
     b, k, most = pages.shape
     every = x.shape[3] // size
@@ -103,7 +104,7 @@ def picked(
 def refusals(
     q: Array, k: Array, v: Array, most: int, page: int, biased: bool = False, by_head: bool = False
 ) -> dict[str, str]:
-    """Why the kernel of each platform cannot take these operands, `most` pages of a list.
+    """Why the kernel of each platform cannot take these operands and `most` pages per KV head.
 
     biased: whether slots have biases; by_head: whether every query head has its own.
     """
@@ -115,7 +116,7 @@ def refusals(
 
 
 def refusal(q: Array, k: Array, v: Array, most: int, page: int, biased: bool = False) -> str:
-    """Why the TPU kernel cannot take these operands, `most` pages of a list; empty where it can."""
+    """Why the TPU kernel cannot take these operands and `most` pages per KV head; empty if it can."""
     for x in (k, v):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"a cache of {x.dtype}, expected float32 or bfloat16"
@@ -163,7 +164,7 @@ def _on_gpu(
 
 
 def _sides(pos: Array, bias: Array | None) -> dict[str, Array]:
-    """What the picked slots are given, [1, B, K or N, P], by the names of the kernel."""
+    """Per-slot numbers of the picked slots, [1, B, K or N, P], by the names of the kernel."""
     return {"pos": pos[None]} | ({} if bias is None else {"bias": bias[None]})
 
 
@@ -172,7 +173,7 @@ def tpu_picked_decode(
     page: int, scale: float, window: int | None, softcap: float | None, bias: Array | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `picked_decode`. block: slots per step."""
+    """The kernel, on the operands of `picked_decode`. block: slots per step."""
     (b, n, t, h), (layers, _, heads, slots, _) = q.shape, k.shape
     lists, queries, unit = b * heads, n // heads * t, max(page, LANES)
     cores = cores or cores_for(lists)

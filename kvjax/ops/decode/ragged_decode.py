@@ -1,7 +1,7 @@
-"""Attention of a few queries over lists of unequal lengths that lie behind each other in one array of rows.
+"""Attention of a few queries over KV heads of unequal lengths that are consecutive in one array of rows.
 
-What budgets per head leave is written once and then only read, so a list's slots can stay together: a list is
-its first row and its length, no table of pages is followed, and a copy is as long as memory likes it.
+With budgets per head, slots are written once and then only read, so the slots of a KV head can stay
+together: a head is its first row and its length, no table of pages is needed, and copies can be long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALWAYS = np.iinfo(np.int32).max
 
 
 class CodedRows(NamedTuple):
-    """Rows in codes of 8 bits; of a list's slots, scales and zeros (`pair`): scale * code + zero."""
+    """Rows as 8-bit codes; per slot, scales and zeros (`pair`): scale * code + zero."""
 
     codes: UInt8[Array, "R W"]
     scale_zero: UInt32[Array, "B K S"]
@@ -52,16 +52,16 @@ def ragged_decode(
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Exact attention of every query over its list, rows starts .. starts + lengths - 1: (out, lse).
+    """Exact attention of every query over its KV head, rows starts .. starts + lengths - 1: (out, lse).
 
-    Every query sees its whole list. v None: the values are the first `values` channels of k (latents). bias
-    is added to the logits of a list's slots. turn: by what keys turn that lie unrotated; queries come turned.
-    most: slots of the longest list there can be, the S of what is given per slot, phases among them. aligned:
-    what all starts and R are multiples of. lse is -inf, and out 0, for empty lists. Softmax in
-    promote(float32, q). What rows behind a list's length hold does not matter.
+    Every query sees all slots of its KV head. v None: the values are the first `values` channels of k
+    (latents). bias is added to the logits of a head's slots. turn: how keys that are stored unrotated are
+    rotated; queries are given rotated. most: the most slots that a head can have, the S of per-slot arrays,
+    phases among them. aligned: all starts and R are multiples of it. lse is -inf, and out 0, for empty heads.
+    Softmax in promote(float32, q). Rows after a head's length are not read.
 
-    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
-    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can
+    run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
 
     >>> k, starts, lengths = jnp.ones((8, 4)), jnp.asarray([[0, 4]]), jnp.asarray([[3, 2]])
     >>> q = jnp.zeros((1, 2, 1, 4))
@@ -99,14 +99,14 @@ def ragged_decode(
 
 
 def rows_of(x: Array | CodedRows) -> Array:
-    """The rows, as they are or in codes."""
+    """The rows, unencoded or in codes."""
     return x.codes if isinstance(x, CodedRows) else x
 
 
 def sides_of(
     k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None, turn: KeyRotation | None = None
 ) -> dict[str, Array]:
-    """What the slots of a list are given, [B, K, S], by the names of the kernel."""
+    """Per-slot numbers, [B, K, S], by the names of the kernel."""
     given = {} if bias is None else {"bias": bias}
     if turn is not None and turning(turn.rope, rows_of(k).shape[-1]) is not None:
         given["phase"] = turn.phase
@@ -117,16 +117,16 @@ def sides_of(
 def refusals(
     q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int], rope: Rope | None = None
 ) -> dict[str, str]:
-    """Why the kernel of each platform cannot take these rows, whose keys turn by `rope` if it is given."""
+    """Why the kernel of each platform cannot take these rows, whose keys are rotated by `rope` if given."""
     why = "" if rope is None else no_turning(rope)
     tpu = why or refusal(q, k, v, aligned, given) or no_tiles(rope, q.shape[-1])
     return dict(tpu=tpu, gpu=why or gpu_refusal(q, given[1], k, v))
 
 
 def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int]) -> str:
-    """Why the TPU kernel cannot take these rows; empty where it can.
+    """Why the TPU kernel cannot take these rows; empty if it can.
 
-    given: how many numbers a slot is given, KV heads, and slots of a list.
+    given: how many numbers a slot has, the number of KV heads, and the slots of a head.
     """
     for x in (k, k if v is None else v):
         if x.shape[-1] % LANES:
@@ -193,7 +193,7 @@ def tpu_ragged_decode(
     turn: KeyRotation | None = None, softcap: float | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `ragged_decode`. block: slots per step."""
+    """The kernel, on the operands of `ragged_decode`. block: slots per step."""
     b, n, t, h = q.shape
     heads, given = starts.shape[1], sides_of(k, v, bias, turn)
     rows = [rows_of(x) for x in (k, v) if x is not None]
@@ -207,7 +207,7 @@ def tpu_ragged_decode(
     sizes = tpu.Sizes(
         block, piece, lists // cores, scale, None, softcap, v is None, tuple(given), turning=which
     )
-    # Blocks are cut out of what the slots are given: the last one is whole.
+    # Per-slot arrays are padded to whole blocks.
     sides = [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % block)))[None] for x in given.values()]
     out, lse = tpu.stacked_decode(
         asked, rows[0][None], None if v is None else rows[1][None],

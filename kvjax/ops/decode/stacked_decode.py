@@ -1,7 +1,7 @@
-"""Attention of a few queries over the dense cache of all layers, taken whole: [L, B, K, S, H].
+"""Attention of a few queries over the stacked cache of all layers: [L, B, K, S, H].
 
 A layer scan carries the cache; slicing a layer out of it copies that layer, once per layer and token. So the
-operation takes the whole and the number of the layer.
+operation takes the whole array and the index of the layer.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
-# What a sequence's slots are given, in two buffers, and the logits that mass keeps: 12 MiB of VMEM.
+# Per-slot numbers of a sequence, in two buffers, and the logits kept for mass: 12 MiB of VMEM.
 KEPT_NUMBERS = 3 * 2**20
 
 
-# What multiplies the keys and the values of every slot of the layer, [B, K, S] each.
+# Factors on the keys and the values of every slot of the layer, [B, K, S] each.
 Sizes = tuple[Array | None, Array | None]
 
 
 class Coded(NamedTuple):
-    """Rows in codes of 8 bits, each with numbers of its own (`bit_packing.pair`): x = scale * code + zero."""
+    """Rows as 8-bit codes, each with a scale and a zero (`bit_packing.pair`): x = scale * code + zero."""
 
     codes: UInt8[Array, "L B K S W"]
     scale_zero: UInt32[Array, "L B K S"]
@@ -63,20 +63,20 @@ def stacked_decode(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
     """Exact attention over the first `lengths` slots of layer `layer`: (out, lse, mass).
 
-    A query at q_pos sees positions q_pos - window + 1 .. q_pos; slot s holds position s unless `pos` says
-    otherwise, where -1 is an empty slot. bias is added to the logits. sizes: what multiplies the keys and the
-    values of every slot of the layer. turn: by what keys turn that lie unrotated; queries come turned. lse is
-    -inf, and out 0, where nothing is seen. mass: the probability of every slot, summed over the queries of
-    its KV head. Softmax in promote(float32, q).
+    A query at q_pos sees positions q_pos - window + 1 .. q_pos; slot s holds position s unless `pos` is
+    given, where -1 is an empty slot. bias is added to the logits. sizes: factors on the keys and the values
+    of every slot of the layer. turn: how keys that are stored unrotated are rotated; queries are given
+    rotated. lse is -inf, and out 0, if nothing is visible. mass: the probability of every slot, summed over
+    the queries of its KV head. Softmax in promote(float32, q).
 
-    Rows may be wider than the H channels of keys and the `values` (H unless given) of values, which come
-    first; what follows must be finite. v None: rows of k hold both, the values from channel `first` on, which
-    is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Keys, values or both
-    may be `Coded`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows behind the length
-    are never read.
+    Rows may be wider than the H channels of keys and the `values` channels (H unless given) of values, which
+    come first; the padding must be finite. v None: rows of k hold both, the values from channel `first` on,
+    which is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Keys, values
+    or both may be `Coded`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows after the
+    length are never read.
 
-    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
-    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can
+    run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
 
     >>> k = jnp.ones((3, 1, 2, 16, 8))
     >>> q, length, pos = jnp.zeros((1, 4, 1, 8)), jnp.asarray([6]), jnp.asarray([[5]])
@@ -108,7 +108,7 @@ def stacked_decode(
 
 
 def rows_of(x: Array | Coded) -> Array:
-    """The rows of a cache, as they are or in codes."""
+    """The rows of a cache, unencoded or in codes."""
     return x.codes if isinstance(x, Coded) else x
 
 
@@ -116,7 +116,7 @@ def sides_of(
     k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
     sizes: Sizes = (None, None), turn: KeyRotation | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """What the slots are given, [1 or L, B, K, S], by the names of the kernel."""
+    """Per-slot numbers, [1 or L, B, K, S], by the names of the kernel."""
     given = {"pos": pos, "bias": bias}
     given |= {f"{n}_size": x[None] for n, x in zip(("key", "value"), sizes, strict=True) if x is not None}
     if turn is not None and turning(turn.rope, rows_of(k).shape[-1]) is not None:
@@ -146,7 +146,7 @@ def refusal(
     q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array], turn: KeyRotation | None, *,
     mass: bool = False,
 ) -> str:  # fmt: skip
-    """Why the TPU kernel cannot take these operands; empty where it can. given: as `sides_of` makes it."""
+    """Why the TPU kernel cannot take these operands; empty if it can. given: the result of `sides_of`."""
     heads, slots = rows_of(k).shape[2:4]
     queries = -(-q.shape[1] // heads * q.shape[2] // SUBLANES) * SUBLANES if mass else 0
     if (2 * len(given) * heads + queries) * slots > KEPT_NUMBERS:
@@ -172,14 +172,14 @@ def refusal(
 
 
 def on_lanes(x: Array) -> bool:
-    """Whether slots lie on the lanes of a TPU's memory, which pads no rows that fill no lanes."""
+    """Whether slots are on the lanes of a TPU's memory, which does not pad rows that do not fill lanes."""
     return x.shape[-1] % LANES != 0
 
 
 def layer_of(x: Shaped[Array, "Lg *r"], index: int | Array) -> Shaped[Array, "*r"]:
-    """One layer of a stacked array, [B, K, S, W] of slots in the order in which a TPU holds it.
+    """One layer of a stacked array, [B, K, S, W] for slots, in the memory order of a TPU.
 
-    Slots of narrow rows lie on its lanes. XLA would lay all layers out anew for what is computed of one.
+    Slots with narrow rows are on its lanes. XLA would re-lay out all layers for a computation on one.
     """
     part = x[index]
     if x.ndim == 5 and platform() == "tpu" and on_lanes(x) and alone(x):
@@ -188,7 +188,7 @@ def layer_of(x: Shaped[Array, "Lg *r"], index: int | Array) -> Shaped[Array, "*r
 
 
 def tile_rows(x: Array) -> int:
-    """Rows of a tile: what a copy must start at a multiple of."""
+    """How many rows a tile has: copies must start at a multiple of it."""
     return SUBLANES * 4 // jnp.dtype(x.dtype).itemsize
 
 
@@ -202,11 +202,10 @@ def stacked_append(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "L B K S W"], Float[Array, "L B K S X"] | None]:
-    """The caches with one row more in every list of a layer, at slot `lengths`.
+    """The caches with one more row in every KV head of a layer, at slot `lengths`.
 
-    They stay in their own memory where they are donated, inside a scan over layers too. A list whose length
-    is negative gets nothing. v None: rows of k hold both. implementation: see
-    `kvjax.ops.decode.append.append`.
+    They are updated in place if they are donated, inside a scan over layers too. A KV head with a negative
+    length gets nothing. v None: rows of k hold both. implementation: see `kvjax.ops.decode.append.append`.
 
     >>> k = jnp.zeros((2, 1, 1, 8, 4))
     >>> k, v = stacked_append(k, k, jnp.ones((1, 1, 4)), jnp.ones((1, 1, 4)), jnp.asarray([3]), layer=1)
@@ -293,7 +292,7 @@ def tpu_stacked_decode(
     turn: KeyRotation | None = None, mass: bool = False, block: int | None = None, cores: int | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel on the operands of `stacked_decode`. block: slots per step."""
+    """The kernel, on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
     caches = [rows_of(x) for x in (k, v) if x is not None]
     heads, slots, width = caches[0].shape[2:]
@@ -336,7 +335,7 @@ def tpu_stacked_decode(
 
 
 def _in_place(x: Array, lists: int) -> Array:
-    """A cache as the kernel takes it: all lists as one array of rows; with slots on lanes, list by list."""
+    """A cache as the kernel takes it: all KV heads as one array of rows; with slots on lanes, by head."""
     if on_lanes(x):
         return jnp.swapaxes(x, 3, 4).reshape(x.shape[0], lists, x.shape[4], x.shape[3])
     return x.reshape(x.shape[0], lists * x.shape[3], x.shape[4])
@@ -345,8 +344,8 @@ def _in_place(x: Array, lists: int) -> Array:
 def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]:
     """(slots of a piece of a step, slots of a step): pieces fill the slots exactly, a step has whole pieces.
 
-    whole: whether steps shall fill the slots too, unless they were shorter than half of `most`. lanes:
-    whether a step must be a multiple of 128 slots.
+    whole: whether steps must fill the slots exactly, too, unless they would be shorter than half of `most`.
+    lanes: whether a step must be a multiple of 128 slots.
 
     >>> steps(8192, 2048, whole=True, lanes=True), steps(8320, 2048, whole=True, lanes=True)
     ((128, 2048), (128, 1664))
@@ -364,7 +363,7 @@ def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]
 
 
 def _in_blocks(x: Array, layer: Array, block: int) -> Array:
-    """Keeps x [L, B, K, S] if it holds 32-bit words and whole blocks, else casts and pads one layer."""
+    """Returns x [L, B, K, S] if it has 32-bit words and whole blocks, else one layer cast and padded."""
     pad = -x.shape[3] % block
     dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     if not pad and x.dtype == dtype:
@@ -376,7 +375,7 @@ def _in_blocks(x: Array, layer: Array, block: int) -> Array:
 def slots_per_step(
     *caches: Array | jax.ShapeDtypeStruct, step_bytes: int = 2**20, generation: str | None = None
 ) -> int:
-    """The tuned number of slots, or else rows of `step_bytes`, so that a copy's latency does not count."""
+    """The tuned number of slots, or else rows of `step_bytes`, so that copy latency does not matter."""
     channels = sum(x.shape[-1] for x in caches) // 2
     known = tuned("stacked_decode", caches[0].dtype.name, channels, generation)
     return known or step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)

@@ -1,4 +1,4 @@
-"""Decoding on a GPU over rows behind each other: dense lists, lists of unequal lengths, picked pages."""
+"""Decoding on a GPU over consecutive rows: dense KV heads, heads of unequal lengths, picked pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.pallas_kernels.turning import Turning
 
 
 def gpu_refusal(q: Array, heads: int, k: Array, v: Array | None) -> str:
-    """Why the GPU kernel cannot take these queries and rows; empty where it can."""
+    """Why the GPU kernel cannot take these queries and rows; empty if it can."""
     for x in (k, k if v is None else v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
             return f"a cache of {x.dtype}, expected float32, bfloat16 or codes in uint8"
@@ -44,13 +44,12 @@ def gpu_stacked_decode(
     stages: int = 3,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N T X"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
-    """The kernel on lists of at most `most` slots: (out, lse, mass where asked for).
+    """The kernel for KV heads of at most `most` slots: (out, lse, mass if needed).
 
-    A list's rows begin at origins [B, K, 1], or those of its pages of `page` slots at origins [B, K, P].
-    v None: rows of k hold both. values: the first channel of the values and how many they are. sides
-    [1 or L, B, K, S]: what the slots are given, by name; a bias may be of every query head, [1, B, N, S].
-    rope: what keys are turned by, where a side "phase" says how far. block, programs, warps, stages: see
-    `partial_gpu`.
+    A head's rows begin at origins [B, K, 1], or those of its pages of `page` slots at origins [B, K, P]. v
+    None: rows of k hold both. values: the first channel of the values and their number. sides [1 or L, B, K,
+    S]: per-slot numbers by name; a bias may be per query head, [1, B, N, S]. rope: how keys are rotated by
+    the side "phase". block, programs, warps, stages: see `partial_gpu`.
     """
     from kvjax.pallas_kernels.stacked_decode import kernel_gpu as gpu
 
@@ -75,7 +74,7 @@ def gpu_stacked_decode(
 
 
 def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"]) -> Array:
-    """A side list by list, [L, I, S]; that of query heads by the queries of a list, [1, I, Q, S]."""
+    """A side per KV head, [L, I, S]; one per query head by the queries of a KV head, [1, I, Q, S]."""
     layers, b, many, slots = x.shape
     if many == heads:
         return x.reshape(layers, b * heads, slots)
@@ -85,7 +84,7 @@ def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"
 def _apart(
     asked: Float[Array, "I R W"], which: Turning
 ) -> tuple[Float[Array, "I R W"], Float[Array, "I 2 R P"]]:
-    """The queries without the channels that turn, and these: the first and the second ones of all pairs."""
+    """The queries without the rotated channels, and those: the first and the second channels of all pairs."""
     start, half = which.start, which.half
     pairs = jnp.stack([asked[..., start + n * half : start + (n + 1) * half] for n in range(2)], axis=1)
     rest = asked.at[..., start : start + 2 * half].set(0)

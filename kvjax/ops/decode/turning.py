@@ -1,4 +1,4 @@
-"""Keys that lie as they were before their rotation, which a kernel of decoding turns as it reads them."""
+"""Keys stored before rotation, which a decode kernel rotates as it reads them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvjax.pallas_kernels.turning import Turning
 
 
 class KeyRotation(NamedTuple):
-    """By what keys turn: a rotation, and a whole number for every slot of a layer; queries come turned."""
+    """A rotation, and an integer for every slot of a layer; queries are given rotated."""
 
     rope: Rope
     phase: Int[Array, "B K S"]
 
 
 def turns(rope: Rope, h: int) -> np.ndarray:
-    """What each pair of channels turns by from one position to the next, in 2^-32 of a turn, [half].
+    """The angle of each pair of channels per position, in units of 2^-32 of a full turn, [half].
 
     >>> turns(Rope(rotary_dim=4), 8).tolist()
     [683565276, 6835653]
@@ -30,18 +30,18 @@ def turns(rope: Rope, h: int) -> np.ndarray:
 
 
 def turning(rope: Rope, h: int) -> Turning | None:
-    """Which of h channels a kernel turns; None where none do."""
+    """Which of h channels a kernel rotates; None if none."""
     half = rope.turning(h) // 2
     return Turning(rope.start, half, rope.amplitude) if half else None
 
 
 def refusal(rope: Rope) -> str:
-    """Why no kernel turns keys by this rotation; empty where one can."""
+    """Why no kernel rotates keys in this way; empty if one can."""
     return f"{rope.kind} rope's frequencies depend on a row's length" if rope.by_length else ""
 
 
 def no_tiles(rope: Rope | None, h: int) -> str:
-    """Why a TPU's kernel does not turn h channels, which lie above the lanes; empty where it does."""
+    """Why a TPU's kernel cannot rotate h channels, which must fill tiles; empty if it can."""
     which = None if rope is None else turning(rope, h)
     if which is None or not (which.start % SUBLANES or which.half % SUBLANES):
         return ""
@@ -49,7 +49,7 @@ def no_tiles(rope: Rope | None, h: int) -> str:
 
 
 def in_kernel(turn: KeyRotation | None, h: int) -> tuple[Turning | None, tuple[Array, ...]]:
-    """What a TPU's kernel turns of h channels, and what it is given for that, [half, 128]."""
+    """Which of h channels a TPU's kernel rotates, and its operands for that, [half, 128]."""
     which = None if turn is None else turning(turn.rope, h)
     if turn is None or which is None:
         return None, ()
@@ -57,6 +57,6 @@ def in_kernel(turn: KeyRotation | None, h: int) -> tuple[Turning | None, tuple[A
 
 
 def turned(turn: KeyRotation, k: Float[Array, "B K S H"], dtype: jnp.dtype) -> Float[Array, "B K S H"]:
-    """Keys turned by their phases, in `dtype`."""
+    """Keys rotated by their phases, in `dtype`."""
     turned = angles(turn.rope, turn.phase, k.shape[-1], dtype=dtype)
     return rotate(k.astype(dtype), *turned, turn.rope.start)

@@ -1,1 +1,1 @@
-"""Linear attentions and other memories of constant size: the one recurrence, and those beside it."""
+"""Linear attentions and other memories of constant size: one general recurrence, and others beside it."""

@@ -1,4 +1,4 @@
-"""What recurrent layers carry of the last tokens themselves: a short convolution's tail, a token shift."""
+"""What recurrent layers carry of the last tokens: a short convolution's inputs, a token shift."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def short_conv(
     """Depthwise causal convolution y_t = sum_i w_i x_(t - W + 1 + i) + b; returns (y, new tail).
 
     The tail holds the last W inputs, zeros before the first: one more than the next token needs, so that a
-    token that `mask` leaves out can still be answered, with what the last real one gave. Tokens left out must
-    come last (right padding); they enter no tail. Where `segments` changes, inputs before it count as zeros.
+    token that `mask` leaves out still gets the output of the last real one. Tokens left out must come last
+    (right padding); they do not enter the tail. Where `segments` changes, inputs before it count as zeros.
 
     >>> y, tail = short_conv(jnp.ones((1, 3, 1)), jnp.ones((2, 1)))
     >>> y[0, :, 0].tolist(), tail[0, :, 0].tolist()
@@ -41,13 +41,13 @@ def short_conv(
             seen = jnp.where(same[..., None], seen, jnp.zeros((), x.dtype))
         return weight[i][None, None].astype(dtype) * seen.astype(dtype)
 
-    # One rounding at the end, as the authors' kernels have.
+    # A single rounding at the end, as in the authors' kernels.
     dtype = wide(x)
     y = sum((tap(i) for i in range(w)), jnp.zeros((), dtype))
     if bias is not None:
         y = y + bias[None, None].astype(dtype)
     y = y.astype(x.dtype)
-    # y[:, s] is the answer after s new tokens.
+    # y[:, s] is the output after s new tokens.
     seen = jnp.minimum(jnp.arange(1, t + 1, dtype=jnp.int32)[None], count[:, None])
     last = count[:, None] + jnp.arange(w, dtype=jnp.int32)[None]
     return (
@@ -62,9 +62,9 @@ def token_shift(
     mask: Bool[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
-    """(the token before each token, the row's last one); `last` stands before the first.
+    """(the token before each token, the row's last one); `last` comes before the first.
 
-    Tokens that `mask` leaves out must come last. Before the first token of a later segment stand zeros.
+    Tokens that `mask` leaves out must come last. Zeros come before the first token of a later segment.
 
     >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
     >>> before, last = token_shift(x, jnp.zeros((1, 1)), jnp.asarray([[True, True, False]]))
@@ -85,7 +85,7 @@ def answered(
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
     """(y with `last` where the mask leaves tokens out, y of the row's last real token, else `last`).
 
-    For layers whose state no longer has what its last token read, should that token be asked again.
+    For layers whose state no longer has the inputs of its last token, in case that token is asked again.
 
     >>> y, last = answered(jnp.ones((1, 1, 1)), jnp.full((1, 1), 5.0), jnp.asarray([[False]]))
     >>> y.item(), last.item()

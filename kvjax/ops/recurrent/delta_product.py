@@ -1,6 +1,6 @@
 """Gated DeltaProduct: several delta steps per token, as a longer sequence of the one recurrence.
 
-A token is n sub-steps. Its decay belongs to the first, its query to the last, and each has a key of its own.
+A token has n sub-steps. Its decay is in the first, its query in the last, and each has a key of its own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def gated_delta_product(
     and beta hold S = T n sub-steps, those of a token side by side. Keys have unit length; beta up to 2 gives
     reflections, and two of them a rotation. There is no query scale (scale is 1). g may also be per key
     channel, which the paper does not have. initial_state and recurrent are those of `linear_attention.run`;
-    segments and mask speak of tokens, not of sub-steps.
+    segments and mask are per token, not per sub-step.
 
-    Raises ValueError where S is no multiple of T.
+    Raises ValueError if S is no multiple of T.
 
     >>> e = jnp.eye(2)
     >>> k, v = e[None, :, None], jnp.asarray([3.0, 5.0])[None, :, None, None]  # one token writes at two keys

@@ -1,7 +1,7 @@
-"""Feature maps for linear attention: phi(q)' phi(k) instead of exp(q' k), so that the past is a small state.
+"""Feature maps for linear attention: phi(q)' phi(k) instead of exp(q' k), so that the state is small.
 
-Performer's random features are exponentials, and are treated as slots that are running averages. Based's
-polynomial needs no care and goes through `normalised`, which serves any map with positive products.
+Performer's random features are exponentials, and are computed as slots with running averages. Based's
+polynomial needs no such care and uses `normalised`, which serves any map with positive products.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvjax.ops.recurrent.slot_memory import LogSum, averaged, carry, empty_sum, 
 
 
 class RandomSums(NamedTuple):
-    """The state of Performer, for each of M features: the mean value under its weights, and their sum."""
+    """The state of Performer, for each of M features: the weighted mean value, and the sum of weights."""
 
     v: Float[Array, "B H M V"]
     weight: LogSum
@@ -57,8 +57,8 @@ def normalised(
 def taylor_features(x: Float[Array, "*s K"]) -> Float[Array, "*s D"]:
     """phi(x)' phi(y) = 1 + x'y + (x'y)^2 / 2, the second-order Taylor polynomial of exp(x'y).
 
-    D = 1 + K + K (K + 1) / 2: products x_i x_j and x_j x_i are one channel, where the full square that is
-    usually written down has K^2 of them.
+    D = 1 + K + K (K + 1) / 2: products x_i x_j and x_j x_i share one channel, while the full square has K^2
+    of them.
 
     >>> x, y = jnp.array([1.0, 2.0]), jnp.array([0.5, 0.25])
     >>> float(taylor_features(x) @ taylor_features(y))  # 1 + 1 + 1 / 2
@@ -96,7 +96,7 @@ def based_attention(
 
 
 def _scaled(q: Array, k: Array, v: Array, scale: float | None) -> tuple[Array, Array]:
-    """Casts q and k to the state's dtype, and gives each the root of the scale of their product."""
+    """Casts q and k to the state's dtype, and multiplies each by the root of the scale."""
     dtype = wide(v)
     root = jnp.asarray((q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5, dtype)
     return q.astype(dtype) * root, k.astype(dtype) * root
@@ -110,9 +110,9 @@ def orthogonal_projection(
 ) -> Float[Array, "M K"]:
     """Gaussian rows [features, dim], orthogonal to each other in blocks of `dim` rows (arXiv:2009.14794).
 
-    A block is a random rotation whose rows get the lengths of independent Gaussian vectors, so every single
-    row is N(0, I) and estimates stay unbiased, with less variance than independent rows. The last block is
-    cut when dim does not divide features.
+    A block is a random rotation whose rows get the lengths of independent Gaussian vectors, so every row is
+    N(0, I) and estimates stay unbiased, with less variance than independent rows. The last block is cut when
+    dim does not divide features.
 
     >>> w = orthogonal_projection(jax.random.key(0), 6, 4)
     >>> w.shape, bool(abs(w[:4] @ w[:4].T - jnp.diag((w[:4] ** 2).sum(1))).max() < 1e-5)
@@ -158,12 +158,12 @@ def performer_attention(
 
         o_t = sum_m softmax_m(b_t + L_t) vbar_tm,    vbar_tm = sum_{j <= t} exp(a_jm - L_tm) v_j
 
-    so each feature is a slot that holds an average value. What is taken from the exponents is the largest
-    a_jm *so far* of each feature, and at each query the largest b_tm + L_tm; both cancel exactly. Public code
-    takes the largest exponent of all keys of the sequence. That costs less, but in a causal model one large
-    future key makes what came before underflow, a decoder cannot know it in advance, and the constant that
-    must then be added against 0 / 0 biases the weights. Here nothing is added, and steps give what the whole
-    gives; the price is that weights are compared feature by feature, as in GLA. Before a row's first token
+    so each feature is a slot with an average value. Subtracted from the exponents are the largest a_jm *so
+    far* of each feature, and at each query the largest b_tm + L_tm; both cancel exactly. Public code
+    subtracts the largest exponent of all keys of the sequence. That costs less, but in a causal model one
+    large future key makes earlier weights underflow, a decoder cannot know it in advance, and the constant
+    that must then be added against 0 / 0 biases the weights. Here nothing is added, and decode steps give the
+    result of the whole sequence; the price is a comparison per feature, as in GLA. Before a row's first token
     o is 0.
 
     >>> x, w = jnp.ones((1, 2, 1, 4)), orthogonal_projection(jax.random.key(0), 8, 4)

@@ -1,6 +1,6 @@
-"""The recurrence of linear attentions where a kernel can run it: sequences, their gradients, and one token.
+"""The general recurrence of linear attentions, with kernels: sequences, their gradients, and single tokens.
 
-`kvjax.ops.recurrent.recurrence` defines what is computed, for all of its members: RetNet, GLA, Mamba-2,
+`kvjax.ops.recurrent.recurrence` defines the result for all of its members: RetNet, GLA, Mamba-2,
 DeltaNet, Gated DeltaNet, KDA, Comba, GDN-2. q, k, v and erase may be bfloat16 here; states and log decays are
 float32.
 """
@@ -27,7 +27,7 @@ from kvjax.pallas_kernels.gated_delta.chunk import Chunk
 from kvjax.pallas_kernels.gated_delta.decode_tpu import decode
 
 LANES, SUBLANES, LARGEST_CHUNK, SPAN, STEP_NUMBERS = 128, 8, 128, 16, 2**18
-# A log decay that leaves nothing, whose sums are still numbers: that of a segment's first token.
+# A log decay that forgets everything, for a segment's first token; finite, so that sums stay finite.
 FORGET = -1e30
 # Logical axes of one token's arrays and of states, of a sequence's arrays, and of the states of all layers.
 HEADS: Axes = ("batch", "heads")
@@ -46,11 +46,11 @@ def gated_delta(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """`recurrence.chunked`: (outputs in the dtype of v, final state in float32), from `state` or zeros.
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. For the
-    gradient, that keeps the state before every 16th chunk and makes the others again. Raises
-    NotImplementedError where a forced one cannot run. on: the mesh that rows and heads are split over, by its
-    rules; the kernel then runs on every device's own. least: a bound that no log decay is below, by which the
-    plain form may take fewer exponentials.
+    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel if it  can run. For the
+    gradient, the kernel stores the state before every 16th chunk and recomputes the others. Raises
+    NotImplementedError if a forced one cannot run. on: the mesh that rows and heads are split over, by its
+    rules; the kernel then runs on every device's own. least: a lower bound of all log decays, with which the
+    reference may need fewer exponentials.
 
     >>> x = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
     >>> out, state = gated_delta(Tokens(x, x, x, -x, x))
@@ -81,9 +81,8 @@ def gated_delta_step(
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"] | StackedState]:
     """`recurrence.step`: one token per row, its arrays without the time axis: (output as v, new state).
 
-    The kernel reads every state once and writes it once, in the memory of a state that is donated; of a
-    `StackedState`, which comes back as one, it touches the one layer. implementation, errors and on as in
-    `gated_delta`.
+    The kernel reads and writes every state once, in place if it is donated; of a `StackedState`, which is
+    returned as one, it touches only one layer. implementation, errors and on as in `gated_delta`.
 
     >>> x = jnp.ones((1, 1, 2)) * 0.5**0.5
     >>> out, state = gated_delta_step(jnp.zeros((1, 1, 2, 2)), Tokens(x, x, x, -x, x))
@@ -116,7 +115,7 @@ def gated_delta_step(
 
 
 def refusal(tokens: Tokens) -> str:
-    """Why the TPU kernels cannot take these tokens; empty where they can."""
+    """Why the TPU kernels cannot take these tokens; empty if they can."""
     arrays = (tokens.q, tokens.k, tokens.v, tokens.erase, tokens.removal)
     kinds = {x.dtype.name for x in arrays if x is not None}
     if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
@@ -129,7 +128,7 @@ def refusal(tokens: Tokens) -> str:
 
 
 def step_refusal(state: Array, token: Tokens) -> str:
-    """Why the TPU kernel cannot take these states [..., K, V] and token; empty where it can."""
+    """Why the TPU kernel cannot take these states [..., K, V] and token; empty if it can."""
     if token.removal is not None:
         return "a token that erases along another key than it writes to"
     if state.dtype != jnp.float32:
@@ -141,7 +140,7 @@ def step_refusal(state: Array, token: Tokens) -> str:
 
 
 def widened(tokens: Tokens) -> Tokens:
-    """The tokens in promote(float32, tokens), which the plain forms take."""
+    """The tokens in promote(float32, tokens), as the reference takes them."""
     dtype = wide(tokens.v, tokens.log_decay)
     return jax.tree.map(lambda x: x.astype(dtype), tokens)
 
@@ -150,10 +149,10 @@ def tpu_gated_delta(
     tokens: Tokens, state: Array | None = None, segments: Array | None = None, *,
     chunk: int | None = None, span: int = SPAN, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernels on the operands of `gated_delta`.
+    """The kernels, on the operands of `gated_delta`.
 
-    chunk: tokens per grid step, a power of two from 8 on; span: chunks from one state that is kept for the
-    gradient to the next. A token with a removal is two of theirs.
+    chunk: tokens per grid step, a power of two from 8 on; span: how many chunks there are between states
+    stored for the gradient. A token with a removal key counts as two tokens.
     """
     if tokens.removal is not None:
         twice = None if segments is None else jnp.repeat(segments, 2, axis=1)
@@ -182,7 +181,7 @@ def tpu_gated_delta(
 
 
 def heads_together(heads: int, state: int, exact: bool) -> int:
-    """Heads per grid step, whose products hide each other's latency: four of 128 x 128, or two of float32.
+    """Heads per grid step, to hide the latency of products: four of 128 x 128, or two of float32.
 
     >>> [heads_together(n, 128 * 128, exact=False) for n in (16, 6, 7)], heads_together(16, 128 * 128, True)
     ([4, 2, 1], 2)
@@ -194,7 +193,7 @@ def heads_together(heads: int, state: int, exact: bool) -> int:
 def tpu_gated_delta_step(
     state: StackedState, token: Tokens, *, interpret: Any = False
 ) -> tuple[Array, StackedState]:
-    """The kernel on the operands of `gated_delta_step`."""
+    """The kernel, on the operands of `gated_delta_step`."""
     layers, b, h, keys, values = state.layers.shape
     # About a megabyte per copy.
     together = max(SUBLANES, STEP_NUMBERS // (keys * values) // SUBLANES * SUBLANES)
@@ -209,7 +208,7 @@ def tpu_gated_delta_step(
 
 
 def _flat(x: Array) -> Array:
-    """[B, T, H * K] with K filled up to whole lanes."""
+    """[B, T, H * K] with K padded to whole lanes."""
     x = jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[-1] % LANES)])
     return x.reshape(*x.shape[:2], -1)
 

@@ -14,7 +14,7 @@ from kvjax.ops.base.dtypes import wide
 
 
 class GAUState(NamedTuple):
-    """Sum of k v' / C over finished chunks, and the open chunk: `length` of its C slots are in use."""
+    """The sum of k v' / C over finished chunks, and the open chunk, with `length` of its C slots in use."""
 
     total: Float[Array, "B K V"]
     quad_k: Float[Array, "B C K"]
@@ -39,13 +39,13 @@ def mixed_chunk_attention(
     """FLASH (Hua et al., 2022, arXiv:2202.10447): mixed chunk attention, causal, one head.
 
     With C = `chunk`, out = sum_j relu(q.k_j / C)^2 v_j over the tokens j up to itself in its chunk of C
-    tokens, plus q_lin' S with S the sum of k_lin v' / C over all chunks before. Nothing is normalised, so C
-    is part of the function. That the four queries and keys are scaled and shifted copies of one vector is the
-    model's part, as are the gate and rotary embedding.
+    tokens, plus q_lin' S with S the sum of k_lin v' / C over all earlier chunks. Nothing is normalised, so C
+    is part of the function. The model computes the four queries and keys, which are scaled and shifted copies
+    of one vector, and the gate and rotary embedding.
 
     Differences from the paper: no relative position bias inside the square.
 
-    Raises ValueError where the open chunk of `initial_state` is not `chunk` slots.
+    Raises ValueError if the open chunk of `initial_state` does not have `chunk` slots.
 
     >>> x = jnp.ones((1, 3, 1))
     >>> o, state = mixed_chunk_attention(x, x, x, x, x, chunk=2)
@@ -72,7 +72,7 @@ def mixed_chunk_attention(
 
 
 def _one_chunk(state: GAUState, chunk: Chunk, *, block: int) -> tuple[GAUState, Array]:
-    """New tokens behind the open chunk of their row: they may finish it and open the next one."""
+    """New tokens after the open chunk of their row, which they may finish and open the next one."""
     quad_q, quad_k, lin_q, lin_k, v = chunk.tokens
     at = arrange(chunk, state.length, slots=block, block=block)
     quad_k, lin_k, v = (

@@ -1,4 +1,4 @@
-"""HGRN: a recurrence without keys or heads, every channel a gated sum of its own."""
+"""HGRN: a recurrence without keys or heads, in which every channel is a gated sum."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def hgrn(
     """Runs h = e^g h + x with log decays g <= 0: (every h, the last one) in promote(float32, input).
 
     HGRN (Qin et al., 2023, arXiv:2311.04823). A layer gives e^g = lb + (1 - lb) sigmoid(f), x = (1 - e^g) c.
-    The paper's h is complex and also turns by an angle per channel; this one is real. There is no query, so
-    no scale either.
+    The paper's h is complex and is also rotated by an angle per channel; this one is real. There is no query,
+    so no scale either.
 
-    A parallel prefix of (e^g, x), which only ever multiplies decays, so nothing overflows; token by token
-    where `recurrent`. It starts from initial_state (zeros where None), and from zeros again wherever
-    `segments` changes. Tokens that mask leaves out keep h as it is.
+    A parallel prefix sum of (e^g, x), which only multiplies decays, so nothing overflows; token by token with
+    `recurrent`. It starts from initial_state (zeros if None), and from zeros again wherever `segments`
+    changes. Tokens that mask leaves out do not change h.
 
     >>> x = jnp.ones((1, 3, 1))
     >>> hgrn(x, jnp.log(0.5) * x)[0][0, :, 0].tolist()

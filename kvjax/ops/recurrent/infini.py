@@ -14,11 +14,11 @@ from kvjax.ops.base.dtypes import wide
 
 
 class InfiniState(NamedTuple):
-    """What a row remembers. S = segment_tokens; W = V + 1, the last channel is the normaliser z.
+    """The state of a row. S = segment_tokens; W = V + 1, where the last channel is the normaliser z.
 
-    memory: of the segments that are over. opened: what the open segment will add to it, a sum already, so
-    that the end of a segment costs a decoder no more than any token, and one kind of keys is enough. k, v:
-    the open segment for local attention, k as rotated by the caller, zero from `length` on; length < S.
+    memory: the sum over finished segments. opened: what the open segment will add to it, already summed, so
+    that the end of a segment costs a decode step no more than any token. k, v: the open segment for local
+    attention, k as rotated by the caller, zero from `length` on; length < S.
     """
 
     memory: Float[Array, "B H K W"]
@@ -29,7 +29,7 @@ class InfiniState(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """local_q is scaled; phi_q and phi_k are the features that the memory is read and written with."""
+    """The inputs of tokens: local_q is scaled; the features phi_q and phi_k read and write the memory."""
 
     local_q: Float[Array, "B T H K"]
     local_k: Float[Array, "B T H K"]
@@ -64,7 +64,7 @@ def infini_attention(
 
     `segments` numbers packed documents, not these segments: a new document starts with an empty memory and a
     segment of its own. Rows may be at different places of their segments. q_local, k_local: q and k already
-    rotated; positions belong to the local branch alone. scale (of local logits): K^-0.5 unless given.
+    rotated; only the local branch uses positions. scale (of local logits): K^-0.5 unless given.
 
     Raises ValueError for one of q_local and k_local without the other, and for a state of other segments.
 
@@ -98,7 +98,7 @@ def infini_attention(
 
 
 def empty_state(k: Float[Array, "B T H K"], v: Float[Array, "B T H V"], segment_tokens: int) -> InfiniState:
-    """The state of rows that have seen nothing, for keys and values like these."""
+    """The state of rows without tokens, for keys and values of these shapes."""
     b, _, h, width = k.shape
     dtype = wide(v)
     memory = jnp.zeros((b, h, width, v.shape[-1] + 1), dtype)
@@ -108,21 +108,21 @@ def empty_state(k: Float[Array, "B T H K"], v: Float[Array, "B T H V"], segment_
 
 
 def _recall(phi: Float[Array, "B C H K"], memory: Float[Array, "B H K W"]) -> Float[Array, "B C H V"]:
-    """Reads phi' M / phi' z, and 0 from an empty memory."""
+    """Computes phi' M / phi' z, and 0 for an empty memory."""
     out = jnp.einsum("bchk,bhkw->bchw", phi, memory)
     norm = out[..., -1:]
     return jnp.where(norm > 0, out[..., :-1] / jnp.where(norm > 0, norm, 1.0), 0.0)
 
 
 def _written(tokens: _Tokens, known: Float[Array, "B C H V"], delta: bool) -> Float[Array, "B C H W"]:
-    """What is written for a key: its value, or what the memory does not know of it; and 1 for z."""
+    """What is written for a key: its value, or (delta) what the memory does not recall of it; and 1 for z."""
     return jnp.concatenate([tokens.v - known if delta else tokens.v, jnp.ones_like(tokens.v[..., :1])], -1)
 
 
 def _added(
     tokens: _Tokens, written: Float[Array, "B C H W"], chosen: Bool[Array, "B C"]
 ) -> Float[Array, "B H K W"]:
-    """What the chosen tokens add to a memory; the features of tokens that are left out are zero."""
+    """What the chosen tokens add to a memory; the features of tokens left out are zero."""
     return jnp.einsum("bchk,bchw->bhkw", jnp.where(chosen[..., None, None], tokens.phi_k, 0.0), written)
 
 
@@ -165,7 +165,7 @@ def _cleared(state: InfiniState, rows: Bool[Array, "B"]) -> InfiniState:
 
 
 def _block(state: InfiniState, chunk: Chunk, delta: bool) -> tuple[InfiniState, tuple[Array, Array]]:
-    """`_step` for up to S tokens at once, in which no segment but the entering one and the next can lie."""
+    """`_step` for up to S tokens at once, which span at most the entering segment and the next one."""
     tokens: _Tokens = chunk.tokens
     size = state.k.shape[1]
     at = arrange(chunk, state.length, slots=size, block=size)
@@ -173,7 +173,7 @@ def _block(state: InfiniState, chunk: Chunk, delta: bool) -> tuple[InfiniState, 
     segment = at.block[:, size:]
     local = _attend(tokens.local_q, k, v, at.seen & (at.block[:, None] == segment[:, :, None]))
 
-    # Tokens behind the end of the entering segment know one segment more than it does.
+    # Tokens after the end of the entering segment have one more segment in their memory.
     behind = at.carried & (segment > 0)
     carried, late = (x[..., None, None] for x in (at.carried, behind))
     known = jnp.where(carried, _recall(tokens.phi_k, state.memory), 0.0)

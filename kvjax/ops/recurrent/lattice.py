@@ -1,4 +1,4 @@
-"""Lattice: a memory of unit slots, moved by one gradient step per token, orthogonally to what they hold."""
+"""Lattice: a memory of unit slots, each moved by one gradient step per token, orthogonally to itself."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def lattice(
 
     k and q are coordinates over the M slots. The state enters through its norms and through e: the recurrence
     is nonlinear and no exact parallel form exists, so this is a scan over tokens, in prefill and training.
-    Not built: the paper's chunk-wise approximation for training, its gates and other objectives, and the
-    return of slots to unit length after every step that descriptions of it mention (here norms only grow, and
-    damp later steps). Zero has no direction, so a row starts from `slots`, a learned parameter, and so does
-    every new segment; `initial_state` continues a row.
+    Not implemented: the paper's chunk-wise approximation for training, its gates and other objectives, and
+    the normalisation of slots after every step that descriptions of it mention (here norms only grow, and
+    damp later steps). A zero slot has no direction, so a row starts from `slots`, a learned parameter, and so
+    does every new segment; `initial_state` continues a row.
 
     Raises ValueError when `slots` is needed and missing.
 

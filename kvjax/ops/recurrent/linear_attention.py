@@ -1,12 +1,12 @@
-"""Linear attentions as calls of one recurrence: what each paper decays, erases and writes.
+"""Linear attentions as calls of one recurrence, with each paper's decays, erasures and writes.
 
 Every function returns (o [B, T, H, V], final state [B, H, K, V]) in promote(float32, input). All take
 
-* scale: what o is multiplied by, K^-0.5 unless given (or unless the paper has none);
+* scale: the factor on o, K^-0.5 unless given (or unless the paper has none);
 * mask: tokens that it leaves out (padding) change no state;
 
 and, by keyword, what `run` takes: initial_state, segments, recurrent, implementation and on. One token with
-recurrent=True is a step of decoding. H is a multiple of N: query and key heads serve groups of value heads.
+recurrent=True is a decode step. H is a multiple of N: query and key heads serve groups of value heads.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ def run(
     on: OnMesh | None = None,
     least: float | None = None,
 ) -> Output:
-    """The recurrence in chunks of matrix products, or token by token where `recurrent` or there is but one.
+    """The recurrence in chunks of matrix products, or token by token if `recurrent` or for a single one.
 
-    It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes. Of one
-    token it may be a `StackedState`, which comes back as one.
-    implementation and on: as in `gated_delta`, for chunks and for single tokens. least: as there.
-    Raises NotImplementedError where a forced one cannot run.
+    It starts from initial_state (zeros if None), and from zeros again wherever `segments` changes. For one
+    token it may be a `StackedState`, which is returned as one. implementation and on: as in `gated_delta`,
+    for chunks and for single tokens. least: as there. Raises NotImplementedError if a forced one cannot run.
     """
     count = tokens.k.shape[1]
     if count == 1 and segments is None:
@@ -73,7 +72,7 @@ def linear_attention(
     """S = S + k v', o = scale S' q, without a normaliser.
 
     Transformers are RNNs (Katharopoulos et al., 2020, arXiv:2006.16236, eq. 18-20) with the identity as the
-    feature map; a norm after it takes the normaliser's place, as in RetNet.
+    feature map; a norm after it replaces the normaliser, as in RetNet.
 
     >>> x = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
     >>> whole, _ = linear_attention(x, x, x)
@@ -108,8 +107,8 @@ def retention(
 ) -> Output:
     """S = gamma_h S + k v' with the constant gamma_h = 1 - 2^(-5 - h).
 
-    RetNet (Sun et al., 2023, arXiv:2307.08621). q and k come rotated. The paper's row normalisers are
-    positive factors that the norm behind it removes; they are left out.
+    RetNet (Sun et al., 2023, arXiv:2307.08621). q and k are given rotated. The paper's row normalisers are
+    positive factors that the following norm removes; they are left out.
 
     >>> x = jnp.ones((1, 2, 1, 1))
     >>> float(retention(x, x, x)[1][0, 0, 0, 0])
@@ -172,7 +171,7 @@ def hgrn2_gate(f: PerChannel, lower_bound: Float[Array, "H K"]) -> PerChannel:
     """
     low = lower_bound[None, None]
     decay = low + (1 - low) * jax.nn.sigmoid(f)
-    # A decay that float32 cannot hold is sigmoid(f) alone, whose logarithm it can.
+    # If float32 cannot represent the decay, it is sigmoid(f) alone, whose logarithm it can represent.
     some = decay > 1e-30
     return jnp.where(some, jnp.log(jnp.where(some, decay, 1.0)), jax.nn.log_sigmoid(f))
 
@@ -192,7 +191,8 @@ def ssd(
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P N"]]:
     """S = e^(-e^a_log dt) S + dt x b', o = S c + d x with dt = softplus(dt_raw + dt_bias).
 
-    Mamba-2's state-space dual (Dao & Gu, 2024, arXiv:2405.21060, sections 5 and 6). States lie values first.
+    Mamba-2's state-space dual (Dao & Gu, 2024, arXiv:2405.21060, sections 5 and 6). States have the values'
+    axis first.
 
     >>> x, one = jnp.ones((1, 4, 2, 3)), jnp.ones((1, 4, 1, 5))
     >>> out, state = ssd(x, x[..., 0], one, one, jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
@@ -243,7 +243,8 @@ def gated_delta_rule(
     """S~ = Diag(e^g) S, S = S~ + beta k (v - S~' k)', with log decays g <= 0.
 
     Per head it is Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464, eq. 10), per key channel Kimi Delta
-    Attention (KDA, arXiv:2510.26692, eq. 1). Keys have unit length; beta up to 2 gives negative eigenvalues.
+    Attention (KDA, arXiv:2510.26692, eq. 1). Keys have unit length; with beta up to 2 there are negative
+    eigenvalues.
 
     >>> k = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
     >>> gated_delta_rule(k, k, k, -k, k[..., 0])[0].shape

@@ -13,11 +13,12 @@ stay together on one level for every later token, so that each level is one stat
 * Before token t, all levels below m = level(t, t - 1) become level m. A state has the levels that its last
   token saw, before this is done for the next. Level l >= 1 holds 2^(l - 1) tokens if bit l - 1 of the last
   token's position is set, else none.
-* What has level l at token u is on level max(l, level(t, u)) at every t >= u. (Let m = level(t, u): t has bit
+* What is on level l at token u is on level max(l, level(t, u)) at every t >= u. (Let m = level(t, u): t has
+  bit
   m - 1 and u has not, while u has bit l - 1 and the tokens of level l have not; u agrees with all in the bits
   above. The higher of the two bits decides, and they differ.) So chunks may begin anywhere: what entered a
   chunk is read on that level, and moves to it at the chunk's end.
-* All levels share A, hence merging is exact, and one linear map of a chunk serves all of them. Level weights
+* All levels share A, so merging is exact, and one linear map of a chunk serves all of them. Level weights
   multiply after the erasing: [tril(Q K') X * decay * lambda] V, X the inverse of the chunk's erasing.
 
 n tokens need ceil(log2 n) + 1 levels (`levels_for`). With L fewer, everything further away is on the topmost
@@ -68,14 +69,14 @@ def log_linear(
     implementation: str | None = None,
     on: OnMesh | None = None,
 ) -> LevelOutput:
-    """The member of the recurrence that `tokens` feed, log-linear: in chunks, or token by token.
+    """The log-linear form of the recurrence for `tokens`: in chunks, or token by token.
 
     Where `segments` changes, positions start again at 0 with empty levels; the first token continues `state`.
     Tokens that `mask` leaves out have no position and change no level, wherever they are; their outputs read
-    the state as it is. ValueError if the state has other levels than level_scales, or if a call without
-    segments and mask has more tokens than its levels hold apart. Where positions are data (in decoding, or
+    the unchanged state. ValueError if the state has other levels than level_scales, or if a call without
+    segments and mask has more tokens than its levels can separate. If positions are data (in decoding, or
     with a mask) nothing is raised, and the topmost level absorbs what is further away. implementation and on:
-    as in `log_linear_decode`, for one token without segments; NotImplementedError where a forced one cannot
+    as in `log_linear_decode`, for one token without segments; NotImplementedError if a forced one cannot
     run.
 
     >>> ones = jnp.ones((1, 3, 1, 1))
@@ -128,7 +129,7 @@ def log_linear_attention(
 ) -> LevelOutput:
     """Log-linear Mamba-2 and GLA: o_t = sum_s lambda_t[level(t, s)] exp(G_t - G_s) (q_t' k_s) v_s.
 
-    Log decays g are [B, T, H] as in the paper's Mamba-2 (dt and the skip are the caller's), [B, T, H, K] or
+    Log decays g are [B, T, H] as in the paper's Mamba-2 (the caller applies dt and the skip), [B, T, H, K] or
     None. `segments`, `mask`, `chunk` and `recurrent` are those of `log_linear`; with recurrent=True one token
     is a decode step. scale is 1, not K^-0.5: the level scales are learnt.
 
@@ -189,7 +190,7 @@ def _in_chunks(state: LevelState, fed: tuple[Tokens, Array, Array, Array], size:
     count = -(-t // size)
 
     def cut(x: Array) -> Array:
-        # Zeros are tokens that the mask leaves out.
+        # Zero padding acts as tokens that the mask leaves out.
         padded = jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(b, count, size, *x.shape[2:]), 1, 0)
 
@@ -208,14 +209,14 @@ def _one_chunk(
     fresh: Bool[Array, "B C"],
     real: Bool[Array, "B C"],
 ) -> tuple[Float[Array, "B C H V"], LevelState]:
-    """One chunk from any positions: sums over its own tokens j, and over the levels l that entered it."""
+    """One chunk, from any positions: sums over its own tokens j, and over the levels l that entered it."""
     levels, following = _restart(state, fresh[:, 0])
     tokens = without(tokens, real)
     size, count = real.shape[1], levels.shape[1]
     until = jnp.tril(jnp.ones((1, size, size), bool))
     segment = (until & fresh[:, None]).sum(-1, dtype=jnp.int32)
     mates = until & real[:, None] & (segment[:, :, None] == segment[:, None])
-    # A token that the mask leaves out has the position of the one before it.
+    # A token that the mask leaves out has the position of the previous token.
     position = mates.sum(-1, dtype=jnp.int32) - 1 + jnp.where(segment == 0, following[:, None], 0)
     before, last = following - 1, position[:, -1]
     read, enter, write, through = _maps(tokens, segment)
@@ -237,15 +238,15 @@ def _one_chunk(
 
 
 def _is_level(levels: Int[Array, "..."], count: int, dtype: Any) -> Float[Array, "... L"]:
-    """1 at each of the given levels, else 0; those beyond the topmost one are on it."""
+    """1 at each of the given levels, else 0; levels beyond the topmost count as the topmost one."""
     return jax.nn.one_hot(jnp.minimum(levels, count - 1), count, dtype=dtype)
 
 
 def _maps(tokens: Tokens, segments: Int[Array, "B C"]) -> tuple[Array, Array, Array, Array]:
-    """What a chunk does to any values v [C, V] and entering state S [K, V] of a head, as four matrices.
+    """The effect of a chunk on any values v [C, V] and entering state S [K, V] of a head, as four matrices.
 
-    Outputs are read v + enter S, the new state is write v + through S. They are what the recurrence makes of
-    values and states that are the columns of an identity, so decay, erasing and segments are written once.
+    Outputs are read v + enter S, the new state is write v + through S. They are computed by running the
+    recurrence on identity values and states, so that decay, erasing and segments are written once.
     Returns read [B, C, H, C], enter [B, C, H, K], write [B, H, K, C] and through [B, H, K, K].
     """
     b, size, h, k = tokens.k.shape

@@ -1,6 +1,6 @@
-"""One token of log-linear attention where a kernel can run it; `log_linear_step` defines what is computed.
+"""One token of log-linear attention, with a kernel; `log_linear_step` defines the result.
 
-Of log2(T) levels, the kernel takes those that hold something, about half of them, and writes them in place.
+Of log2(T) levels, the kernel reads the non-empty ones, about half of them, and writes them in place.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def log_linear_decode(
 ) -> tuple[Float[Array, "B H V"], LevelState]:
     """`log_linear_step`: (output as v, new state) of one token per row, its arrays without the time axis.
 
-    The kernel takes the levels that a row's position says are in use; the others must be empty, as they are
-    in every state that comes from `log_linear`. implementation: "reference", "tpu" or "tpu interpret"; None
-    takes the kernel where it can run. Raises NotImplementedError where a forced one cannot. on: the mesh that
-    rows and heads are split over, by its rules; the kernel then runs on every device's own.
+    The kernel reads the levels that are in use at a row's position; the others must be empty, as they are in
+    every state returned by `log_linear`. implementation: "reference", "tpu" or "tpu interpret"; None takes
+    the kernel if it  can run. Raises NotImplementedError if a forced one cannot. on: the mesh that rows
+    and heads are split over, by its rules; the kernel then runs on every device's own.
 
     >>> x, state = jnp.ones((1, 1, 1)), LevelState(jnp.zeros((1, 3, 1, 1, 1)), jnp.zeros(1, jnp.int32))
     >>> scales = jnp.asarray([[[1.0, 10.0, 100.0]]])
@@ -75,7 +75,7 @@ def tpu_log_linear_decode(
     state: LevelState, token: Tokens, level_scales: Array, mask: Array | None = None, *,
     interpret: Any = False,
 ) -> tuple[Array, LevelState]:  # fmt: skip
-    """The kernel on the operands of `log_linear_decode`."""
+    """The kernel, on the operands of `log_linear_decode`."""
     stack, following = stacked(state.levels), state.next
     _, b, count, h, keys, values = stack.layers.shape
     real = jnp.ones((b,), bool) if mask is None else mask
@@ -95,7 +95,7 @@ def tpu_log_linear_decode(
 def visits_of(
     following: Int[Array, "B"], real: Bool[Array, "B"], count: int
 ) -> tuple[Int[Array, "B L"], Int[Array, "B"], Int[Array, "B"]]:
-    """(levels that each row visits, in ascending order and the last one repeated; how many; its target).
+    """(levels that each row visits, ascending, with the last one repeated; how many; the target level).
 
     At position 4, levels 0, 1 and 2 of the tokens before it become level 3.
 
@@ -107,7 +107,7 @@ def visits_of(
     move = jnp.where(real & (following > 0), level(following, following - 1), 0)
     targets = jnp.minimum(move, count - 1)
     last = jnp.maximum(following - 1, 0)[:, None]
-    # Level l holds something if bit l - 1 of the last position is set; the topmost has all higher bits.
+    # Level l is in use if bit l - 1 of the last position is set; the topmost has all higher bits.
     bits = last >> jnp.maximum(number - 1, 0)
     used = jnp.where(number == count - 1, bits > 0, (bits & 1) == 1)
     wanted = (number == 0) | used | (number == targets[:, None])

@@ -1,7 +1,7 @@
 """The levels of log-linear attention, one state per power of two of distance, and one token over them.
 
 Log-Linear Attention (Guo et al., 2025, arXiv:2506.04761, section 3); `kvjax.ops.recurrent.log_linear` says
-what levels are. A state has those that its last token saw.
+what levels are. A state has the levels that its last token saw.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvjax.ops.recurrent.recurrence import StackedState, Tokens, advance, produc
 class LevelState(NamedTuple):
     """Memory of the tokens before position `next`, in the levels that the last of them saw.
 
-    Rows may be at different positions. Nothing was merged for the token at `next` yet. One token at a time,
-    levels may be those of a layer among all.
+    Rows may be at different positions. Levels are not merged for the token at `next` yet. For single tokens,
+    levels may be those of one layer in a stack.
     """
 
     levels: Float[Array, "B L H K V"] | StackedState
@@ -37,7 +37,7 @@ def level(t: Int[Array, "..."], s: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def levels_for(tokens: int) -> int:
-    """Levels that keep `tokens` tokens apart as the paper does: ceil(log2 tokens) + 1.
+    """How many levels separate `tokens` tokens as in the paper: ceil(log2 tokens) + 1.
 
     >>> [levels_for(n) for n in (1, 2, 3, 4, 5, 1024)]
     [1, 2, 3, 3, 4, 11]
@@ -88,7 +88,8 @@ def log_linear_step(
     # Every level decays and is erased; only level 0 is written. Levels are rows of one batch, without a copy.
     each = jax.tree.map(lambda x: jnp.repeat(x[:, None], count, 1), token)
     each = jax.tree.map(flat, each._replace(v=each.v.at[:, 1:].set(0.0)))
-    # Reading is linear: merged levels answer the sum of their answers, so they need not be merged first.
+    # Reading is linear: the output of merged levels is the sum of their outputs, so they need not be merged
+    # first.
     found = merge(by_level(products(flat(levels), each)), move)
     out, levels = map(by_level, advance(flat(merge(levels, move)), each, flat(found)))
     out = jnp.einsum("bhl,blhv->bhv", level_scales.astype(out.dtype), out)
@@ -96,7 +97,7 @@ def log_linear_step(
 
 
 def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
-    """Tokens that decay, erase and write nothing where the mask leaves them out."""
+    """The tokens, changed to decay, erase and write nothing where the mask leaves them out."""
     q, k, v, g, p = tokens[:5]
     real = mask[..., None, None]
     k, v, g = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (k, v, g))
@@ -104,9 +105,9 @@ def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
 
 
 def merge(levels: Float[Array, "B L H _ V"], move: Int[Array, "B"]) -> Float[Array, "B L H _ V"]:
-    """Levels 0..move of every row, or what is linear in them, become its level `move`, or the topmost one.
+    """Merges levels 0..move of every row, or something linear in them, into level `move` or the topmost one.
 
-    By sums, because a matrix product may round its factors.
+    It uses sums, because a matrix product may round its factors.
     """
     number = jnp.arange(levels.shape[1], dtype=jnp.int32)[None]
     target = jnp.minimum(move, levels.shape[1] - 1)[:, None]

@@ -1,4 +1,4 @@
-"""The Mesa layer: at every token the ridge regression of all values on all keys so far, read at the query."""
+"""The Mesa layer: at every token, the ridge regression of all values so far on all keys, at the query."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient
 from kvjax.ops.recurrent.recurrence import Tokens, chunked, scan, tokens_of
 
-# Tokens whose matrices [H, K, K] exist at the same time in the exact form.
+# For how many tokens matrices [H, K, K] exist at the same time in the exact form.
 CHUNK = 16
 
 
@@ -43,10 +43,10 @@ def mesa(
 
     Hkk = e^g Hkk + beta k k' and Hkv = e^g Hkv + beta k v', with log decays g <= 0, strengths beta >= 0 and a
     ridge > 0 per key channel. Without `iterations` every token's system is solved by Cholesky. With them it
-    is solved by so many conjugate gradient steps, whose matrix products are linear attention in chunks: the
-    way of the paper, which holds no matrix per token. scale: a factor of q, 1 unless given.
+    is solved by that many conjugate gradient steps, whose matrix products are linear attention in chunks, as
+    in the paper: no matrix per token is stored. scale: a factor of q, 1 unless given.
 
-    Differences from the paper: its solver may stop early, ours takes a fixed number of steps, from zero.
+    Differences from the paper: its solver may stop early; this one takes a fixed number of steps, from zero.
 
     >>> k, v = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1, 1))
     >>> o, state = mesa(k, k, v, jnp.zeros((1, 3, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 1)))
@@ -59,7 +59,7 @@ def mesa(
     ridge = ridge.astype(dtype)
     sums = kk = None
     if initial_state is not None:
-        # Solvers read a matrix or its transpose; a gradient must not depend on which.
+        # Solvers read a matrix or its transpose; the gradient must not depend on which.
         kk = ((initial_state.kk + jnp.swapaxes(initial_state.kk, 2, 3)) / 2).astype(dtype)
         sums = jnp.concatenate([kk, initial_state.kv.astype(dtype)], -1)
     keys = t._replace(v=t.v[..., :width])
@@ -90,7 +90,7 @@ def _exact(
     def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
-    # A gradient recomputes the matrices, or it would keep those of every token.
+    # The gradient recomputes the matrices, or it would store those of every token.
     @jax.checkpoint
     def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
         t = chunk.tokens

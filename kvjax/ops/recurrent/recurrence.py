@@ -1,15 +1,14 @@
-"""One recurrence behind most linear attentions: a state [K, V] per head that decays, erases and writes.
+"""One recurrence for most linear attentions: a state [K, V] per head that decays, erases and writes.
 
     S~ = Diag(exp g) S
     S  = S~ + k (w v)' - r (S~' p)'
     o  = scale S' q
 
 g is the log decay (one per head, or one per key channel), w the write factor and p the erase vector. What p
-reads is taken away along r, which is k but in RWKV-7. Linear attention, RetNet, GLA, HGRN2, Mamba-2,
+reads is subtracted along r, which is k except in RWKV-7. Linear attention, RetNet, GLA, HGRN2, Mamba-2,
 DeltaNet, Gated DeltaNet, KDA, GDN-2, Comba (`kvjax.ops.recurrent.linear_attention`), RWKV-6 and RWKV-7
 (`kvjax.ops.recurrent.rwkv`) are calls of it. `step` is one token, `scan` a sequence token by token, `chunked`
-the same in chunks that are matrix products (DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq.
-6-9).
+the same in chunks of matrix products (DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9).
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
 from kvjax.ops.base.solve import unit_lower_solve
 
-# Tokens per chunk, where decays are of channels and where they are of heads.
+# Tokens per chunk, for decays per channel and for decays per head.
 CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
-# Where log decays add up to no more than this, exp(G) and exp(-G) are both far from what float32 cannot hold.
+# If log decays sum to no more than this, exp(G) and exp(-G) are both well within the range of float32.
 MOST_DECAY = 40.0
-# A log decay whose exponential is 0 in float64, too: what lies below it, -inf included, has no differences.
+# A log decay whose exponential is 0 even in float64; smaller ones, -inf included, count as this one.
 FORGETS = -800.0
 
 
 class Tokens(NamedTuple):
-    """What a sequence feeds the recurrence; the time axis is the second one, heads H are those of the values.
+    """The inputs of the recurrence for a sequence; the time axis is the second one, H are the value heads.
 
-    log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None where nothing is erased; removal is the
-    key along which it is, None where that is k.
+    log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None if nothing is erased; removal is the
+    key along which erase acts, None if that is k.
     """
 
     q: Float[Array, "B T H K"]
@@ -59,7 +58,7 @@ def tokens_of(
     scale: float | None = None,
     mask: Bool[Array, "B T"] | None = None,
 ) -> Tokens:
-    """Arguments of a layer in the form of the recurrence, in promote(float32, input).
+    """A layer's arguments as inputs of the recurrence, in promote(float32, input).
 
     Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
     `mask` leaves out change no state. A log decay may be -inf, which forgets everything.
@@ -87,7 +86,7 @@ def tokens_of(
 
 
 def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
-    """[B, T, ...] of the first, second, ... sub-step of every token, as one sequence of T * len(parts).
+    """Interleaves [B, T, ...] of each sub-step of every token into one sequence of T * len(parts).
 
     >>> substeps(jnp.asarray([[1, 2]]), jnp.asarray([[10, 20]])).tolist()
     [[1, 10, 2, 20]]
@@ -97,7 +96,7 @@ def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
 
 
 def with_one_key(tokens: Tokens) -> Tokens:
-    """Tokens with a removal as two without: the first decays and erases, the second writes and reads."""
+    """Splits tokens with a removal key in two: the first decays and erases, the second writes."""
     q, k, v, g, p, r = tokens
     none = jnp.zeros_like(k)
     p, r = none if p is None else p, k if r is None else r
@@ -108,9 +107,9 @@ def with_one_key(tokens: Tokens) -> Tokens:
 
 
 class StackedState(NamedTuple):
-    """The state of one layer among those of all, `[L, ...]`: a step that takes it writes it where it lies.
+    """The state of one layer in the stack of all, `[L, ...]`, which a step updates in place.
 
-    A state that is cut out of the stack for a kernel is copied twice: out, and back after the kernel.
+    A state sliced out of the stack for a kernel would be copied twice: out, and back after the kernel.
     """
 
     layers: Float[Array, "L *state"]
@@ -123,19 +122,19 @@ class StackedState(NamedTuple):
         return jax.lax.dynamic_index_in_dim(self.layers, self.layer, keepdims=False)
 
     def replaced(self, new: Float[Array, "*state"]) -> StackedState:
-        """The same states with this layer's written."""
+        """The stack with this layer's state written."""
         new = new.astype(self.layers.dtype)
         if self.layers.shape[0] == 1:
             return StackedState(new[None], self.layer)
         return StackedState(jax.lax.dynamic_update_index_in_dim(self.layers, new, self.layer, 0), self.layer)
 
     def like(self, given: Float[Array, "*state"] | StackedState) -> Float[Array, "*state"] | StackedState:
-        """The state of the one layer, or the stack of all where one was given."""
+        """The state of the one layer, or the stack of all if a stack was given."""
         return self if isinstance(given, StackedState) else self.own()
 
 
 def stacked(state: Float[Array, "*state"] | StackedState) -> StackedState:
-    """A plain state as that of the only layer."""
+    """A plain state as a stack of one layer."""
     return state if isinstance(state, StackedState) else StackedState(state[None], 0)
 
 
@@ -150,7 +149,7 @@ def step(
     """One token per row, its arrays without the time axis: (output, new state).
 
     With a = exp g and u = S' (a p): o = S' (a q) + (q'k) v - (q'r) u, S = Diag(a) S + k v' - r u'. Both
-    products are of the state as it was, so that no other one has to be made for them.
+    products use the old state, so that no intermediate state is needed.
     """
     return advance(state, token, products(state, token))
 
@@ -165,7 +164,7 @@ def products(state: Float[Array, "B H K V"], token: Tokens) -> Float[Array, "B H
 def advance(
     state: Float[Array, "B H K V"], token: Tokens, found: Float[Array, "B H R V"]
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """`step` with its `products` found before."""
+    """`step`, given its `products`."""
     q, k, v, g, p, r = token
     if p is not None and r is None:
         v = v - found[:, :, 1]
@@ -180,7 +179,7 @@ def advance(
 def scan(
     tokens: Tokens, state: Float[Array, "B H K V"] | None = None, segments: Int[Array, "B T"] | None = None
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """The recurrence token by token, as it is written; where `segments` changes, it starts from zero."""
+    """The recurrence token by token, as defined; where `segments` changes, it starts from zero."""
     state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
     fresh = segment_starts(segments, tokens.k.shape[:2])
 
@@ -202,7 +201,7 @@ def chunked(
     chunk: int | None = None,
     least: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """`scan` in chunks of matrix products, at any length. least: a bound that no log decay is below."""
+    """`scan` in chunks of matrix products, at any length. least: a lower bound of all log decays."""
     state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
     b, t = tokens.k.shape[:2]
     size = chunk or (CHUNK_SCALAR if tokens.log_decay.shape[-1] == 1 else CHUNK_VECTOR)
@@ -238,8 +237,8 @@ def _one_chunk(
     weak: whether the log decays of a chunk add up to no less than -MOST_DECAY.
     """
     q, k, v, g, p, r = tokens
-    # Decays are split into multiples of 1/16, whose sums are exact, and small rests. So a strong decay leaves
-    # no rounding error in the differences of weak ones behind it.
+    # Decays are split into multiples of 1/16, whose sums are exact, and small remainders. So a strong decay
+    # leaves no rounding error in the differences of later weak ones.
     coarse = jax.lax.stop_gradient(jnp.round(g * 16) / 16)
     whole, part = jnp.cumsum(coarse, axis=2), jnp.cumsum(g - coarse, axis=2)
     total = whole + part
@@ -263,7 +262,7 @@ def _one_chunk(
     behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
     ends = (segment == segment[:, -1:])[:, None, :, None]
     kept = jnp.where(ends, jnp.exp(jnp.where(ends, behind, 0.0)), 0.0).astype(v.dtype)
-    written = [(k, v)]  # what goes into the state: keys, and a vector along each
+    written = [(k, v)]  # what is written to the state: keys, and a vector along each
     if p is not None:
         found = jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
         if r is None:
@@ -284,9 +283,9 @@ def _by_channels(
 ) -> Float[Array, "B H C C"]:
     """x_i' Diag(exp(G_i - G_j)) k_j for i >= j, and 0 elsewhere, where G is the sum of `decay`.
 
-    Of two blocks of tokens that follow each other, rows of the later and columns of the earlier one meet as
-    G_i - M and M - G_j, with M the last G of the earlier. Both are at most 0, so all is products of matrices,
-    of ever larger blocks, and no pair of tokens has an exponential of its own.
+    For two consecutive blocks of tokens, G_i - G_j = (G_i - M) + (M - G_j), with M the last G of the earlier
+    block. Both terms are at most 0, so everything is matrix products over ever larger blocks, without an
+    exponential per pair of tokens.
     """
     c = x.shape[2]
     most = 1 << max(c - 1, 0).bit_length()

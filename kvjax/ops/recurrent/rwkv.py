@@ -1,12 +1,12 @@
 """The matrix-valued states of RWKV-6 and RWKV-7, as calls of the one recurrence.
 
-Both take [B, T, H, ...] and return (o [B, T, H, V], final state [B, H, K, V]) in promote(float32, input).
-What surrounds them in a layer (token shifts, low-rank projections, norms, gates, the bonus that RWKV-7 adds
-to its output and its values of the first layer) is not here. By keyword, both take
+Both take [B, T, H, ...] and return (o [B, T, H, V], final state [B, H, K, V]) in promote(float32, input). The
+rest of a layer (token shifts, low-rank projections, norms, gates, the bonus that RWKV-7 adds to its output
+and its values of the first layer) is not here. By keyword, both take
 
 * initial_state, segments, recurrent: as in `linear_attention.run`;
 * mask: tokens that it leaves out (padding) change no state;
-* scale: what o is multiplied by, 1 as in the papers.
+* scale: the factor on o, 1 as in the papers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def rwkv6(
     """Runs o = scale (S + Diag(u) k v')' r, then S = Diag(e^-e^w_pre) S + k v': reads before decay and write.
 
     RWKV-6 "Finch" (Peng et al., 2024, arXiv:2404.05892); with a constant w_pre it is RWKV-5 "Eagle" of the
-    same paper. The bonus u weighs the current token, which the state does not hold yet.
-    w_pre beyond 5 counts as 5: either forgets everything.
+    same paper. The bonus u weights the current token, which the state does not hold yet. w_pre beyond 5
+    counts as 5: both forget everything.
 
     >>> one = jnp.ones((1, 3, 1, 1))
     >>> rwkv6(one, one, one, jnp.log(jnp.log(2.0)) * one, jnp.full((1, 1), 10.0))[0].ravel().round(4).tolist()
@@ -51,11 +51,11 @@ def rwkv6(
     """
     dtype = wide(v)
     r, k, v, w_pre, u = (x.astype(dtype) for x in (r, k, v, w_pre, u))
-    # e^-e^5 is below 1e-64. Without the limit the decays of a chunk add up to infinity.
+    # e^-e^5 is below 1e-64. Without the limit the decays of a chunk would sum to infinity.
     g = -jnp.exp(jnp.minimum(w_pre, 5.0))
     tokens = tokens_of(r, k, v, g, scale=scale, mask=mask)
     state = zero_state(tokens) if initial_state is None else initial_state.astype(dtype)
-    # The state that a token reads is the one its predecessor left: every query moves one token ahead.
+    # A token reads the state that its predecessor left: queries are shifted by one token.
     ahead = tokens._replace(q=jnp.roll(tokens.q, -1, axis=1))
     left, last = run(ahead, state, segments, recurrent)
     first = jnp.einsum("bhk,bhkv->bhv", tokens.q[:, 0], state)
@@ -86,8 +86,9 @@ def rwkv7(
     RWKV-7 "Goose" (Peng et al., 2025, arXiv:2503.14456). kk is the removal key, of unit length; a in (0, 1)
     the in-context learning rate; k the replacement key.
 
-    What is erased is read of the state before it decays, which is the decayed state read with kk e^-w: safe,
-    because w is never below -0.607. It is taken away along a * kk, another key than v is written to.
+    What is erased is read from the state before it decays, which equals reading the decayed state with kk
+    e^-w: safe, because w is never below -0.607. It is subtracted along a * kk, while v is written along
+    another key.
 
     >>> x = jnp.full((1, 1, 1, 1), 0.5)
     >>> state = jnp.full((1, 1, 1, 1), 8.0)

@@ -1,4 +1,4 @@
-"""Mamba's selective scan: every channel has a few states, whose decays and inputs depend on the token."""
+"""Mamba's selective scan: every channel has a few states, with decays and inputs that depend on the token."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvjax.ops.base.chunks import Chunk, scan_chunks
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 
-# Tokens whose states exist at the same time, [B, CHUNK, D, N], or are computed anew for a gradient.
+# For how many tokens states exist at the same time, [B, CHUNK, D, N], or are recomputed for a gradient.
 CHUNK = 32
 
 ScanState = Float[Array, "B D N"]
 
 
 class Tokens(NamedTuple):
-    """Inputs of the scan for consecutive tokens; goes_on: whether a token continues the state before it."""
+    """The inputs of the scan for consecutive tokens; goes_on: whether a token continues the past."""
 
     x: Float[Array, "B T D"]
     dt: Float[Array, "B T D"]
@@ -43,11 +43,11 @@ def selective_scan(
 ) -> tuple[Float[Array, "B T D"], ScanState]:
     """(y, last state) of h = e^(dt a) h + dt x b', y = h c + skip x, in promote(float32, input).
 
-    Mamba (Gu and Dao, 2023, arXiv:2312.00752), algorithm 2 with the simplified discretisation of b that its
-    code has. dt > 0 and a < 0 are what softplus and -exp have made. A parallel prefix of (e^(dt a), dt x b')
-    within chunks of 32 tokens, which only ever multiplies decays, so nothing overflows; token by token where
-    `recurrent`, and on CPUs, where a token's states fill a core and stay in its cache. A gradient computes
-    the states of a chunk anew. Tokens that mask leaves out change no state.
+    Mamba (Gu and Dao, 2023, arXiv:2312.00752), algorithm 2 with the simplified discretisation of b in its
+    code. dt > 0 and a < 0 are given after softplus and -exp. It is a parallel prefix sum of (e^(dt a), dt x
+    b') within chunks of 32 tokens, which only multiplies decays, so nothing overflows; token by token with
+    `recurrent`, and on CPUs, where a token's states fill a core and stay in its cache. The gradient
+    recomputes the states of a chunk. Tokens that mask leaves out change no state.
 
     >>> one = jnp.ones((1, 2, 1))
     >>> y, state = selective_scan(one, one, jnp.full((1, 1), jnp.log(0.5)), one, one, jnp.zeros(1))
@@ -78,7 +78,7 @@ def selective_scan(
 def _in_turn(
     state: ScanState, a: Float[Array, "D N"], tokens: Tokens
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
-    """(state, outputs) of tokens one after the other; where one does not go on, it starts from zero."""
+    """(state, outputs) of tokens one after the other; a token that does not continue starts from zero."""
 
     def token(h: Array, at: Tokens) -> tuple[Array, Array]:
         kept = jnp.exp(at.dt[..., None] * a[None]) * h
@@ -93,7 +93,7 @@ def _in_turn(
 def _side_by_side(
     state: ScanState, a: Float[Array, "D N"], tokens: Tokens
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
-    """The same by a parallel prefix: all states exist at once."""
+    """The same by a parallel prefix sum: all states exist at once."""
 
     def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]

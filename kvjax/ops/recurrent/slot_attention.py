@@ -1,12 +1,12 @@
-"""Attention over a fixed number of slots: tokens are added to M slots, queries attend to the slots.
+"""Slot attention: tokens are added to M slots, and queries attend to the slots.
 
     Kt = Kt Diag(e^g) + k s'      keys of the slots,   [K, M]
     Vt = Diag(e^g) Vt + s v'      values of the slots, [M, V]
     o  = Vt' softmax(scale Kt' q)
 
-GSA is given s and g; ABC's slots are running averages, for which both follow from one score. The first
-product decays along the channels that it returns, where `kvjax.ops.recurrent.recurrence` decays along those
-that it sums over. Here both products of a chunk share their decays (`kvjax.ops.recurrent.slot_memory`).
+GSA takes s and g; ABC's slots are running averages, for which both follow from one score. The first product
+decays along the channels that it returns, while `kvjax.ops.recurrent.recurrence` decays along those that it
+sums over. Here both products of a chunk share their decays (`kvjax.ops.recurrent.slot_memory`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GSAState(NamedTuple):
 
 
 class Averages(NamedTuple):
-    """The state of ABC: averages, and the sum of exp(s) in each, without which no token can be added."""
+    """The state of ABC: averages, and the sum of exp(s) in each, which is needed to add a token."""
 
     k: Float[Array, "B H K M"]
     v: Float[Array, "B H M V"]
@@ -91,7 +91,7 @@ def abc(
     """ABC (Peng et al., 2021, arXiv:2110.02488): slots are averages of all tokens, weighted by exp(s).
 
     With L_t = log sum_{j <= t} exp(s_j) this is GSA with decay L_{t-1} - L_t and write factor exp(s_t - L_t).
-    Scores may be of any size: they count by their distance to the largest so far. The averages run up to t,
+    Scores may be of any size: only differences to the largest so far matter. The averages run up to t,
     as in the library flash-linear-attention. scale: K^-0.5 unless given. Before a row's first token o is 0.
 
     >>> x = jnp.ones((1, 3, 1, 2))
@@ -114,7 +114,7 @@ def abc(
 
 
 def _prepared(tokens: dict[str, Array], scale: float | None, mask: Array | None) -> dict[str, Array]:
-    """Arguments in the state's dtype, the query times the scale, and zeros for tokens that are left out."""
+    """The arguments in the state's dtype, with the query scaled, and zeros for tokens left out."""
     dtype = wide(tokens["v"])
     tokens = {n: x.astype(dtype) for n, x in tokens.items()}
     width = tokens["q"].shape[-1]

@@ -1,9 +1,9 @@
-"""What a chunk of tokens leaves in M slots: the sums behind slot attention, and behind random features.
+"""Slot memory: what a chunk of tokens leaves in M slots, for slot attention and random features.
 
     A_im = enters_im A_0m + sum_{j <= i} holds_ijm x_j
 
-A is what slot m holds when token i of the chunk looks at it, A_0 what it held before the chunk. Slots decay
-by a gate (`gated`), or they are running averages with weights exp(s) (`averaged`).
+A_im is the content of slot m when token i of the chunk reads it, A_0 the content before the chunk. Slots
+decay by a gate (`gated`), or they are running averages with weights exp(s) (`averaged`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvjax.ops.base.chunks import Chunk
 
 
 class Shares(NamedTuple):
-    """holds: what part of token j each slot holds at token i. enters: what part of what it held before."""
+    """holds: the weight of token j in each slot at token i. enters: the weight of the previous content."""
 
     holds: Float[Array, "B C C H M"]
     enters: Float[Array, "B C H M"]
@@ -27,7 +27,7 @@ class Shares(NamedTuple):
 class LogSum(NamedTuple):
     """sum_j exp(s_j) = total exp(top) with top = max_j s_j; an empty sum has total 0 and top -inf.
 
-    Two numbers, because their one logarithm would round the weights: near 1000, float32 has steps of 6e-5.
+    Two numbers, because a single logarithm would round the weights: near 1000, float32 has steps of 6e-5.
     """
 
     top: Float[Array, "*n H M"]
@@ -35,16 +35,16 @@ class LogSum(NamedTuple):
 
 
 def empty_sum(like: Float[Array, "B T H M"]) -> LogSum:
-    """The sum of nothing, for scores like these."""
+    """An empty sum, for scores of this shape."""
     zero = jnp.zeros_like(like[:, 0])
     return LogSum(zero - jnp.inf, zero)
 
 
 def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) -> Shares:
-    """Slots that decay by e^g at every token and then take s of it."""
+    """Slots that decay by e^g at every token and then add s times the token."""
     seen, carried = _visible(chunk)
     after = seen & ~jnp.eye(g.shape[1], dtype=bool)[None, :, :, None, None]
-    # Summed anew for every pair: a difference of running sums loses weak decays behind strong ones.
+    # Summed separately for every pair: a difference of running sums loses weak decays after strong ones.
     apart = jnp.cumsum(jnp.where(after, g[:, :, None], 0.0), axis=1)
     enters = jnp.exp(jnp.cumsum(jnp.where(carried, g, 0.0), axis=1))
     return Shares(jnp.where(seen, jnp.exp(apart), 0.0) * s[:, None], jnp.where(carried, enters, 0.0))
@@ -53,10 +53,10 @@ def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) 
 def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[Shares, LogSum]:
     """Slots that average the tokens of a segment so far, weighted by exp(s); and the sums of the weights.
 
-    The largest score so far is taken from every exponent and cancels: nothing can overflow, what a token
-    reads does not depend on later ones, and the largest weight is 1. `before` is the sum in what enters.
+    The largest score so far is subtracted from every exponent and cancels: nothing can overflow, what a token
+    reads does not depend on later ones, and the largest weight is 1. `before` is the sum before the chunk.
     """
-    # Finite where nothing is summed: the difference of two infinities is not a number.
+    # Finite for empty sums: the difference of two infinities is NaN.
     low = jnp.asarray(jnp.finfo(s.dtype).min / 2, s.dtype)
     seen, carried = _visible(chunk)
     seen = seen & chunk.real[:, None, :, None, None]
@@ -83,7 +83,7 @@ def _visible(chunk: Chunk) -> tuple[Bool[Array, "B C C 1 1"], Bool[Array, "B C 1
 def read(
     p: Float[Array, "B C H M"], shares: Shares, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
 ) -> Float[Array, "B C H V"]:
-    """sum_m p_im A_im for slots that held `kept` and take tokens x."""
+    """sum_m p_im A_im for slots with previous content `kept` that take tokens x."""
     weights = jnp.einsum("bihm,bijhm->bijh", p, shares.holds)
     old = jnp.einsum("bihm,bhmv->bihv", p * shares.enters, kept)
     return jnp.einsum("bijh,bjhv->bihv", weights, x) + old
@@ -92,7 +92,7 @@ def read(
 def match(
     q: Float[Array, "B C H K"], shares: Shares, x: Float[Array, "B C H K"], kept: Float[Array, "B H M K"]
 ) -> Float[Array, "B C H M"]:
-    """q_i' A_im for slots that held `kept` and take tokens x."""
+    """q_i' A_im for slots with previous content `kept` that take tokens x."""
     new = jnp.einsum("bijh,bijhm->bihm", jnp.einsum("bihk,bjhk->bijh", q, x), shares.holds)
     return new + shares.enters * jnp.einsum("bihk,bhmk->bihm", q, kept)
 
@@ -100,6 +100,6 @@ def match(
 def carry(
     shares: Shares, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
 ) -> Float[Array, "B H M V"]:
-    """A behind the chunk."""
+    """A after the chunk."""
     new = jnp.einsum("bjhm,bjhv->bhmv", shares.holds[:, -1], x)
     return shares.enters[:, -1, :, :, None] * kept + new

@@ -1,4 +1,4 @@
-"""Transformer-VQ: attention over keys that are codes, so that the old ones are counts and mean values."""
+"""Transformer-VQ: attention over quantised keys, so that old tokens are counts and mean values per code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.ops.base.dtypes import wide
 
 
 class VQState(NamedTuple):
-    """What is left of a sequence: old blocks by code, the newest one or two as they are.
+    """The state of a sequence: counts and means of old blocks by code, and the newest one or two blocks.
 
     counts, means: how many old tokens have each of the C codes, and their mean value.
     codes, values: tokens of the previous and the current block, `length` of the 2 * block slots in use.
@@ -32,8 +32,8 @@ def quantise(
 ) -> tuple[Int[Array, "B T H"], Float[Array, "B T H K"]]:
     """(codes, the codes' vectors): the nearest code of every key, in its head's codebook.
 
-    The gradient of the vectors goes straight through to k (van den Oord et al., 2017, arXiv:1711.00937,
-    section 3.2), and none to the codebook, which the paper learns by moving averages of its keys.
+    The gradient of the vectors passes straight through to k (van den Oord et al., 2017, arXiv:1711.00937,
+    section 3.2); the codebook gets none, since the paper learns it by moving averages of its keys.
 
     >>> codes, _ = quantise(jnp.asarray([[[[0.9]], [[-2.0]]]]), jnp.asarray([[[1.0], [-1.0]]]))
     >>> codes.tolist()
@@ -43,7 +43,7 @@ def quantise(
     k, codebook = k.astype(dtype), jax.lax.stop_gradient(codebook.astype(dtype))
     closeness = jnp.einsum("bthk,hck->bthc", k, codebook) - (codebook**2).sum(-1)[None, None] / 2
     codes = jnp.argmax(closeness, -1).astype(jnp.int32)
-    # k less itself is exactly zero, so that the vectors are exactly those of the codebook.
+    # k - k is exactly zero, so the vectors are exactly those of the codebook.
     return codes, _vectors(codes, codebook) + (k - jax.lax.stop_gradient(k))
 
 
@@ -70,11 +70,11 @@ def transformer_vq(
     j of the previous and the current block of `block` tokens, and over the codes c of older tokens, n_c of
     them with mean value mu_c. That is attention over all quantised keys. scale s: K^-0.5 unless given.
 
-    Gradients reach k straight through its code while the token is in the two newest blocks, and not later. A
-    state keeps codes only, so none reach the keys of an earlier call. Differences from the paper: no relative
-    position bias, and no norm of q and k, which is the model's part.
+    Gradients pass straight through the code to k while the token is in the two newest blocks, and not later.
+    A state keeps codes only, so keys of an earlier call get no gradients. Differences from the paper: no
+    relative position bias, and no norm of q and k, which the model applies.
 
-    Raises ValueError where the window of `initial_state` is not 2 * block slots.
+    Raises ValueError if the window of `initial_state` does not have 2 * block slots.
 
     >>> x, book = jnp.ones((1, 5, 1, 1)), jnp.ones((1, 1, 1))
     >>> o, state = transformer_vq(x, x, jnp.arange(5.0).reshape(x.shape), book, block=2)
@@ -110,14 +110,14 @@ def _empty(b: int, h: int, codes: int, width: int, slots: int, dtype: jnp.dtype)
 def _one_chunk(
     carry: tuple[VQState, Array], chunk: Chunk, *, codebook: Float[Array, "H C K"], block: int
 ) -> tuple[tuple[VQState, Array], Array]:
-    """A chunk behind the window; the carry also holds the vectors of the window, whose gradients go on."""
+    """A chunk after the window; the carry also holds the vectors of the window, for their gradients."""
     state, vectors = carry
     q, *new = chunk.tokens
     at = arrange(chunk, state.length, slots=2 * block, block=block)
     k, codes, v = (
         jnp.concatenate(pair, 1) for pair in zip((vectors, state.codes, state.values), new, strict=True)
     )
-    # A token that is two blocks away counts as old: it is still here, but its key is its code and no more.
+    # A token two blocks away counts as old: it is still in the window, but its key is only its code.
     near = at.block[:, -q.shape[1] :, None] - 1 <= at.block[:, None]
     exact = jnp.where(
         near[:, None],
@@ -146,7 +146,7 @@ def fold(
     v: Float[Array, "B L H V"],
     which: Bool[Array, "B L"],
 ) -> tuple[Int[Array, "B H C"], Float[Array, "B H C V"]]:
-    """Counts and means with the tokens of `which` among them. Means stay small where sums would grow."""
+    """Adds the tokens of `which` to counts and means. Means stay small, unlike sums."""
     new = jax.nn.one_hot(jnp.where(which[:, :, None], codes, -1), counts.shape[-1], dtype=v.dtype)
     total = counts + new.sum(1).astype(counts.dtype)
     share = 1 / jnp.maximum(total, 1).astype(v.dtype)
