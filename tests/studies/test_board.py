@@ -166,8 +166,9 @@ def test_the_readme_and_the_picture_have_the_methods_of_the_table(out):
     found = {protocol: board.losses(quarter, protocol) for protocol in ("agnostic", "aware")}
     picture = board_picture.picture(found)
     assert picture[1:4] == b"PNG" and picture == board_picture.picture(found)
-    assert board_picture.label_of(lost) == f"keydiff, {lost.kept:.0f}%"
-    assert board_picture.label_of(lost._replace(kept=51.0)) == "keydiff"
+    assert board_picture.label_of(lost) == "keydiff"
+    assert board_picture.label_of(lost._replace(kept=107.2)) == "keydiff, 107%"
+    assert board_picture.label_of(lost._replace(budget=None, kept=27.1)) == "keydiff, 27%"
 
 
 def test_runs_that_asked_other_tasks_are_kept_apart(model, out):
