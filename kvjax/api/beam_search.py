@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations that are found by keeping the best few after every token."""
+"""Beam search: finds likely continuations by keeping the best few after every token."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvjax.state.cache import Cache
 
 
 class Beams(NamedTuple):
-    """W beams of every prompt, the best first: summed log-probabilities, and what each wrote.
+    """W beams of every prompt, the best first: summed log-probabilities and generated tokens.
 
-    tokens are -1, and logprobs 0, behind a stop token. A score is -inf where texts are fewer.
+    tokens are -1, and logprobs 0, after a stop token. A score is -inf if there are fewer texts than beams.
     """
 
     scores: Float[Array, "B W"]
@@ -30,7 +30,7 @@ class Beams(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How the rows go on: which row each comes from, its token, and whether that is to be stored."""
+    """How each row continues: which row it is copied from, its token, and whether the token is appended."""
 
     row: Int[Array, "R"]
     token: Int[Array, "R"]
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 
 def start(prompts: int, beams: int, new: int) -> Beams:
-    """All beams of a prompt are the same text still, so that only the first counts."""
+    """The initial beams: all beams of a prompt are the same text, so only the first counts."""
     scores = jnp.where(jnp.arange(beams)[None] == 0, 0.0, -jnp.inf)
     blank = (prompts, beams, new)
     return Beams(
@@ -51,7 +51,7 @@ def start(prompts: int, beams: int, new: int) -> Beams:
 def choose(
     beams: Beams, logits: Float[Array, "R V"], count: Int[Array, ""], stop: Int[Array, "S"]
 ) -> tuple[Beams, Choice]:
-    """The best W of all texts that are one token longer; one that has ended stays as it is."""
+    """The best W of all texts extended by one token; a text that has ended is not extended."""
     b, w = beams.scores.shape
     each = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(b, w, -1)
     vocab = each.shape[-1]
@@ -78,7 +78,7 @@ _process = partial(jax.jit, static_argnames="processors")(process)
 
 @jax.jit
 def _followed(past: Int[Array, "R T"], choice: Choice) -> Int[Array, "R T"]:
-    """The tokens so far of the rows that were chosen, with the new ones."""
+    """The tokens so far of the chosen rows, with the new ones appended."""
     return put(past[choice.row], jnp.where(choice.append, choice.token, -1))
 
 
@@ -94,12 +94,12 @@ def search(
     processors: tuple[Processor, ...] = (),
     past: Int[Array, "R T"] | None = None,
 ) -> tuple[Beams, Cache]:
-    """Up to `new` tokens behind prompts whose logits and cache stand `beams` times each, next to each other.
+    """Up to `new` tokens after prompts whose logits and cache rows are repeated `beams` times each.
 
     advance: a step, (cache, logits before it, token, append) to logits and cache. past: the tokens so far,
-    which processors see; scores are then of the processed logits. Texts are compared by their scores as they
-    are, whatever their lengths. The cache holds the rows in the order of the beams, stop tokens included.
-    refuse_nan: called with the step whose logits are not numbers.
+    which processors see; scores are then of the processed logits. Texts are compared by their scores without
+    length normalisation. The cache holds the rows in the order of the beams, stop tokens included.
+    refuse_nan: called with the step whose logits are NaN.
     """
     found = start(logits.shape[0] // beams, beams, new)
     for i in range(new):

@@ -1,8 +1,9 @@
-"""The Block Transformer's verbs: what two decoders keep of their past, as one cache.
+"""Public functions of the Block Transformer: the pasts of its two decoders as one cache.
 
-Its layers are those of both decoders, the blocks' first: one slot per block below, at most one block above,
-and behind them a state with the tokens of the block that is not complete. Everything else follows from the
-position `next` of a row's next token: how many blocks are below, and how many tokens of the open one above.
+The cache has the layers of both decoders, those of the block decoder first, which have one slot per block;
+those of the token decoder have at most one block of slots; then a state with the tokens of the incomplete
+block. Everything else follows from the position `next` of a row's next token: how many complete blocks
+there are, and how many tokens the open one has.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _forward = jax.jit(forward, static_argnames="config")
 
 
 class Parts(NamedTuple):
-    """A cache taken apart; positions count blocks below, inputs of the open block above."""
+    """A cache split into parts; positions count blocks in one, and the open block's inputs in the other."""
 
     blocks: Cache
     tokens: Cache
@@ -66,7 +67,7 @@ class Parts(NamedTuple):
 
 
 def parts(params: Params, cache: Cache, config: BlockConfig) -> Parts:
-    """Both decoders' caches, and the tokens of the open block: `count` of them."""
+    """Both decoders' caches, and the tokens of the open block, `count` of them."""
     below = len(params["blocks"]["layers"])
     count = cache.next % config.length
     blocks = Cache(cache.groups[:below], cache.next // config.length, cache.pools)
@@ -83,7 +84,7 @@ def _joined(blocks: Cache, tokens: Cache, opened: Int[Array, "B L"], at: Int[Arr
 
 
 def _token_run(config: BlockConfig, method: Method) -> Run:
-    """The token decoder keeps its whole block, stored as the method stores."""
+    """The run of the token decoder, which keeps its whole block, stored as the method stores."""
     return Run(config.tokens, Method(store=method.store))
 
 
@@ -97,7 +98,7 @@ def prefill(
     method: Method,
     room: int,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Both decoders over a prompt: the blocks that are complete below, the one that is not above."""
+    """Runs the block decoder on a prompt's complete blocks, and the token decoder on the open one."""
     n, whole = config.length, -(-tokens.shape[1] // config.length)
     padded = jnp.pad(tokens, ((0, 0), (0, (whole + 1) * n - tokens.shape[1])))
     full, count = lengths // n, lengths % n
@@ -117,7 +118,7 @@ def prefill(
 
 
 class BlockStep(NamedTuple):
-    """A `Step` of both decoders; rows with append=False stay as they are, and their logits mean nothing."""
+    """A `Step` of both decoders; rows with append=False are unchanged, and their logits are meaningless."""
 
     config: BlockConfig
     method: Method
@@ -146,11 +147,11 @@ def _stepped(
         x = block_inputs(params, block, config)[:, 0]
         return step_fn(Run(config.blocks, method), params["blocks"], blocks, x, ends)
 
-    # A loop of one turn or none: XLA for GPUs copies all that a conditional passes through.
+    # A loop of one iteration or none: XLA for GPUs copies everything that passes through a conditional.
     nothing = jnp.zeros((rows, config.blocks.vocab), jax.eval_shape(add, past.blocks)[0].dtype)
     turns = ends.any().astype(jnp.int32)
     said, blocks = jax.lax.fori_loop(0, turns, lambda _, state: add(state[1]), (nothing, past.blocks))
-    # A row whose block is complete begins the next one with its prefix, the others go on with their token.
+    # A row with a complete block begins the next one with its prefix, the others continue with their token.
     inputs = jnp.zeros((rows, config.prefix, config.tokens.d_model), params["start"].dtype)
     inputs = inputs.at[:, 0].set(embedded(params, token, config))
     inputs = jnp.where(ends[:, None, None], prefix_of(params, said, config), inputs)
@@ -174,7 +175,7 @@ def _step(
 def _reset(
     params: Params, cache: Cache, rows: Bool[Array, "B"], *, config: BlockConfig, method: Method
 ) -> Cache:
-    """Emptied rows begin with the first prefix."""
+    """Empties rows, so that they begin with the first prefix."""
     past = parts(params, cache, config)
     start = jnp.broadcast_to(params["start"][None], (rows.shape[0], *params["start"].shape))
     _, inside = steps.prefill(
@@ -187,7 +188,7 @@ def _reset(
 
 @partial(jax.jit, static_argnames=("config", "method"))
 def _free(params: Params, cache: Cache, *, config: BlockConfig, method: Method) -> Int[Array, "B"]:
-    """Per row, how many more tokens fit: blocks that do, and an open one that is never completed."""
+    """Per row, how many more tokens fit: whole blocks, and an open one that is never completed."""
     past, run = parts(params, cache, config), Run(config.blocks, method)
     blocks = jnp.minimum(free_slots(run.groups(params["blocks"]), past.blocks), 2**30 // config.length)
     return blocks * config.length + config.length - 1 - past.count
@@ -197,10 +198,10 @@ def _free(params: Params, cache: Cache, *, config: BlockConfig, method: Method) 
 class BlockTransformer(Model):
     """A Block Transformer with its weights; calling it gives the logits [B, T, V] of every token.
 
-    The reference pads the text in front so that the first block has one before it; here the first prefix is
-    learned (`params["start"]`). The method of a prefill compresses the block decoder's slots; what it does to
-    bytes (codecs) it does to the token decoder's few slots too. `kvjax.prefill`, `step` and `generate` call
-    the verbs below; `kvjax.fork` copies rows of its caches.
+    The authors' code pads the text on the left so that the first block has one before it; here the first
+    prefix is learned (`params["start"]`). The method of a prefill compresses the block decoder's slots; its
+    codecs also encode the token decoder's few slots. `kvjax.prefill`, `step` and `generate` call the methods
+    below; `kvjax.fork` copies rows of its caches.
 
     >>> from kvjax.models.config import Config
     >>> width = dict(heads=2, kv_heads=1, head_dim=8, d_ff=16)
@@ -247,7 +248,7 @@ class BlockTransformer(Model):
         return logits, labelled(cache, chosen, self)
 
     def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]:
-        """One token per row; the given cache is consumed. InputError when it has no room or is another's."""
+        """One token per row; consumes the cache. InputError if it has no room or belongs to another model."""
         check_cache(self, cache)
         ids = jnp.asarray(one_token(token, cache.next.shape[0], self.config.vocab), jnp.int32)
         bare, spare = bare_cache(cache), cache.spare
@@ -264,11 +265,11 @@ class BlockTransformer(Model):
         return logits, dataclasses.replace(labelled(new, cache.method, self), spare=spare - 1)
 
     def stepping(self, method: Method | None) -> BlockStep:
-        """A method's step without checks."""
+        """A decode step without checks."""
         return BlockStep(self.config, _decoding(method))
 
     def reset(self, cache: Cache, rows: Bool[Array | np.ndarray, "B"]) -> Cache:
-        """The cache with the rows where `rows` is true emptied; the others are untouched."""
+        """The cache with the rows where `rows` is true emptied; other rows are unchanged."""
         check_cache(self, cache)
         method = _decoding(cache.method)
         new = _reset(self.params, bare_cache(cache), jnp.asarray(rows), config=self.config, method=method)
@@ -277,5 +278,5 @@ class BlockTransformer(Model):
 
 @lru_cache(maxsize=1024)
 def _decoding(method: Method | None) -> Method:
-    """What the steps of a method share; remembered, because steps call it one by one."""
+    """The part of a method that its steps share; cached, because steps look it up one by one."""
     return (method or Method()).decode_part()

@@ -1,4 +1,4 @@
-"""Conversations: `chat`, whose turns feed new tokens alone and share programs."""
+"""Conversations: `chat`, whose turns read only new tokens and share compiled programs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from kvjax.state.cache import Cache
 
 
 class Turn(NamedTuple):
-    """Tokens that a turn read and wrote, the token that ends an answer included.
+    """How many tokens a turn read and generated, the token that ends an answer included.
 
-    again: it read the whole conversation, because the template no longer says what the cache held.
+    again: whether it read the whole conversation, because the chat template changed what the cache holds.
     """
 
     read: int
@@ -43,11 +43,11 @@ class Turn(NamedTuple):
 
 
 class Chat:
-    """A conversation with a model: messages, and the cache that holds them, as a method left it.
+    """A conversation with a model: messages, and the cache that holds them, compressed by a method.
 
     messages: dicts with "role" and "content". cache: a `kvjax` cache like any other, None before the first
-    question; no turn consumes it, so it may be kept. turns: what each turn read and wrote. capacity: for how
-    many tokens the cache is made; a full cache would have so many slots.
+    question; no turn consumes it, so it may be kept. turns: what each turn read and generated. capacity: how
+    many tokens the cache is made for, which is the number of slots of a full cache.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Chat:
         self._past: list[int] = []
 
     def state(self) -> dict[str, Any]:
-        """What the conversation is beside its cache, as JSON takes it."""
+        """The state of the conversation beside its cache, as JSON data."""
         said = None if self._said is None else self._said._asdict()
         return dict(
             system=self.system, messages=self.messages, turns=self.turns, capacity=self.capacity, said=said,
@@ -76,9 +76,9 @@ class Chat:
         )  # fmt: skip
 
     def resume(self, state: Mapping[str, Any], cache: Cache) -> None:
-        """Goes on from what `state` gave, and the cache of that time.
+        """Continues from the result of `state` and the cache of that time.
 
-        Raises KeyError, TypeError, AttributeError or ValueError where it is none.
+        Raises KeyError, TypeError, AttributeError or ValueError if it is not such a result.
         """
         said = Said(**{**state["said"], "ids": tuple(map(int, state["said"]["ids"]))})
         self.messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in state["messages"]]
@@ -87,7 +87,7 @@ class Chat:
         self.cache = cache
 
     def copy(self) -> Chat:
-        """Another conversation with the same past, which goes its own way from here. Copies no array."""
+        """Another conversation with the same past, which continues separately. Copies no array."""
         new = object.__new__(Chat)
         vars(new).update(vars(self))
         new.messages, new.turns, new._past = [*self.messages], [*self.turns], [*self._past]
@@ -102,10 +102,10 @@ class Chat:
     def stream(self, text: str) -> Iterator[str]:
         """The answer to `text`, piece by piece in whole characters, as the model writes it.
 
-        Whoever stops asking ends the answer there; the conversation goes on with what was said. After an
-        error it stands where it stood before.
+        If the caller stops iterating, the answer ends there, and the conversation continues with the part
+        that was generated. After an error the conversation is as before.
 
-        Raises InputError where `text` is no text, the template refuses it, or it and one more token reach
+        Raises InputError if `text` is not a string, the template refuses it, or it and one more token reach
         beyond the model's last position.
         """
         check_text(text, "the question")
@@ -149,7 +149,7 @@ class Chat:
         self._note(messages, new, behind, past, ids)
 
     def _history(self, past: list[int], held: int) -> Array | None:
-        """The tokens so far, as processors see them: as many as the cache is made for, or twice that, ..."""
+        """The tokens so far, for processors, in an array as long as the cache's capacity, or twice that."""
         if not self.processors:
             return None
         batch = padded(self.model, [past], None)
@@ -159,7 +159,7 @@ class Chat:
     def _note(
         self, messages: list[dict[str, str]], new: NextTurn, cache: Cache, past: list[int], ids: list[int]
     ) -> None:
-        """Takes over what a turn left."""
+        """Records the results of a turn."""
         stop = ids[-1] if ids[-1] in self.model.stop_ids else None
         text = ids if stop is None else ids[:-1]
         said = self.model.tokenizer.decode(text, skip_special_tokens=True)
@@ -182,17 +182,17 @@ def chat(
 ) -> Chat:
     """Begins a conversation with a model under a method.
 
-    Each turn reads the tokens that the model's chat template adds to those of the cache. Where the template
-    rewrites earlier turns, as those do that drop a model's thoughts, the whole conversation is read again,
-    and the turn says so (`Turn.again`). Methods select among all slots at the end of every question, those of
-    earlier answers included, and methods that act in steps while an answer is written. Capacities double, so
-    turns share programs; `kvjax.nbytes(chat.cache)` counts slots that are still empty, too.
+    Each turn reads the tokens that the model's chat template adds to those of the cache. If the template
+    rewrites earlier turns, such as templates that drop a model's thoughts, the whole conversation is read
+    again, and `Turn.again` is set. Methods select among all slots at the end of every question, those of
+    earlier answers included, and methods that act in steps also while an answer is generated. Capacities
+    double, so turns share programs; `kvjax.nbytes(chat.cache)` counts slots that are still empty, too.
 
     Args:
         model: a model with a tokenizer and a chat template.
         method: a method, its text, or None for the full cache.
         system: the system's message.
-        max_new_tokens: tokens after which an answer ends at the latest.
+        max_new_tokens: the most tokens of an answer.
         sampler: as in `kvjax.generate`.
         processors: as in `kvjax.generate`.
         stop_strings: texts that end an answer, as the model's stop ids do.
@@ -202,8 +202,8 @@ def chat(
         A `Chat`, whose `say` gives an answer and `stream` its pieces as they come.
 
     Raises:
-        InputError: where the model has no chat template or no tokenizer, its template refuses a system's
-            message, or the method does not fit the model.
+        InputError: if the model has no chat template or no tokenizer, its template refuses a system message,
+            or the method does not fit the model.
 
     >>> import kvjax  # doctest: +SKIP
     >>> talk = kvjax.chat(kvjax.load("smollm2-135m"), "snapkv(budget=0.5)")  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What a conversation adds to the text that a cache holds, by the model's chat template."""
+"""Chat templates: which text a conversation adds to the text that a cache holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Messages = Sequence[Mapping[str, str]]
 class Said(NamedTuple):
     """What a cache holds: the template's text up to an answer, and the answer's tokens.
 
-    text: the answer without special tokens. stop: the token that ended it; None where none did.
+    text: the answer without special tokens. stop: the token that ended it; None if there was none.
     """
 
     asked: str
@@ -28,7 +28,7 @@ class Said(NamedTuple):
 class NextTurn(NamedTuple):
     """The template's text of a conversation up to the next answer, and the tokens to read for it.
 
-    again: these are those of the whole text, because the cache holds another one.
+    again: whether these are the tokens of the whole text, because the cache holds another text.
     """
 
     text: str
@@ -37,7 +37,7 @@ class NextTurn(NamedTuple):
 
 
 def check_chat(model: Model, messages: Messages) -> None:
-    """InputError for a model that cannot chat, or whose template refuses a first question behind messages."""
+    """InputError if a model cannot chat, or its template refuses a first question after `messages`."""
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer, expected one to chat with: use kvjax.generate")
     if model.chat_template is None:
@@ -49,23 +49,23 @@ def check_chat(model: Model, messages: Messages) -> None:
 
 
 def ahead(model: Model, messages: Messages, said: Said | None) -> NextTurn:
-    """The tokens to read behind what the cache holds, so that it holds all messages; None holds nothing."""
+    """The tokens to read after what the cache holds (None: nothing), so that it holds all messages."""
     text = render_chat(model, messages)
     check_text(text, "the conversation")
     rest = None if said is None else added(model, text, said)
     if rest is None:
         return NextTurn(text, _encoded(model, text), said is not None)
     assert said is not None
-    # Behind the token that stands before it a text is encoded as within the whole.
+    # After the token that precedes it, a text is tokenised as within the whole text.
     before = "" if said.stop is None else model.tokenizer.id_to_token(said.stop)
     ids = _encoded(model, before + rest)
     return NextTurn(text, ids[1:] if before and ids[:1] == [said.stop] else _encoded(model, rest), False)
 
 
 def added(model: Model, text: str, said: Said) -> str | None:
-    """The part of a template's text behind what a cache holds; None where the cache holds another text.
+    """The part of a template's text after what a cache holds; None if the cache holds another text.
 
-    Templates may drop what was thought, move a system's message or end an answer with another token. White
+    Templates may drop thoughts, move a system message or end an answer with another token. White
     space around an answer makes no difference.
     """
     raw = model.tokenizer.decode(list(said.ids), skip_special_tokens=False)
@@ -83,7 +83,7 @@ def added(model: Model, text: str, said: Said) -> str | None:
 
 
 def _encoded(model: Model, text: str) -> list[int]:
-    """The ids of a template's text, which has every special token itself."""
+    """The ids of a template's text, which contains all special tokens itself."""
     try:
         return model.tokenizer.encode(text, add_special_tokens=False).ids
     except Exception as error:  # the library raises bare Exception
@@ -93,7 +93,7 @@ def _encoded(model: Model, text: str) -> list[int]:
 
 
 def first_messages(system: Any) -> list[dict[str, str]]:
-    """The messages that a conversation begins with; InputError for a `system` that is no text."""
+    """The messages that a conversation begins with; InputError if `system` is not a string."""
     if system is None:
         return []
     check_text(system, "system")

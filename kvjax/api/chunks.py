@@ -1,9 +1,9 @@
-"""How large a cache is while a prompt is read in chunks: decided once, so that three programs read them all.
+"""Cache sizes while a prompt is read in chunks, chosen so that three programs read all chunks.
 
-Turns of a conversation, each with room for the next, leave a larger cache every time, and so take a program
-each. Chunks leave at the end what such turns leave, to the byte. But what the whole prompt needs is there
-from the first chunk on: the first makes the cache, all in the middle leave it as large as it was, and the
-last leaves the room that was asked for.
+If every chunk left room for the next one, as turns of a conversation do, the cache would grow every time, and
+every chunk would need a program of its own. Chunks leave the same cache at the end, to the byte, but what the
+whole prompt needs is allocated from the first chunk on: the first chunk makes the cache, those in the middle
+do not change its size, and the last leaves the requested room.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def bucket(tokens: int) -> int:
 
 
 def bound(seen: int, width: int) -> int:
-    """Static bound of the tokens that any row has once `width` more were read behind `seen`."""
+    """A static bound on the tokens of any row after reading `width` more than `seen`."""
     return bucket(seen + width) if seen else width
 
 
@@ -67,7 +67,7 @@ def plan(
     """The given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
     seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
-    # What stays of so many new tokens, where a method leaves some out as it reads them, or adds its own.
+    # How many of the new tokens are stored, if a method drops some as it reads them, or adds its own.
     word = run.method.reread if compress else None
     more = run.method.restore.tokens if compress and run.method.restore is not None else 0
     new = (width if word is None else word.most(width)) + more
@@ -94,16 +94,16 @@ def plan(
 
 
 def with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
-    """The cache with free slots for `tokens` more tokens in every row; grows by whole buckets."""
+    """The cache with free slots for `tokens` more tokens in every row; it grows by whole buckets."""
     short = tokens - int(fetch(tokens_that_fit(gms, cache)).min())
     return cache if short <= 0 else reserve(gms, cache, bucket(short))
 
 
 class _Turns:
-    """The sizes of a cache that is read chunk by chunk, on the host.
+    """Computes, on the host, the sizes of a cache while chunks are read.
 
-    bound: most tokens of a row. listed: how many slots per KV head the last chunk's pages were selected from.
-    free: per group and row how many tokens fit, None as long as there is no cache.
+    bound: the most tokens of a row. listed: how many slots per KV head the last chunk's pages were selected
+    from. free: per group and row how many tokens fit; None before there is a cache.
     """
 
     def __init__(self, run: Run, params: Params, cache: Cache | None, rows: int, compress: bool):
@@ -125,7 +125,7 @@ class _Turns:
         return [i for i, gm in enumerate(self.gms) if self.acting[i] and gm.paged]
 
     def read(self, taken: Int[np.ndarray, "B"], width: int, room: int) -> Int[np.ndarray, "groups"]:
-        """One turn of `width` tokens, `taken` of them real: the slots that groups which keep all get."""
+        """One chunk of `width` tokens, `taken` of them real: the slots of groups that keep everything."""
         added, past = np.zeros(len(self.gms), int), self.free is not None
         short = 0 if self.free is None else width + room - int(self.free.min())
         whole = [self.keeps_all(i) for i in range(len(self.gms))]
@@ -163,7 +163,7 @@ class _Turns:
         return bool(gm.grows) or (gm.kind == "slots" and not (self.acting[i] or gm.evicting))
 
     def left(self, i: int, room: int) -> Int[np.ndarray, "B"]:
-        """Per row, the tokens that fit in a group that this turn built, as `free_by_group` counts them."""
+        """Per row, how many tokens fit in a group after this chunk, as `free_by_group` counts them."""
         gm, width = self.gms[i], self.widths[i]
         if gm.grows:
             return self.seen + room - self.next
@@ -171,7 +171,7 @@ class _Turns:
             return np.full(self.next.shape, PLENTY)
         if self.acting[i] and gm.paged:
             newest = np.minimum(self.next, min(recent_tokens(gm), self.listed))
-            # A tail before codes of several tokens may hold all but one that it can.
+            # A tail before codes of several tokens may hold all but one of the tokens it can.
             newest = np.maximum(newest, gm.residual) + gm.granule if gm.split else newest
             return tail_slots(gm, self.listed, room, width) - newest
         built = gm if self.acting[i] else gm.replaced(keep=None, stack=None)
@@ -189,6 +189,6 @@ class _Turns:
 
 
 def _slots(cache: Cache, group: tuple[Segment, ...]) -> int:
-    """Of how many slots a list of a group consists, pages and all."""
+    """How many slots a KV head of a group has, those in pages included."""
     pages = [s.most * cache.pools[s.pool].page_tokens for s in group if isinstance(s, Paged)]
     return sum(pages) + sum(s.capacity for s in group if isinstance(s, Slots))

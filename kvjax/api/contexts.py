@@ -1,4 +1,4 @@
-"""Contexts: read by an encoder once, held by the cache, and asked by a decoder's cross-attention."""
+"""Contexts: encoded once by an encoder, held in the cache, and attended to by a decoder's cross-attention."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def encode_context(
         model: the decoder.
         encoder: the model that reads the context, as wide as the decoder's cross-attention expects.
         tokens: token ids [B, T] in the encoder's vocabulary, or a list of lists; a row may be empty.
-        lengths: tokens of each row [B], where rows are padded.
-        chunk: encodes every `chunk` tokens by themselves (`kvjax.models.encoder.encode`).
+        lengths: tokens of each row [B], if rows are padded.
+        chunk: encodes every `chunk` tokens separately (`kvjax.models.encoder.encode`).
         method: the one that `prefill`, `step` and `generate` follow on this cache; codecs that encode token
             by token encode the context too, and no keep evicts any of it.
-        room: how many tokens the cache must hold besides.
+        room: how many further tokens the cache must hold.
 
     Returns:
         A cache that holds the context and nothing else: the decoder's next token has position 0.
 
     Raises:
-        InputError: where the decoder has no layer that holds a context, or one of another width, for tokens
+        InputError: if the decoder has no layer that holds a context, or one of another width, for tokens
             outside the encoder's vocabulary, and for chunks beyond its last position.
 
     >>> from kvjax.models.config import Config
@@ -92,9 +92,9 @@ def encode_context(
 
 
 def context_cache(model: Model, held: Keys, *, method: Method | str | None = None, room: int = ROOM) -> Cache:
-    """`encode_context` from states that are there already, as `kvjax.models.encoder.encode` returns them.
+    """`encode_context` from encoder states that exist already, as `kvjax.models.encoder.encode` returns them.
 
-    Raises InputError where the decoder has no layer that holds a context, or one of another width.
+    Raises InputError if the decoder has no layer that holds a context, or one of another width.
     """
     layer_of(model.config, held.k.shape[-1])
     room = check_room(model, room)
@@ -123,7 +123,7 @@ def layer_of(config: Config, width: int) -> int:
 
 
 def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
-    """An empty cache with `room` whose context layer holds the given states."""
+    """An empty cache with room for `room` tokens whose context layer holds the given states."""
     rows, layer = held.k.shape[0], layer_of(run.config, held.k.shape[-1])
     nothing = _nothing(run, params, rows, room)
     gms = run.groups(params)
@@ -137,7 +137,7 @@ def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
 
 
 def _nothing(run: Run, params: Params, rows: int, room: int) -> Cache:
-    """The cache of rows that have read no token: the shapes that a prefill leaves, emptied."""
+    """The cache of rows that have read no token: a prefill's shapes, emptied."""
     # The shapes come from a prefill of one token, which takes one of the slots.
     call = partial(steps.prefill, run, tokens_bound=1, room=max(room - 1, 0), compress=False)
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1), (rows,)))

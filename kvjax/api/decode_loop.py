@@ -1,4 +1,4 @@
-"""The loop that writes token after token: slices of many on the device, of one where the host has its say."""
+"""The generation loop: slices of many tokens on the device, or of one token if the host must act on each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache
 
-# The most tokens that the device writes before the host looks at them.
+# The most tokens that the device generates before the host looks at them.
 SLICE = 32
 
 
 class Slice(NamedTuple):
-    """What some tokens leave: `count` of them were written, the others are -1 with log-probability 0.
+    """The result of generating some tokens: `count` of them; the others are -1 with log-probability 0.
 
-    logits: behind the last of them. done: rows that said a stop token, now or before.
+    logits: after the last of them. done: rows that have generated a stop token, now or before.
     """
 
     count: Int[Array, ""]
@@ -39,9 +39,9 @@ class Slice(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn: token `at` of row r by the key keys[r], folded with `at`; rows end with `stop`.
+    """How tokens are drawn: token `at` of row r with keys[r] folded with `at`; `stop` tokens end a row.
 
-    given: the first token of a slice where the settings say that it is given, not drawn.
+    given: the first token of a slice if the settings say that it is given, not drawn.
     """
 
     settings: Settings
@@ -63,8 +63,8 @@ def write_slice(
 ) -> Slice:
     """The tokens `at`, ..., `at` + n - 1 of every row, each drawn and then appended; 1 <= n <= SLICE.
 
-    Rows that are done append nothing. It ends earlier behind the token with which all rows are done, and
-    behind one whose log-probability is not a number (NaN).
+    Rows that are done append nothing. It ends early after the token with which all rows are done, and after
+    one whose log-probability is NaN.
     """
     first, most = jnp.asarray(at), jnp.asarray(n)
 
@@ -84,7 +84,7 @@ def write_slice(
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logprob, i, 1)
         return Slice(i + 1, behind, cache, ends, tokens, logprobs), jnp.isnan(logprob).any()
 
-    # Of the logits' type, which says on which mesh they lie; what a loop carries keeps its type.
+    # Derived from the logits, so that it is on the same mesh: the types of a loop's carry must not change.
     none = jnp.isnan(logits) & False
     blank = jnp.broadcast_to(none[:, :1], (*done.shape, SLICE))
     start = Slice(
@@ -99,7 +99,7 @@ def write_slice(
 
 
 def advancing(step: Step, params: Params, rows: int) -> Callable[[Cache, Array, Array, Array], Slice]:
-    """Slices of one token that is given: (cache, logits, token [R], append [R]) to what it leaves."""
+    """A function for slices of one given token: (cache, logits, token [R], append [R]) to a `Slice`."""
     keys, stop = jnp.broadcast_to(jax.random.key(0), (rows,)), padded_stop(jnp.asarray([-1], jnp.int32))
     draws = Draws(_given(), keys, stop, jnp.zeros((rows,), jnp.int32))
 
@@ -115,12 +115,12 @@ def _given() -> Settings:
 
 
 def padded_stop(stop: Int[Array, "S"]) -> Int[Array, "_"]:
-    """Stop tokens in a multiple of eight, so that programs seldom depend on how many there are."""
+    """Stop tokens padded to a multiple of eight, so that programs seldom depend on their number."""
     return jnp.pad(stop, (0, -stop.shape[0] % 8), constant_values=-1)
 
 
 class Written(NamedTuple):
-    """Tokens `at`, at + 1, ... of every row, -1 where a row has ended, and the cache that holds them."""
+    """Tokens `at`, at + 1, ... of every row, -1 after a row has ended, and the cache that holds them."""
 
     at: int
     tokens: Int[np.ndarray, "R n"]
@@ -144,20 +144,20 @@ def writing(
     past: Int[Array, "R T"] | None = None,
     one_by_one: bool = False,
 ) -> Generator[Written, None, None]:
-    """Up to `new` tokens per row, slice by slice; the next slice consumes the cache that one gave.
+    """Generates up to `new` tokens per row in slices; each slice consumes the cache of the one before.
 
-    past: the tokens so far, where there are processors to see them. refuse_nan: called with the step whose
-    logits are not numbers. one_by_one: a slice has one token. All else is as in `kvjax.generate`.
+    past: the tokens so far, if there are processors. refuse_nan: called with the step whose logits are NaN.
+    one_by_one: slices have one token. All else is as in `kvjax.generate`.
     """
     rows, at = logits.shape[0], 0
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
     if past is None and type(sampler) is not Sampler:
         past = jnp.zeros((rows, 0), jnp.int32)
-    # The host draws by itself where what it draws by is code.
+    # With processors, which are arbitrary code, the host draws.
     settings = jax.tree.map(jnp.asarray, sampler.settings) if past is None else _given()
     draws = Draws(settings, keys, padded_stop(stop), jnp.zeros((rows,), jnp.int32))
     most = SLICE if ends is None and past is None and not one_by_one else 1
-    # On the host: an array of the device would say where it lies, and the first slice's says nothing.
+    # A host array, because a device array would fix a sharding before the first slice gives one.
     done, lost = np.zeros((rows,), bool), np.zeros((0,), bool)
     while at < new and not done.all():
         if past is not None:
@@ -187,7 +187,7 @@ def write(
     on_token: Callable[[int, np.ndarray], None] | None = None,
     **how: Any,
 ) -> tuple[Int[Array, "R M"], Float[Array, "R M"], Cache]:
-    """What `writing` gives in whole: tokens, their log-probabilities, and the cache that holds them."""
+    """All tokens of `writing` together: tokens, their log-probabilities, and the cache that holds them."""
     tokens = np.full((logits.shape[0], new), -1, np.int32)
     logprobs = np.zeros(tokens.shape, np.float32)
     for part in writing(step, params, logits, cache, new=new, one_by_one=on_token is not None, **how):

@@ -1,4 +1,4 @@
-"""What writes drafts for `kvjax.speculate`: a model with a cache of its own, or the text itself."""
+"""Drafts for `kvjax.speculate`: from a model with a cache of its own, or from the text itself."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvjax.state.cache import Cache
 
 
 class Proposal(NamedTuple):
-    """Tokens that may follow: the first `counts` of each row count.
+    """Tokens that may follow; the first `counts` of each row are used.
 
-    probabilities: with which each token was drawn; None where a draft is certain of its tokens.
+    probabilities: those with which each token was drawn; None if a draft is deterministic.
     """
 
     tokens: Int[np.ndarray, "B k"]
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
 
 @runtime_checkable
 class Drafting(Protocol):
-    """What proposes tokens, text by text of a batch."""
+    """A source of draft tokens for each text of a batch."""
 
     def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
         """At most `most` tokens, and k, to follow each text; keys: one per row."""
@@ -47,10 +47,10 @@ class Drafting(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """Drafts from the text itself: the tokens that followed its last n tokens where these occurred before.
+    """Drafts from the text itself: the tokens that followed an earlier occurrence of its last n tokens.
 
-    "Prompt Lookup Decoding" (Saxena, 2023). Where the last n tokens occur nowhere, fewer are looked up; the
-    latest place counts, and a text without one has no draft.
+    "Prompt Lookup Decoding" (Saxena, 2023). If the last n tokens occurred nowhere before, fewer are looked
+    up; the latest occurrence counts, and a text without one has no draft.
 
     Args:
         n: how many of the last tokens to look up.
@@ -81,7 +81,7 @@ class Lookup:
 
 
 class ModelDrafts:
-    """Drafts by a model with a cache of its own, which holds the texts without what is proposed."""
+    """Drafts by a model with a cache of its own, which holds the texts without the drafts."""
 
     def __init__(
         self, model: Model, method: Method | str | None, tokens: list[list[int]], how: Settings, room: int
@@ -110,7 +110,7 @@ class ModelDrafts:
         return Proposal(tokens, np.minimum(most, k).astype(np.int32), jnp.stack(how_likely, axis=1))
 
     def _read(self, new: list[list[int]]) -> Float[Array, "B V"]:
-        """Adds tokens in one pass; gives the logits after the last token of each row."""
+        """Reads tokens in one pass; returns the logits after the last token of each row."""
         counts = np.array([len(row) for row in new], np.int32)
         width = max(int(counts.max()), 1)
         tokens = np.array([[*row, *[0] * (width - len(row))] for row in new], np.int32)
@@ -133,7 +133,7 @@ class ModelDrafts:
 
 
 def drafting(draft: object, model: Model, tokens: list[list[int]], how: Settings, room: int) -> Drafting:
-    """The drafting that `draft` asks for, with the prompts read."""
+    """The source of drafts for `draft`, with the prompts read."""
     if isinstance(draft, Lookup):
         return draft
     if isinstance(draft, str | Method):
@@ -152,7 +152,7 @@ def drafting(draft: object, model: Model, tokens: list[list[int]], how: Settings
 
 
 def probabilities(how: Settings, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
-    """What the next token is drawn by: all of it on the likeliest one where the settings are greedy."""
+    """The distribution of the next token: 1 for the likeliest one if the settings are greedy."""
     flat = logits.reshape(-1, logits.shape[-1])
     greedy = jax.nn.one_hot(jnp.argmax(flat, axis=-1), flat.shape[-1])
     found = jnp.where(how.kind == GREEDY, greedy, jax.nn.softmax(filtered(how, flat)))

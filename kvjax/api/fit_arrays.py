@@ -1,4 +1,4 @@
-"""Checks that the arrays of a fit are those that a method's words read, by tracing a prompt."""
+"""Checks that fitted arrays have the shapes that a method's words read, by tracing a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRACED: set[tuple[str, Method]] = set()
 
 
 def check_fits(model: Model, method: Method) -> None:
-    """InputError where arrays of a user's file are not what a method's words read; each is traced once."""
+    """InputError if arrays of a user's file are not what a method's words read; each is traced once."""
     foreign = [word for word in fitted_words(method) if word.fitted is not None and word.fitted.file]
     if not foreign or not is_fitted(method) or (model.signature, method) in _TRACED:
         return

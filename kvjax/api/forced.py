@@ -1,4 +1,4 @@
-"""Tokens that a cache is given: `force` reads them as steps would, in one pass where that is the same."""
+"""Forced tokens: `force` reads given tokens as decode steps would, in one pass if that is the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.state.cache import Cache
 
 
 class Given(NamedTuple):
-    """Right-padded tokens, how many of each row are read, and the token that should follow each."""
+    """Right-padded tokens, how many of each row are read, and the target token after each."""
 
     tokens: Int[np.ndarray, "B F"]
     count: Int[np.ndarray, "B"]
@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """log p of tokens, in nats, and the likeliest token in the place of each."""
+    """log p of tokens, in nats, and the likeliest token at each place."""
 
     logprobs: Float[Array | np.ndarray, "B F"]
     best: Int[Array | np.ndarray, "B F"]
@@ -39,7 +39,7 @@ class Scored(NamedTuple):
 class Forced(NamedTuple):
     """The scores of all targets, the logits after each row's last token, and the cache that holds the tokens.
 
-    Rows without a token keep their logits; scores after a row's last token mean nothing.
+    Rows without a token keep their logits; scores after a row's last token are meaningless.
     """
 
     scored: Scored
@@ -57,10 +57,10 @@ def force(
     implementation: str | None = None,
     keep: bool = False,
 ) -> Forced:
-    """Reads given tokens over a cache, each over all before it, as single steps would.
+    """Reads given tokens over a cache, each attending to all before it, as single steps would.
 
-    One pass where `verify` gives the same, else a loop of steps on the device. The given cache may be
-    consumed (donated), except with keep=True. logits: those after each row's last token so far.
+    It takes one pass if `verify` gives the same result, else a loop of steps on the device. The given cache
+    may be consumed (donated), except with keep=True. logits: those after each row's last token so far.
     """
     count = np.asarray(given.count)
     if not keep and count.any() and _one_pass(model, method, cache, count, implementation):
@@ -99,7 +99,7 @@ def _stepped(
     one: Step, params: Params, cache: Cache, tokens: Int[Array, "B F"], append: Bool[Array, "B F"],
     targets: Int[Array, "B F"], logits: Float[Array, "B V"],
 ) -> tuple[Scored, Float[Array, "B V"], Cache]:  # fmt: skip
-    """The same, each token read by itself."""
+    """The same by decode steps, one token at a time."""
 
     def read(
         carry: tuple[Cache, Array], given: tuple[Array, Array, Array]

@@ -1,4 +1,4 @@
-"""Copies of rows: `fork`, with every slot for itself or with those of the past in common."""
+"""Copies of rows: `fork`, with separate slots or with shared slots of the past."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def fork(cache: Cache, copies: int, *, room: int | None = None) -> Cache:
 
     With `room`, copies share the past of their row: `kvjax.nbytes` counts it once, and a step reads it once.
     `kvjax.step`, `generate` and `verify` keep it shared, and so do a `prefill` that compresses nothing and a
-    `rollback` of what was added since; other functions first give every row its own slots. What steps evict,
-    encode or carry (windows, groups of codes, states) and contexts are copied in any case, as is a cache that
-    lies on several devices or of whose method nothing is known yet: one that was loaded or that `kvjax.pure`
-    made.
+    `rollback` of what was added since; other functions first give every row its own slots. Slots that steps
+    evict or encode, what they carry (windows, groups of codes, states) and contexts are copied in any case,
+    and so is a cache on several devices or one whose method has not run yet: one that was loaded or made by
+    `kvjax.pure`.
 
     Args:
         cache: a live cache; it stays usable.
@@ -41,7 +41,7 @@ def fork(cache: Cache, copies: int, *, room: int | None = None) -> Cache:
         A cache of B * copies rows.
 
     Raises:
-        InputError: where copies < 1 or room < 0, or a step consumed the cache.
+        InputError: if copies < 1 or room < 0, or a step consumed the cache.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -64,12 +64,12 @@ def fork(cache: Cache, copies: int, *, room: int | None = None) -> Cache:
     return dataclasses.replace(new, method=cache.method, model=cache.model, added=of_rows(cache.added, index))
 
 
-# Per group, how many slots of the tail the copies will have in common; None where they are copied.
+# Per group, how many slots of the tail the copies share; None if they are copied.
 Common = tuple[int | None, ...]
 
 
 def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
-    """The tails up to their last live slot, in whole buckets: no copy can use what is empty behind it."""
+    """The tails up to their last live slot, in whole buckets: no copy can use empty slots after it."""
     tails = [
         group.tail if gm.lasting and isinstance(group.tail, Slots) else None
         for gm, group in zip(gms, cache.groups, strict=True)
@@ -79,13 +79,13 @@ def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
 
 
 def _whole(tail: Slots, used: int) -> int:
-    """So many slots of a tail, in sizes that caches of similar texts share; none where none is used."""
+    """`used` slots of a tail, rounded up to sizes that caches of similar texts share; 0 if none is used."""
     return min(whole_tiles(bucket(used), width_of(tail.k)), tail.capacity) if used else 0
 
 
 @jax.jit
 def _used(tails: list[Int[Array, "_ _ _ _"]]) -> list[Int[Array, ""]]:
-    """The place behind the last live slot of any list."""
+    """The index after the last live slot of any KV head."""
     return [
         jnp.where(pos >= 0, jnp.arange(1, pos.shape[3] + 1, dtype=jnp.int32), 0).max(initial=0)
         for pos in tails
@@ -93,7 +93,7 @@ def _used(tails: list[Int[Array, "_ _ _ _"]]) -> list[Int[Array, ""]]:
 
 
 def _roomy(gms: tuple[GroupMethod, ...], cache: Cache, slots: Common, room: int) -> Cache:
-    """The cache with room for so many tokens where its slots are copied."""
+    """The cache with room for `room` tokens in the groups whose slots are copied."""
     copied = [i for i, n in enumerate(slots) if n is None]
     if not copied:
         return cache
@@ -120,10 +120,10 @@ def _forked(cache: Cache, copies: int, slots: Common, room: int) -> Cache:
 
 
 def _sharing(old: GroupState, new: GroupState, slots: int, rows: int, room: int) -> GroupState:
-    """A group whose rows have the old slots in common, and a tail of their own behind them."""
+    """A group whose rows share the old slots, each with an empty tail of its own."""
     assert old.tail is not None
     past = (jax.tree.map(lambda x: x[:, :, :, :slots], old.tail),) if slots else ()
-    # One empty slot at least: attention is over slots.
+    # At least one empty slot: attention needs a slot.
     tail = _blank(old.tail, rows, whole_tiles(max(room, 1), width_of(old.tail.k)))
     return dataclasses.replace(new, bodies=(*old.bodies, *past), tail=tail)
 

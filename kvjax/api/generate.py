@@ -44,7 +44,7 @@ class Generated(NamedTuple):
     R = B, or B * samples, or B * beams: rows[r] is the prompt of row r, scores[r] its summed logprobs. Rows
     of one prompt are neighbours, beams the best first. Row r wrote tokens[r, :lengths[r]], a stop token
     included; after it come padding (the model's pad token, else a stop token) and logprobs of 0. texts: the
-    rows without stop tokens and special tokens; None where the model has no tokenizer.
+    rows as text without stop tokens and special tokens; None if the model has no tokenizer.
     """
 
     tokens: Int[Array, "R M"]
@@ -75,9 +75,9 @@ def generate(
     on_token: Callable[[int, np.ndarray], None] | None = None,
     implementation: str | None = None,
 ) -> Generated:
-    """Reads a prompt and writes up to `max_new_tokens` tokens per row.
+    """Reads a prompt and generates up to `max_new_tokens` tokens per row.
 
-    Every written token, a stop token included, is in the returned cache, so a conversation goes on with
+    Every generated token, a stop token included, is in the returned cache, so a conversation continues with
     generate(model, more_tokens, cache=out.cache).
 
     Args:
@@ -86,17 +86,17 @@ def generate(
         method: a method, its text, or None for the full cache.
         cache: a cache that the tokens continue; its method applies.
         lengths: tokens of each row [B], where rows are padded.
-        max_new_tokens: how many tokens a row writes at most.
+        max_new_tokens: the most tokens that a row generates.
         sampler: how tokens are drawn; None takes the likeliest.
         processors: functions (logits [B, V], tokens so far [B, T], -1 as padding) -> logits, applied in
-            order; the tokens are those of this prompt and the written ones.
+            order; the tokens are those of this prompt and the generated ones.
         stop: token ids that end a row; None takes the checkpoint's.
-        stop_strings: texts that end a row with the token that completes one.
+        stop_strings: texts that end a row once it contains one.
         samples: how many texts to draw for each prompt, which is read once.
-        beams: how many texts to search for, by their summed log-probability whatever their length.
+        beams: how many texts beam search looks for, by summed log-probability.
         key: one PRNG key; every row draws from its own fold of it.
         chunk: as in `prefill`.
-        on_token: is called with (index, tokens [R]) as they come, -1 for rows that have ended.
+        on_token: called with (index, tokens [R]) for each token, -1 for rows that have ended.
         implementation: as in `prefill`.
 
     Returns:
@@ -106,7 +106,7 @@ def generate(
     Raises:
         InputError: for what `prefill` refuses, wrong kinds of `max_new_tokens`, `stop` or `key`, more tokens
             than positions, options that exclude each other, and NaN in logits, naming the step, or the layer
-            where they are the prompt's.
+            if they are in the prompt.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -129,7 +129,7 @@ def generate(
         chunk = None if chunk is None else whole_number("chunk", chunk, 1, "tokens read at a time")
         check_memory(model, tokens, chosen, max_new_tokens, chunk)
     _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
-    # `model` may be what the method made of the given model: only the method with its fit recognises it.
+    # `model` may be a rewritten model: only the method with its fitted arrays matches it.
     logits, cache = read_prompt(
         model, tokens, method=None if cache is not None else chosen, cache=cache, lengths=lengths,
         room=max_new_tokens, chunk=chunk, implementation=implementation, turn=cache is not None,
@@ -162,7 +162,7 @@ def _written(
     model: Model, prompt: tuple[TokenIds, Lengths | None], logits: Float[Array, "B V"], cache: Cache,
     asked: _Options, stops: Int[Array, "S"],
 ) -> Generated:  # fmt: skip
-    """The texts behind a prompt that was read."""
+    """The texts generated after a prompt that was read."""
     chosen, state, copies = cache.method, bare_cache(cache), max(asked.samples, asked.beams)
     rows = np.repeat(np.arange(logits.shape[0]), copies)
     if copies > 1:
@@ -200,7 +200,7 @@ def _written(
 
 
 def _pad_id(model: Model, ends: set[int]) -> int:
-    """What stands after a row's last token: the pad token, or else a stop token, which tokenizers know."""
+    """The padding after a row's last token: the pad token, or else a stop token, which tokenizers know."""
     pad = model.special_tokens.get("pad_token")
     known = None if model.tokenizer is None or pad is None else model.tokenizer.token_to_id(pad)
     return min(ends, default=0) if known is None else known
@@ -217,9 +217,10 @@ def _check_prompt(
     model: Model, prompt: tuple[TokenIds, Lengths | None], method: Method, cache: Cache | None, new: int,
     last: int,
 ) -> None:  # fmt: skip
-    """InputError, before the prompt is read, where it and the new tokens reach beyond the positions.
+    """InputError, before the prompt is read, if it and the new tokens exceed the positions.
 
-    Where a method reads fewer tokens than it is given, or texts may outgrow the positions, this shows later.
+    If a method reads fewer tokens than it is given, or texts may outgrow the positions, this is checked
+    later.
     """
     if has_verbs(model) or method.reread is not None or last > model.config.max_positions:
         return _check_reach(new, new, max(ROOM, last), last)
@@ -250,7 +251,7 @@ def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> 
 def _checked(asked: _Options) -> Int[Array, "S"]:
     """Checks options and returns the stop tokens, -1 for none.
 
-    InputError for numbers of texts that mean nothing, and for options that exclude each other.
+    InputError for invalid numbers of texts, and for options that exclude each other.
     """
     stops, sampler = stop_ids(asked.stop) or [-1], asked.sampler
     if not callable(sampler):

@@ -1,4 +1,4 @@
-"""Texts that were read apart as one past: `join`, which turns keys to where their text comes to lie."""
+"""Joins separately read texts into one past: `join`, which rotates keys to their new positions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvjax.state.codes import Codes, width_of
 
 
 def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
-    """Joins caches of texts that were read apart, as if each text followed the one before it.
+    """Joins caches of texts that were read separately, as if each text followed the one before it.
 
-    Documents that many prompts share are read once each, and joined in the order of a prompt. Keys turn from
-    the positions at which they were read to those at which they lie now; nothing is computed again, so a text
-    does not know those before it. That is how retrieved documents are reused in Prompt Cache (Gim et al.,
-    2023, arXiv:2311.04934), Block-Attention (Ma et al., 2024, arXiv:2409.15355) and KVLink (Yang et al.,
-    2025, arXiv:2502.16002), whose models were trained for it; others lose some accuracy.
+    Documents that many prompts share are read once each, and joined in the order of a prompt. Keys are
+    rotated from their old positions to the new ones; nothing is computed again, so a text has not attended to
+    those before it. This is how retrieved documents are reused in Prompt Cache (Gim et al., 2023,
+    arXiv:2311.04934), Block-Attention (Ma et al., 2024, arXiv:2409.15355) and KVLink (Yang et al., 2025,
+    arXiv:2502.16002), whose models were trained for it; others lose some accuracy.
 
     Args:
         model: the model that read the texts.
@@ -51,8 +51,8 @@ def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
 
     Raises:
         InputError: for no cache, caches of other models, methods or numbers of rows, or that a step consumed;
-            where layers carry a state, slots are encoded or lie in pages, or a method remembers anything of
-            them; where the rotation depends on the length of the text; and beyond the model's last position.
+            if layers carry a state, slots are encoded or in pages, or have traces; if the rotation depends on
+            the length of the text; and beyond the model's last position.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -122,7 +122,7 @@ def _check_alike(caches: Sequence[Cache]) -> None:
 
 
 def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
-    """Why the slots of a group cannot be put behind others; empty where they can."""
+    """Why the slots of a group cannot be appended to others; empty if they can."""
     if group.state is not None:
         return "carries a state, into which its text has gone"
     if not gm.lasting:
@@ -144,13 +144,13 @@ def _tail(group: GroupState) -> Slots:
 
 
 def _unscaled(rope: Rope) -> Rope:
-    """A rotation without the factor that keys have already got."""
+    """A rotation without the factor that is already applied to keys."""
     return dataclasses.replace(rope, attention_factor=1.0) if rope.kind == "yarn" else rope
 
 
 @jax.jit
 def _used(tails: list[list[Int[Array, "_ _ _ _"]]]) -> list[list[Int[Array, ""]]]:
-    """The live slots of the longest list of every cache and group."""
+    """The most live slots of a KV head in every cache and group."""
     return [[(pos >= 0).sum(-1).max() for pos in groups] for groups in tails]
 
 
@@ -158,7 +158,7 @@ def _used(tails: list[list[Int[Array, "_ _ _ _"]]]) -> list[list[Int[Array, ""]]
 def _joined(
     caches: list[Cache], starts: Int[Array, "n B"], ropes: tuple[Rope | None, ...], sizes: tuple[int, ...]
 ) -> Cache:
-    """The slots of all caches, moved and in order; `sizes` of each group."""
+    """The slots of all caches, rotated and in order; `sizes` per group."""
     groups = []
     for i, (rope, size) in enumerate(zip(ropes, sizes, strict=True)):
         moved = [
@@ -172,7 +172,7 @@ def _joined(
 
 
 def _moved(slots: Slots, start: Int[Array, "B"], rope: Rope | None) -> Slots:
-    """Slots whose text begins at `start` of every row."""
+    """Slots rotated to a text that begins at `start` of every row."""
     by = start[:, None, None]
     pos = jnp.where(slots.pos >= 0, slots.pos + by[None], -1)
     if rope is None:
@@ -182,7 +182,7 @@ def _moved(slots: Slots, start: Int[Array, "B"], rope: Rope | None) -> Slots:
 
 
 def _in_order(slots: Slots, size: int) -> Slots:
-    """The slots by position, in a list of `size`; those that are empty last."""
+    """The slots by position, in `size` slots per KV head; empty ones last."""
     order = jnp.argsort(jnp.where(slots.pos < 0, jnp.iinfo(jnp.int32).max, slots.pos), axis=3, stable=True)[
         ..., :size
     ]

@@ -22,17 +22,17 @@ def kept_texts(
     Args:
         model: the model that the cache is of, with a tokenizer.
         cache: a live cache.
-        tokens: all that the rows have read, [B, T] or a list of lists; what was written later has no text
-            unless it is given here, too.
-        lengths: tokens of each row [B], where rows are padded.
+        tokens: all tokens that the rows have read, [B, T] or a list of lists; tokens generated later have no
+            text unless they are given here, too.
+        lengths: tokens of each row [B], if rows are padded.
 
     Returns:
-        A text for each layer, row and KV head, with " … " where tokens are gone. Layers that carry states
+        A text for each layer, row and KV head, with " … " where tokens were evicted. Layers that carry states
         have no KV heads here.
 
     Raises:
-        InputError: without a tokenizer, for another number of rows, for a cache of another model, and where a
-            method reads a text of its own making in place of the prompt.
+        InputError: without a tokenizer, for another number of rows, for a cache of another model, and if a
+            method reads another text instead of the prompt.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -65,7 +65,7 @@ def kept_texts(
 
 
 def _text(model: Model, ids: Int[np.ndarray, "T"], pos: Int[np.ndarray, "S"]) -> str:
-    """The tokens at these positions, in their order, those beyond the given ones left out."""
+    """The tokens at these positions, in order; positions beyond the given tokens are left out."""
     found = np.unique(pos[(pos >= 0) & (pos < len(ids))])
     runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
     pieces = [model.tokenizer.decode(ids[run].tolist(), skip_special_tokens=False) for run in runs]

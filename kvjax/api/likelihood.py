@@ -1,4 +1,4 @@
-"""How likely texts are to a model that holds their beginning in a compressed cache: `likelihood`."""
+"""Likelihood: how likely texts are to a model that reads their beginning into a compressed cache."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from kvjax.models.clean_spaces import uncleaned
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache, nbytes
 
-# Tokens that are scored at a time.
+# How many tokens are scored at a time.
 PIECE = 128
 
 
 class Likelihood(NamedTuple):
     """log p of every token after the context, in nats, given all tokens before it.
 
-    logprobs: NaN where nothing was scored, in the context and after a row's end. tokens: how many of each
-    row were scored. bytes: UTF-8 bytes of their text, all rows together; None without a tokenizer. greedy:
-    whether a token is the likeliest one, False where nothing was scored. cache_bytes: bytes of the cache
-    after the context, with the room for the other tokens.
+    logprobs: NaN for tokens that were not scored, in the context and after a row's end. tokens: how many of
+    each row were scored. bytes: UTF-8 bytes of their text, over all rows; None without a tokenizer. greedy:
+    whether a token is the likeliest one, False for tokens that were not scored. cache_bytes: bytes of the
+    cache after the context, with room for the other tokens.
     """
 
     logprobs: Float[np.ndarray, "B T"]
@@ -74,10 +74,10 @@ def likelihood(
     lengths: Lengths | None = None,
     implementation: str | None = None,
 ) -> Likelihood:
-    """Scores how likely the model, over a cache that a method compresses, finds the tokens of texts.
+    """Computes the likelihood of texts by a model, over a cache that a method compresses.
 
-    The first tokens of every text are read as a prompt. The others are scored one after the other, each over
-    the cache of all tokens before it, as in decoding; the first of them by the logits of the prompt.
+    The first tokens of every text are read as a prompt. The others are scored one after the other, over the
+    cache of all tokens before them, as in decoding; the first of them with the logits of the prompt.
 
     Args:
         model: a model.
@@ -139,12 +139,12 @@ def likelihood(
 
 
 def room_for(model: Model, method: Method, tokens: int) -> int:
-    """Room for so many tokens, in sizes that texts of similar lengths share."""
+    """Room for so many tokens, rounded up so that texts of similar lengths share programs."""
     return max(tokens, min(bucket(tokens), last_position(method, model.config)))
 
 
 def _after(batch: PaddedTokens, starts: Int[np.ndarray, "B"]) -> PaddedTokens:
-    """What stands after the context of each row, right-padded."""
+    """The tokens after the context of each row, right-padded."""
     count = batch.lengths - starts
     at = np.minimum(starts[:, None] + np.arange(count.max()), batch.tokens.shape[1] - 1)
     tokens = np.take_along_axis(batch.tokens, at, axis=1)
@@ -152,12 +152,12 @@ def _after(batch: PaddedTokens, starts: Int[np.ndarray, "B"]) -> PaddedTokens:
 
 
 def _forced(implementation: str | None) -> dict[str, Any]:
-    # Models of two decoders know none.
+    # Models of two decoders have no such option.
     return {} if implementation is None else {"implementation": implementation}
 
 
 def _starts(method: Method, context: Any, chunk: int | None, rows: int) -> Int[np.ndarray, "B"]:
-    """How many tokens of each row are read as a prompt; InputError where the method would then never act."""
+    """How many tokens of each row are read as a prompt; InputError if the method would then never act."""
     if chunk is not None:
         whole_number("chunk", chunk, 1, "tokens read at a time")
     if context is not None and np.ndim(context):
@@ -180,13 +180,13 @@ def _starts(method: Method, context: Any, chunk: int | None, rows: int) -> Int[n
 
 
 def needs_context(method: Method) -> bool:
-    """Whether a method acts at the ends of prompts, so that a text that is all scored leaves it idle."""
+    """Whether a method acts only at the ends of prompts, and so would not act if all tokens were scored."""
     keeps = [one.keep for one in method.sentences if one.keep is not None and one.keep.score is not None]
     return method.reread is not None or any(keep.when == PREFILL_END for keep in keeps)
 
 
 def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
-    """Token ids of strings; what are none is returned as it is."""
+    """Token ids of strings; anything else is returned unchanged."""
     if isinstance(texts, str):
         raise InputError("texts is one string, expected a list of them: write [text]")
     if isinstance(texts, np.ndarray | jax.Array) or not any(isinstance(one, str) for one in texts):
@@ -202,7 +202,7 @@ def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
 
 
 def _bytes(model: Model, fed: PaddedTokens) -> int | None:
-    """The bytes of the text that was scored."""
+    """The UTF-8 bytes of the scored text."""
     if (tokenizer := getattr(model, "tokenizer", None)) is None:
         return None
     rows = (row[:length].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True))
@@ -214,9 +214,9 @@ def _scored(
     model: Model, method: Method, cache: Cache, fed: PaddedTokens, logits: Float[Array, "B V"],
     chunk: int | None, implementation: str | None,
 ) -> Scored:  # fmt: skip
-    """The scores of all tokens after the context, on the host; values after a row's end mean nothing.
+    """The scores of all tokens after the context, on the host; values after a row's end are meaningless.
 
-    logits: of the context, which score the first of them.
+    logits: those of the context, which score the first token.
     """
     last, size = int(fed.lengths.max()) - 1, chunk or PIECE
     found = [fetch(scored(logits[:, None], jnp.asarray(fed.tokens[:, :1])))]

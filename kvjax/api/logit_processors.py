@@ -1,8 +1,8 @@
 """Logit processors: functions of logits and of the tokens so far, applied before a token is drawn.
 
 A processor is any `(logits [B, V], tokens [B, T]) -> logits [B, V]` that JAX can trace. tokens are the
-prompt's and, behind them, the written ones, with -1 as padding. `kvjax.generate(processors=(...,))` applies
-them in order.
+prompt's followed by the generated ones, with -1 as padding. `kvjax.generate(processors=(...,))` applies them
+in order.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RepetitionPenalty:
     """Makes tokens that came before less likely (arXiv:1909.05858).
 
     Args:
-        penalty: divides their positive logits and multiplies negative ones; 1 changes nothing.
+        penalty: the divisor of their positive logits and factor of negative ones; 1 changes nothing.
 
     Raises:
-        ValueError: where penalty <= 0.
+        ValueError: if penalty <= 0.
 
     >>> process((RepetitionPenalty(2.0),), jnp.array([[1.0, 2.0, -1.0]]), jnp.array([[1, 2, -1]])).tolist()
     [[1.0, 1.0, -2.0]]
@@ -49,13 +49,13 @@ class RepetitionPenalty:
 
 @dataclasses.dataclass(frozen=True)
 class FrequencyPenalty:
-    """Lowers every token's logit for each time that it came before.
+    """Lowers every token's logit for each earlier occurrence.
 
     Args:
-        penalty: what each time costs; negative ones favour repetition.
+        penalty: subtracted per occurrence; negative values favour repetition.
 
     Raises:
-        ValueError: where penalty is no finite number.
+        ValueError: if penalty is not a finite number.
 
     >>> process((FrequencyPenalty(0.5),), jnp.zeros((1, 3)), jnp.array([[1, 1, 2]])).tolist()
     [[0.0, -1.0, -0.5]]
@@ -72,7 +72,7 @@ class FrequencyPenalty:
 
 
 def counts(tokens: Int[Array, "B T"], vocab: int) -> Float[Array, "B V"]:
-    """How often each id of the vocabulary comes in a row; -1 counts for nothing."""
+    """How often each id of the vocabulary occurs in a row; -1 is not counted."""
     row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
     at = jnp.where(tokens < 0, vocab, tokens)
     return jnp.zeros((tokens.shape[0], vocab)).at[row, at].add(1.0, mode="drop")
@@ -81,7 +81,7 @@ def counts(tokens: Int[Array, "B T"], vocab: int) -> Float[Array, "B V"]:
 def process(
     processors: Sequence[Processor], logits: Float[Array, "B V"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B V"]:
-    """The logits as float32 after every processor; InputError where one returns another shape or integers."""
+    """The logits as float32 after every processor; InputError if one returns another shape or integers."""
     out = logits.astype(jnp.float32)
     for one in processors:
         new = one(out, tokens)
@@ -97,13 +97,13 @@ def process(
 
 
 def history(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], new: int) -> Int[Array, "B S"]:
-    """The tokens of prompts with room for `new` more: -1 behind each row's length."""
+    """The tokens of prompts with room for `new` more: -1 after each row's length."""
     here = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     return jnp.pad(jnp.where(here, tokens, -1), ((0, 0), (0, new)), constant_values=-1)
 
 
 def put(past: Int[Array, "B S"], token: Int[Array, "B"]) -> Int[Array, "B S"]:
-    """One more token per row behind its last; -1 adds none."""
+    """Appends one token per row after its last; -1 appends none."""
     row = jnp.arange(past.shape[0], dtype=jnp.int32)
     return past.at[row, (past >= 0).sum(-1, dtype=jnp.int32)].set(token, mode="drop")
 
@@ -118,7 +118,7 @@ def processed(
     at: Int[Array, ""],
     done: Bool[Array, "B"],
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"], Bool[Array, "B"]]:
-    """Token `at` of every row, drawn from processed logits, the tokens so far with it, where `nothing_left`.
+    """Token `at` of every row from processed logits, the tokens so far, and rows with `nothing_left`.
 
     keys: one PRNG key per row.
     """
@@ -128,7 +128,7 @@ def processed(
 
 
 def nothing_left(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
-    """Rows of logits that have no likeliest token: NaN is among them, or all are -inf.
+    """Rows of logits without a likeliest token: they contain NaN, or are all -inf.
 
     >>> nothing_left(jnp.array([[0.0, -jnp.inf], [-jnp.inf, -jnp.inf], [0.0, jnp.nan]])).tolist()
     [False, True, True]

@@ -1,4 +1,4 @@
-"""A lower bound of the memory that a prompt takes, so that one that cannot fit is refused unread."""
+"""A lower bound of the memory that a prompt needs, so that one that cannot fit is refused unread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.models.model import Model
 
 
 def free_bytes() -> int:
-    """Free memory of the device that computes: the accelerator's, or the machine's on CPU."""
+    """Free memory of the computing device: the accelerator's, or the machine's on CPU."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -26,7 +26,7 @@ def free_bytes() -> int:
 
 
 def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: int | None = None) -> None:
-    """InputError for a prompt that needs more memory than there is, by its shape alone.
+    """InputError for a prompt that needs more memory than there is, given its shape.
 
     tokens: as in `kvjax.prefill`. Only arrays that must be in memory at once count, so no prompt that could
     run is refused.
@@ -44,14 +44,14 @@ def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: in
 
 
 def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:
-    """Least bytes of one row of a prompt: a layer's input and output, and a cache that is not compressed.
+    """A lower bound for one row of a prompt: a layer's input and output, and an uncompressed cache.
 
-    Of a Block Transformer, that of the block decoder, which reads and keeps one vector per block.
+    For a Block Transformer, that of the block decoder, which reads and keeps one vector per block.
     """
     config, itemsize = model.config, model.params["embed"].dtype.itemsize
     if isinstance(config, BlockConfig):
         config, length, room = config.blocks, length // config.length, room // config.length
-    # A layer's input, and what it adds to it.
+    # A layer's input, and what the layer adds to it.
     read = 2 * min(length, chunk or length) * config.d_model * itemsize
     acts = (method.keep, method.store, method.reread, method.layers, method.make, method.stack, method.host)
     if any(acts):
@@ -68,7 +68,7 @@ def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int
 
 
 def _smaller(model: Model) -> str:
-    """What takes less memory than a prompt, beside fewer rows."""
+    """What would take less memory than the prompt, beside fewer rows."""
     if isinstance(model.config, BlockConfig):
         return "or shorter ones"
     return "shorter ones, or pieces of them (chunk=) under a method that keeps less"

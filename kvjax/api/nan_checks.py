@@ -1,4 +1,4 @@
-"""What is said where a model, or a method's score, gives something that is not a number (NaN)."""
+"""Error messages for NaN in a model's outputs or a method's scores."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
 
 @dataclasses.dataclass(frozen=True)
 class _Broken:
-    """Whether any token enters a layer as something that is not a number."""
+    """Whether any token's input to a layer is NaN."""
 
     def __call__(self, inputs: Inputs) -> Bool[Array, ""]:
         return (jnp.isnan(inputs.hidden).any(-1) & (inputs.pos >= 0)).any()
 
 
 def check_scores(name: str, lost: np.ndarray) -> None:
-    """InputError naming the first layer where `lost` [layers, B] says that a score is no number."""
+    """InputError naming the first layer with a NaN score, given `lost` [layers, B]."""
     if lost.any():
         layer, row = np.argwhere(lost)[0]
         raise InputError(
@@ -42,7 +42,7 @@ def check_scores(name: str, lost: np.ndarray) -> None:
 
 
 def refuse_prompt(model: Model, tokens: np.ndarray, lengths: np.ndarray) -> None:
-    """InputError saying that a prompt's logits are no numbers, and which layer's output was the first."""
+    """InputError saying that a prompt's logits are NaN, and which layer's output was the first."""
     raise InputError(
         f"the logits of the prompt are not numbers (NaN){_source(model, tokens, lengths)}: check the weights "
         "and the type they are loaded in (dtype=)"
@@ -50,7 +50,7 @@ def refuse_prompt(model: Model, tokens: np.ndarray, lengths: np.ndarray) -> None
 
 
 def refuse_step(step: int, name: str) -> None:
-    """InputError saying that the logits behind a generated token are no numbers."""
+    """InputError saying that the logits after a generated token are NaN."""
     raise InputError(
         f"the logits, or a score of the method, are not numbers (NaN) at step {step} with method {name}, "
         "after those of the prompt were: try method full, or another dtype="
@@ -66,7 +66,7 @@ def refuse_processed(step: int) -> None:
 
 
 def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"]) -> str:
-    """Where the NaN of a prompt comes from; empty where reading it again does not say."""
+    """Where the NaN of a prompt comes from; empty if reading the prompt again does not show it."""
     if has_verbs(model):
         return ""
     run, word = Run(model.config, Method(), on_mesh=model.on_mesh), _Broken()

@@ -1,4 +1,4 @@
-"""Reading a prompt: `prefill`, and what it checks, pads and cuts before anything runs."""
+"""Reading a prompt: `prefill`, and its checks, padding and chunks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from kvjax.state.axes import check_rows, placed
 from kvjax.state.cache import Cache, check_alive, kept_positions
 from kvjax.steps import Run
 
-# How many tokens a cache holds beyond its prompt, unless a call says otherwise.
+# How many tokens a cache can hold beyond its prompt by default.
 ROOM = 128
 
 
@@ -60,7 +60,7 @@ class PaddedTokens(NamedTuple):
 
 
 def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> PaddedTokens:
-    """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
+    """Checks and pads a prompt; InputError for invalid input, or rows of fewer than `least` tokens."""
     if is_rows(tokens):
         if lengths is not None:
             raise InputError(
@@ -92,7 +92,7 @@ def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int =
 
 
 def check_cache(model: Model, cache: Cache) -> None:
-    """InputError for what is no cache, or one that another model filled, or that a step consumed."""
+    """InputError for a value that is not a cache, a cache of another model, or one that a step consumed."""
     if not isinstance(cache, Cache):
         given = f"{cache!r}" if isinstance(cache, str | os.PathLike) else f"a {type(cache).__name__}"
         raise InputError(
@@ -109,7 +109,7 @@ def check_cache(model: Model, cache: Cache) -> None:
 
 
 def bare_cache(cache: Cache) -> Cache:
-    """The cache without its labels, so that programs are shared by everything of the same layout."""
+    """The cache without its labels, so that all caches of the same layout share programs."""
     return dataclasses.replace(cache, method=None, model="")
 
 
@@ -119,13 +119,13 @@ def labelled(cache: Cache, method: Method, model: Model) -> Cache:
 
 
 def there(model: Model, cache: Cache) -> Cache:
-    """The cache on the model's mesh: one from a file, or of the same model elsewhere, is moved there."""
+    """The cache on the model's mesh: one from a file, or from the same model elsewhere, is moved there."""
     on = mesh_for(cache.method or Method(), model.on_mesh)
     return cache if cache.on_mesh == on else placed(cache, on)
 
 
 def noted(model: Model, cache: Cache) -> Added:
-    """What the host knows of a cache's newest tokens; that none were added, where it knows nothing."""
+    """The host's note of a cache's newest tokens; 0 tokens if it has none."""
     if cache.added is not None:
         return cache.added
     run = Run(model.config, bind(cache.method or Method(), model), on_mesh=cache.on_mesh)
@@ -151,12 +151,12 @@ def prefill(
         tokens: token ids [B, T], padded on the right, or a list of lists.
         method: a method, its text, or None for the full cache.
         cache: a cache that the tokens continue; its method applies.
-        lengths: tokens of each row [B], where rows are padded.
+        lengths: tokens of each row [B], if rows are padded.
         room: how many further tokens the cache must hold.
-        chunk: reads so many tokens at a time, compressing after each chunk.
+        chunk: how many tokens to read at a time, compressing after each chunk.
         compress: False stores the new tokens and evicts nothing.
-        implementation: of attention and recurrences: "reference", "tpu" or "gpu"; None takes kernels where
-            they can run.
+        implementation: of attention and recurrences: "reference", "tpu" or "gpu"; None takes kernels if they
+            can run.
 
     Returns:
         Logits [B, V] at each row's last token, and the cache.
@@ -164,9 +164,9 @@ def prefill(
     Raises:
         InputError: for token ids outside the vocabulary, empty or too long prompts, a cache of another model
             or number of rows, a `room` beyond the model's positions, NaN in logits or scores (over a cache,
-            in all rows: one row that holds NaN gives NaN and harms no other), or `chunk` for a text so long
-            that a dynamic rotation (NTK) depends on its length.
-        NotImplementedError: where a forced kernel cannot run.
+            only if all rows have NaN, since a row with NaN does not affect others), or `chunk` for a text so
+            long that a dynamic rotation (NTK) depends on its length.
+        NotImplementedError: if a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -185,7 +185,7 @@ def read_prompt(
     lengths: Lengths | None = None, room: int, chunk: int | None = None, compress: bool = True,
     implementation: str | None = None, turn: bool = False,
 ) -> tuple[Float[Array, "B V"], Cache]:  # fmt: skip
-    """`prefill`; with turn=True in the sizes of a conversation, which double (`kvjax.api.turns`)."""
+    """`prefill`; with turn=True, with the doubling sizes of a conversation (`kvjax.api.turns`)."""
     if has_verbs(model):
         options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
         refuse(model, options | {"implementation=": implementation is not None})
@@ -218,7 +218,7 @@ def read_prompt(
     cache = None if cache is None else there(model, cache)
     run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)
-    # Steps find their method lowered, and what they cannot do is said before the prompt is read.
+    # Lowers the method for decode steps now, so that unsupported ones are refused before the prompt is read.
     decoding(model, chosen, implementation).groups(params)
     if cache is not None and is_shared(cache):
         cache = _apart_to_choose(run, params, cache, compress, len(before))
@@ -233,7 +233,7 @@ def read_prompt(
     logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
     unranked, broken = fetch((lost, jnp.isnan(logits).any(-1)))
     check_scores(chosen.id, np.any(unranked, 0))
-    # Over a cache, one row that overflowed before harms no other.
+    # Over a cache, one row that overflowed before does not affect others.
     if broken.any() if not before.any() else broken.all():
         refuse_prompt(model, *batch)
     if counted(chosen) and compress:
@@ -247,9 +247,9 @@ def _check_lengths(
     model: Model, method: Method, cache: Cache | None, lengths: Int[np.ndarray, "B"],
     before: Int[np.ndarray, "b"], width: int, compress: bool,
 ) -> None:  # fmt: skip
-    """InputError where rows of `lengths` tokens after `before` older ones are too long for model or method.
+    """InputError if rows of `lengths` tokens after `before` older ones are too long for model or method.
 
-    width: tokens that are read at a time.
+    width: how many tokens are read at a time.
     """
     longest = int(lengths.max())
     most = int(before.max()) + longest
@@ -267,17 +267,17 @@ def _check_lengths(
 
 
 def in_turn_width(model: Model, batch: PaddedTokens) -> PaddedTokens:
-    """The batch padded as a turn's is."""
+    """The batch padded to the width of a turn."""
     parts = 1 if model.on_mesh is None else model.on_mesh.devices("tokens")
     width = -(-turn_width(int(batch.lengths.max())) // parts) * parts
     return batch._replace(tokens=padded_to(batch.tokens, width))
 
 
 def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, rows: int) -> Cache:
-    """A cache with slots in common, or one without where tokens leave: a method chooses for every row."""
+    """A cache with shared slots, or with separate ones if slots are evicted: a method selects per row."""
     pairs = zip(run.groups(params), cache.groups, strict=True)
     chooses = any(run.acts(gm, compress) and has_common(group, rows) for gm, group in pairs)
-    # What a prompt is read over lies beside what it leaves.
+    # Such methods store other tokens than they read, per row.
     chooses = chooses or (compress and run.method.reread is not None)
     return apart(cache) if chooses else cache
 
@@ -286,9 +286,9 @@ def _read_chunks(
     run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[Size], width: int,
     compress: bool, last: int,
 ) -> tuple[Float[Array, "B V"], Cache, list[Array]]:  # fmt: skip
-    """Logits [B, V] at each row's last token, the cache, and per chunk the lists whose scores were none.
+    """Logits [B, V] at each row's last token, the cache, and per chunk the layers and rows with NaN scores.
 
-    last: how many tokens of the prompt's end a probe asks behind every chunk.
+    last: how many tokens of the prompt's end a probe reads after every chunk.
     """
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
@@ -305,9 +305,9 @@ def _read_chunks(
 
 
 def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
-    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none.
+    """How many tokens of a prompt's end a method's probe reads after every chunk; 0 without a probe.
 
-    InputError where they do not fit the budget of rows that are so long in the end.
+    InputError if they do not fit the budget of rows of the final length.
     """
     keep = method.keep
     last = 0 if keep is None else getattr(keep.probe, "last", 0)
@@ -323,7 +323,7 @@ def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
 
 
 def _question(batch: PaddedTokens, last: int, read: int) -> tuple[Array, Array] | None:
-    """The last tokens of rows that are longer than `read` tokens, and their number; None where none is."""
+    """The last tokens of rows longer than `read` tokens, and their number; None if there are no such rows."""
     ahead = batch.lengths > read
     if not ahead.any():
         return None
@@ -334,12 +334,12 @@ def _question(batch: PaddedTokens, last: int, read: int) -> tuple[Array, Array] 
 
 
 def check_room(model: Model, room: int, method: Method | None = None) -> int:
-    """`room` as an int; InputError unless it is a number of tokens that the model's positions allow."""
+    """`room` as an int; InputError unless the model's positions allow so many tokens."""
     return whole_number("room", room, 0, "further tokens", max(ROOM, last_position(method, model.config)))
 
 
 def check_reach(model: Model, last: int, method: Method | None = None) -> None:
-    """InputError for a prompt that reaches beyond the positions that the model has under a method."""
+    """InputError for a prompt that exceeds the positions that the model has under a method."""
     if last > (most := last_position(method, model.config)):
         raise InputError(
             f"the prompt reaches position {last}, this model's last is {most}: "
@@ -348,7 +348,7 @@ def check_reach(model: Model, last: int, method: Method | None = None) -> None:
 
 
 def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
-    """InputError where phases of tokens that are read `new` at a time come to lie beyond the positions."""
+    """InputError if the integers of the rotation of tokens read `new` at a time exceed the positions."""
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
     phase = method.keep.phase
@@ -362,12 +362,12 @@ def _check_phases(model: Model, method: Method, held: int, last: int, new: int) 
 
 
 def live(cache: Cache) -> int:
-    """The most slots that any head of a cache holds."""
+    """The most slots that any KV head of a cache holds."""
     return max((int((pos >= 0).sum(-1).max(initial=0)) for pos in kept_positions(cache)), default=0)
 
 
 def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
-    """The method of a prefill: the given one, or that of the cache it continues."""
+    """The method of a prefill: the given one, or that of the cache that it continues."""
     given = None if method is None else as_method(method)
     if given is not None:
         given = ready(model, given)

@@ -1,4 +1,4 @@
-"""The models that methods run on, made of the one that is given before anything is read: `prepare`."""
+"""Models that methods run on, rewritten from the given one before anything is read: `prepare`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvjax.place.pairs import groups_apart
 
 
 def prepare(model: Model, method: Method | str) -> Model:
-    """Makes the model that a method runs on: its weights rewritten, or the layers that it merges unstacked.
+    """Builds the model that a method runs on: its weights rewritten, or the layers that it merges unstacked.
 
     `kvjax.prefill` and the other functions do this by themselves, once per model and method, and keep the
     result as long as the model lives. A new model has its own weights and config, can be called and trained,
-    and takes any method that fits its layers. Its caches are those of the method on the given model. Where
-    layers are stacked, as on TPUs, and the method merges some in pairs, these leave their stacks; their
-    weights are then in memory twice, unless the given model is released.
+    and takes any method that fits its layers. Its caches are those of the method on the given model. If
+    layers are stacked, as on TPUs, and the method merges some in pairs, these are taken out of their stacks;
+    their weights are then in memory twice, unless the given model is released.
 
     Args:
         model: a model of one decoder.
         method: a method, or its text.
 
     Returns:
-        A new model, or the given one where the method neither rewrites weights nor merges layers.
+        A new model, or the given one if the method neither rewrites weights nor merges layers.
 
     Raises:
-        InputError: where the method does not fit the model, or the model was made by another method.
+        InputError: if the method does not fit the model, or another method rewrote the model.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -46,7 +46,7 @@ def made(model: Model, method: Method | None) -> Model:
 
 
 def _with_pairs_apart(model: Model, method: Method) -> Model:
-    """The same model with the layers that a method merges each by itself."""
+    """The model with the layers that a method merges taken out of their stacks."""
     if method.stack is None:
         return model
     check_single(model, f"{method.id} merges layers of one decoder")
@@ -60,7 +60,7 @@ def _with_pairs_apart(model: Model, method: Method) -> Model:
 
 
 def _remade(model: Model, method: Method) -> Model:
-    """What a method's `make` makes of the model; the model itself where it has none."""
+    """The model rewritten by a method's `make`; the model itself if there is none."""
     if method.make is None:
         return model
     check_single(model, f"{method.id} rewrites the weights of one decoder")

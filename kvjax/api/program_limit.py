@@ -1,4 +1,4 @@
-"""Bounds how many compiled programs a process holds: each maps regions of memory, whose number is limited."""
+"""Limits the number of compiled programs of a process: each maps memory regions, whose number is limited."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 
 _LIMIT, _MAPS = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
-# Of the regions that a process may map, as a share: two threads may be compiling while others are counted.
+# The share of the regions that a process may map: two threads may be compiling while regions are counted.
 _MOST = 0.6
-# Regions are counted after this many compilations, because a count takes milliseconds. A program of a small
-# decoder maps 100 to 200 regions, so between two counts fewer are mapped than the limit has left.
+# Regions are counted after this many compilations, because counting takes milliseconds. A program of a small
+# decoder maps 100 to 200 regions, so fewer are mapped between two counts than the limit has left.
 _EVERY = 64
 
 _compiled = 0
@@ -33,7 +33,7 @@ def forget_if_crowded() -> bool:
     compiled again when it is next called.
 
     Returns:
-        True where programs were dropped; always False on systems without `/proc/self/maps`.
+        True if programs were dropped; always False on systems without `/proc/self/maps`.
     """
     try:
         most = int(_LIMIT.read_text())
@@ -51,7 +51,7 @@ def forget_if_crowded() -> bool:
 
 
 def bound_programs() -> bool:
-    """`forget_if_crowded`, looked at once per 64 compilations; True where programs were dropped.
+    """`forget_if_crowded` once per 64 compilations; True if programs were dropped.
 
     `kvjax.prefill` and `kvjax.verify` call it, so a process may try any number of methods and lengths.
     """

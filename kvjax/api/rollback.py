@@ -1,4 +1,4 @@
-"""Tokens taken back: `rollback` empties the newest slots of rows, where that restores what was before."""
+"""Rollback: `rollback` removes the newest tokens of rows, if that restores the earlier cache."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvjax.state.write import write_rows
 
 
 class Added(NamedTuple):
-    """What the host knows of the newest tokens of a cache.
+    """The host's note of the newest tokens of a cache.
 
-    groups: what its method means for every group of layers (`kvjax.compress.group.GroupMethod`). tokens: per
-    row, how many were surely added since slots were last chosen among.
+    groups: the method of every group of layers (`kvjax.compress.group.GroupMethod`). tokens: per row, a lower
+    bound of how many were added since slots were last selected.
     """
 
     groups: tuple[Any, ...]
@@ -34,23 +34,23 @@ class Added(NamedTuple):
 
 
 def more_added(note: Added | None, tokens: np.ndarray | int) -> Added | None:
-    """The note behind `tokens` more tokens, of every row or row by row."""
+    """The note after `tokens` more tokens, for every row or per row."""
     return None if note is None else Added(note.groups, note.tokens + tokens)
 
 
 def of_rows(note: Added | None, index: Any) -> Added | None:
-    """The note of the rows `index`; None where the host cannot know which they are."""
+    """The note of the rows `index`; None if the host cannot know which these are."""
     if note is None or isinstance(index, Tracer):
         return None
     return Added(note.groups, note.tokens[np.asarray(index)])
 
 
 def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
-    """Takes each row's newest tokens back.
+    """Removes each row's newest tokens.
 
-    Tokens that steps, `verify` and prefills with compress=False added can be taken back; where a method keeps
+    Tokens added by steps, `verify` and prefills with compress=False can be removed; if a method keeps
     everything, tokens of a prompt too. Whether groups of codes and windows allow it depends on how full they
-    are, which is looked up on the device.
+    are, which is read from the device.
 
     Args:
         cache: a live cache; it is consumed (donated).
@@ -60,10 +60,9 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
         The cache as it was before these tokens.
 
     Raises:
-        InputError: where `n` is no number of tokens in [0, next], or a step consumed the cache; where the
-            tokens were in the cache at its last selection of slots; and where they changed what cannot be
-            undone: recurrent states, what a method remembers of slots and rows, groups that are encoded, or
-            slots that were evicted for them.
+        InputError: if `n` is not a number of tokens in [0, next], or a step consumed the cache; if the tokens
+            were in the cache at its last selection of slots; and if they changed what cannot be undone:
+            recurrent states, traces and carried rows, encoded groups, or slots that were evicted for them.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -92,11 +91,11 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
     for gm, counts in zip(note.groups, held, strict=True):
         if gm.kind == "slots" and (why := _not_now(gm, counts, length, count)):
             _refuse(cache, count, why)
-    # A width of a power of two, so that numbers alike share a program.
+    # A width that is a power of two, so that similar numbers share a program.
     width = 1 << (int(count.max()) - 1).bit_length()
     kinds = tuple(gm.kind == "slots" for gm in note.groups)
     new = _forgotten(kinds, width, dataclasses.replace(cache, method=None, model=""), jnp.asarray(count))
-    # A cache is known to be consumed by this array, which the host may have read where it lies.
+    # This array marks a cache as consumed; the host may already have read it.
     cache.next.delete()
     given.next.delete()
     return dataclasses.replace(
@@ -110,7 +109,7 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
 
 
 def _apart_for(cache: Cache, count: Int[np.ndarray, "B"]) -> Cache:
-    """The cache as it is where every row has added `count` tokens since it was forked, otherwise `apart`."""
+    """The cache, with separate rows if one must give up more tokens than it has added since it was forked."""
     return apart(cache) if is_shared(cache) and (count > fetch(own_tokens(cache))).any() else cache
 
 
@@ -140,7 +139,7 @@ def _refuse(cache: Cache, count: np.ndarray, why: str) -> None:
 
 
 def _never(gm: Any, group: GroupState) -> str:
-    """Why no token of a group can be taken back, whatever its slots hold; empty where some can."""
+    """Why no token of a group can be removed, whatever its slots hold; empty if some can."""
     if jax.tree.leaves(group.state):
         return f"layer {gm.first} carries a state, into which they have gone"
     if gm.kind != "slots":
@@ -153,7 +152,7 @@ def _never(gm: Any, group: GroupState) -> str:
 
 
 def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
-    """InputError where a method chose among slots when these tokens were there, or can have done so."""
+    """InputError if a method has, or may have, selected among slots after these tokens were added."""
     rereads = getattr(cache.method, "reread", None) is not None
     chooses = any(gm.kind == "slots" and gm.budget is not None and not gm.evicting for gm in note.groups)
     if any(gm.learns for gm in note.groups) and (count > note.tokens).any():
@@ -174,7 +173,7 @@ def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
 
 @jax.jit
 def _held(cache: Cache) -> list[tuple[Array, ...]]:
-    """Per group the fewest and the most live slots of a row's lists [2, B]: in bodies, tail and both."""
+    """Per group the fewest and the most live slots of a row's KV heads [2, B]: in bodies, tail and both."""
     rows = cache.next.shape[0]
     nothing = jnp.zeros((1, rows, 1), jnp.int32)
 
@@ -195,7 +194,7 @@ def _held(cache: Cache) -> list[tuple[Array, ...]]:
 
 
 def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: np.ndarray) -> str:
-    """Why the newest tokens of a group's slots cannot be taken back as they lie now; empty where they can."""
+    """Why the newest tokens of a group's slots cannot be removed now; empty if they can."""
     bodies, tail, both = held
     forgets = count > 0
     if gm.evicting and (forgets & (both[0] < length)).any():
@@ -237,14 +236,14 @@ def _without(group: GroupState, start: Int[Array, "B"], width: int) -> GroupStat
 
 
 def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:
-    """The slots without those that hold a token at `start` or behind it, at most `width` in every list."""
+    """The slots without those of tokens at `start` or later, at most `width` in every KV head."""
     gone = slots.pos >= start[None, :, None, None]
     slot = jax.lax.broadcasted_iota(jnp.int32, gone.shape, 3)
-    # Behind the last of them stands an index that writes nothing.
+    # The padding index after the last slot writes nothing.
     where = jnp.sort(jnp.where(gone, slot, slots.capacity), axis=-1)[..., :width]
 
     def clear(x: Array) -> Array:
-        # A granule's rows go with its first token.
+        # A granule's rows are removed with its first token.
         granule = slots.capacity // x.shape[3]
         at = where if granule == 1 else jnp.where(where % granule == 0, where // granule, -1)
         return there(lambda y: write_rows(y, at, jnp.zeros((*at.shape, *y.shape[4:]), y.dtype)), x)
@@ -252,7 +251,7 @@ def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:
     def zero(x: Array) -> Array:
         return jnp.where(gone, jnp.zeros((), x.dtype), x)
 
-    # Keys stay: nothing reads them. Values are multiplied by zero, so those that are no numbers must go.
+    # Keys may stay, since empty slots are masked. Values are multiplied by zero, so NaN must be removed.
     return dataclasses.replace(
         slots,
         k=jax.tree.map(clear, slots.k) if slots.v is None else slots.k,

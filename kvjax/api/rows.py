@@ -1,4 +1,4 @@
-"""Rows: a cache's rows taken and emptied for another sequence. No method, no model."""
+"""Rows: gathers a cache's rows, or empties them for another sequence. No method, no model."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from kvjax.state.cache import Cache, GroupState, Paged, Pages, Segment, check_al
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
     """Gathers rows of a cache, for beam search, best of n or shared prefixes.
 
-    Works inside `jit` too, where `index` is traced; one outside [0, B) cannot be refused there and means the
-    nearest row.
+    Works inside `jit` too, where `index` is traced; an index outside [0, B) cannot be refused there and takes
+    the nearest row.
 
     Args:
         cache: a live cache; it stays usable.
-        index: numbers of rows [R], in any order; a row may come several times, or not at all.
+        index: indices of rows [R], in any order; a row may occur several times, or not at all.
 
     Returns:
         A cache of R rows, each with slots of its own.
 
     Raises:
-        InputError: where `index` is no list of row numbers in [0, B), or a step consumed the cache, and for a
-            traced index where the data decides how many slots stay (KVzap): the host counts their pages.
+        InputError: if `index` is not a list of row indices in [0, B), or a step consumed the cache, and for a
+            traced index if the data decides how many slots stay (KVzap), since the host counts their pages.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -72,7 +72,7 @@ def _cut(cache: Cache) -> bool:
 
 
 def _pages_of_rows(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
-    """By pool, pages that hold those of rows `index`: to an eighth, so that similar caches share programs."""
+    """Per pool, the pages that rows `index` need, rounded up to an eighth to share programs."""
     found, rows = [], cache.next.shape[0]
     for number, pool in enumerate(cache.pools):
         heads = next(s for s in _paged(cache) if s.pool == number).lengths.shape[2]
@@ -85,9 +85,9 @@ def _pages_of_rows(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
 
 
 def gather_rows(cache: Cache, index: Int[Array, "R"], pages: tuple[int, ...] | None = None) -> Cache:
-    """`take_rows` without checks. What copies have in common stays where it is: index must go among them.
+    """`take_rows` without checks. Shared slots are not moved: index must permute rows within their copies.
 
-    pages: of every new pool (static), as `take_pages` takes them.
+    pages: the pages of every new pool (static), as in `take_pages`.
     """
     return with_common(_gathered(without_common(cache), index, pages), cache)
 
@@ -119,13 +119,13 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
 
     Args:
         cache: a live cache; it stays usable.
-        rows: booleans [B], true where a row is emptied.
+        rows: booleans [B], true for rows to empty.
 
     Returns:
         The cache. Capacities stay, an emptied row's next token has position 0, other rows are untouched.
 
     Raises:
-        InputError: where `rows` is not one boolean per row, or a step consumed the cache.
+        InputError: if `rows` is not one boolean per row, or a step consumed the cache.
 
     >>> import kvjax, jax.numpy as jnp
     >>> model = kvjax.load("recall-tiny")
@@ -156,7 +156,7 @@ def _cleared(rows: Bool[Array, "B"], x: Array, value: int = 0) -> Array:
 
 
 def nothing_carried(x: Array) -> int:
-    """What rows carry before their first token, in an array: whole numbers are positions, and -1 is none."""
+    """The initial value of what rows carry in an array: -1 for integers, which are positions, else 0."""
     return -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
 
 
@@ -171,8 +171,9 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
     clear = partial(_cleared, rows)
     if isinstance(segment, Paged):
         return dataclasses.replace(segment, lengths=clear(segment.lengths))
-    # Keys stay: nothing reads them. Values are multiplied by zero, so those of a row that overflowed must go;
-    # and so must summaries, which pages are ranked by, and sums, to which new tokens add.
+    # Keys may stay, since empty slots are masked. Values are multiplied by zero, so those of a row that
+    # overflowed must be removed; so must summaries, by which pages are ranked, and sums, to which new tokens
+    # are added.
     return dataclasses.replace(
         segment,
         k=jax.tree.map(partial(there, clear), segment.k) if segment.v is None else segment.k,
@@ -187,7 +188,7 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
 
 
 def _emptied_pages(pool: Pages, rows: Bool[Array, "B"], heads: int) -> Pages:
-    # A free page's owner is -1, which would read as the last row.
+    # A free page's owner is -1, which would index the last row.
     mine = rows[pool.owner // heads % rows.shape[0]] & (pool.owner >= 0)
     bias = None if pool.bias is None else jnp.where(mine[:, None], 0.0, pool.bias)
 

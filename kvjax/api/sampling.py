@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits."""
+"""Sampling: how the next token is drawn from logits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.base.checks import finite_number, whole_number
 
-# What `Settings.kind` says: the likeliest token, one that is given, one drawn from all, or from some.
+# Values of `Settings.kind`: the likeliest token, a given one, one drawn from all, or from a filtered set.
 GREEDY, GIVEN, DRAWN, FILTERED = range(4)
-# As many tokens as there are.
+# No limit on the number of tokens.
 EVERY = 2**31 - 1
 
 
 class Settings(NamedTuple):
-    """A sampler's numbers as arrays; where it names none, one that leaves all tokens in."""
+    """A sampler's numbers as arrays; unset ones get a value that filters nothing."""
 
     kind: Any
     temperature: Any
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 class Sampler:
     """Draws the next token: greedy at temperature 0, else from softmax(logits / temperature).
 
-    A token must pass all of the filters that are given.
+    A token must pass all given filters.
 
     Args:
         temperature: 0 takes the likeliest token.
@@ -65,7 +65,7 @@ class Sampler:
 
     @property
     def settings(self) -> Settings:
-        """The numbers as arrays, for programs that serve every sampler."""
+        """The numbers as arrays, for programs that serve all samplers."""
         some = (self.top_k, self.top_p, self.min_p) != (None,) * 3
         kind = GREEDY if self.temperature == 0 else FILTERED if some else DRAWN
         return Settings(
@@ -93,7 +93,7 @@ class Sampler:
 def chosen(
     how: Settings, logits: Float[Array, "B V"], keys: Array, given: Int[Array, "B"] | None = None
 ) -> Int[Array, "B"]:
-    """The next token of every row, or `given` where the settings say so; one key per row."""
+    """The next token of every row, or `given` if the settings say so; one key per row."""
 
     def greedy(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -107,7 +107,7 @@ def chosen(
 
 
 def scaled(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """(logits - their maximum) / temperature: none overflows at a temperature near 0."""
+    """(logits - their maximum) / temperature: no overflow at a temperature near 0."""
     wide = logits.astype(jnp.float32)
     largest = wide.max(-1, keepdims=True)
     # A temperature that float32 rounds to 0 would divide by 0.
@@ -129,6 +129,6 @@ def filtered(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
 
 
 def logprob_of(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
-    """The log-probability of a token per row."""
+    """The log-probability of one token per row."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]

@@ -1,4 +1,4 @@
-"""A look inside a method: what it scores and keeps of a prompt, beside what the continuation attends to."""
+"""Scores: shows what a method scores and keeps of a prompt, beside what the continuation attends to."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from kvjax.pure import bind
 from kvjax.state.cache import Cache, kept_positions
 from kvjax.steps import Run
 
-# How many tokens the model itself writes where no continuation is given.
+# How many tokens the model generates if no continuation is given.
 WRITTEN = 16
 
 
 class Scores(NamedTuple):
-    """One entry per layer, T tokens of the prompt; None where a layer has no slots of its own.
+    """One entry per layer, T tokens of the prompt; None for layers without slots of their own.
 
-    scores: the method's, +inf where a pattern protects and -inf behind a row's end; None, too, where it
-    scores nothing. kept: the tokens that a head holds after the prefill. oracle: the attention probability
-    that the continuation's tokens pay to each token over the full cache, summed over them and a head's
-    queries. overlap: the share of the kept tokens that are among as many of the largest in the oracle. mass:
-    the share of the oracle's mass on the kept tokens. K are the heads' lists: query heads where the method
-    selects for each.
+    scores: the method's scores, +inf where a pattern protects and -inf after a row's end; None, too, if it
+    scores nothing. kept: the tokens that a head holds after the prefill. oracle: the attention probability of
+    the continuation's tokens for each token over the full cache, summed over them and a group's queries.
+    overlap: the share of the kept tokens that are among as many of the largest in the oracle. mass: the share
+    of the oracle's mass on the kept tokens. K are the KV heads, or the query heads if the method selects per
+    query head.
     """
 
     scores: list[Float[np.ndarray, "B K T"] | None]
@@ -72,14 +72,14 @@ def scores(
         method: a method that keeps slots, or its text.
         lengths: tokens of each row [B], where rows are padded.
         continuation: one row of tokens per prompt, such as the true answers; None takes up to 16 tokens that
-            the model itself writes over the full cache.
+            the model itself generates over the full cache.
 
     Returns:
         A `Scores`, with an entry per layer: the method's scores and kept tokens, the oracle, and both
             compared.
 
     Raises:
-        InputError: for what `kvjax.prefill` refuses, and where continuations are not as many as prompts.
+        InputError: for what `kvjax.prefill` refuses, and if there are not as many continuations as prompts.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -133,7 +133,7 @@ def _scored(
 def _attended(
     run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cache: Cache
 ) -> dict[int, Float[Array, "..."]]:
-    """By group, the attention that new tokens pay to the slots of a cache [Lg, B, K, S]."""
+    """Per group, the attention that slots of a cache receive from new tokens [Lg, B, K, S]."""
     seen = steps.observe(run, params, tokens, lengths, cache, frozenset({Mass("sum")})).fresh
     return {
         i: f.masses[0][key_of(Mass("sum"))]
@@ -149,7 +149,7 @@ def _oracle(
     lengths: Int[np.ndarray, "B"],
     continuation: Array | np.ndarray | Sequence[Sequence[int]] | None,
 ) -> list[Float[np.ndarray, "B K _"] | None]:
-    """Per layer, the attention that the continuation pays to every token of the prompt."""
+    """Per layer, the attention that every token of the prompt receives from the continuation."""
     if continuation is None:
         new = min(WRITTEN, model.config.max_positions - int(lengths.max()))
         out = generate(model, tokens, lengths=lengths, max_new_tokens=new)
@@ -181,7 +181,7 @@ def _oracle(
 def _by_position(
     mass: Float[np.ndarray, "B K S"], pos: Int[np.ndarray, "B K S"], size: int
 ) -> Float[np.ndarray, "B K T"]:
-    """The mass of the slots at the positions that they hold."""
+    """The mass of slots, moved to the positions of their tokens."""
     at = np.asarray(pos)
     out = np.zeros((*at.shape[:2], size))
     b, k, s = np.nonzero(at >= 0)
@@ -200,7 +200,7 @@ def _held(pos: Int[np.ndarray, "B K S"], size: int) -> Bool[np.ndarray, "B K T"]
 def _agreement(
     kept: Bool[np.ndarray, "B K T"], oracle: Float[np.ndarray, "B K T"]
 ) -> tuple[Float[np.ndarray, "B K"], Float[np.ndarray, "B K"]]:
-    """Overlap with as many of the largest, and the share of the mass; NaN where there is none to share.
+    """Overlap with equally many of the largest, and the share of the mass; NaN if there is no mass.
 
     >>> _agreement(np.array([[[True, False, True]]]), np.array([[[0.5, 0.3, 0.2]]]))
     (array([[0.5]]), array([[0.7]]))

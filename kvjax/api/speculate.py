@@ -1,4 +1,4 @@
-"""Speculative decoding: tokens that something cheap drafts, and one pass of the model that judges them."""
+"""Speculative decoding: a cheap draft proposes tokens, and one pass of the model verifies them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from kvjax.state.cache import Cache
 class Speculated(NamedTuple):
     """tokens [B, max_new_tokens], -1 after a row's last token; how many each row wrote; the cache.
 
-    texts: the rows as text, None where the model has no tokenizer. passes: how often the model ran. drafted,
-    accepted: how many tokens of drafts it read, and how many of these it took.
+    texts: the rows as text, None if the model has no tokenizer. passes: how often the model ran. drafted,
+    accepted: how many draft tokens it read, and how many of them it accepted.
     """
 
     tokens: Int[np.ndarray, "B M"]
@@ -47,7 +47,7 @@ class Speculated(NamedTuple):
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that were taken."""
+        """The share of drafted tokens that were accepted."""
         return self.accepted / max(self.drafted, 1)
 
 
@@ -65,7 +65,7 @@ def speculate(
     key: Array | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Speculated:
-    """Writes what `kvjax.generate` writes, from drafts of up to k tokens that the model checks in one pass.
+    """Generates what `kvjax.generate` would, from drafts of up to k tokens that the model checks in one pass.
 
     Greedy texts are those of greedy decoding; drawn ones have the sampler's distribution exactly (Leviathan
     et al., 2022, arXiv:2211.17192, algorithm 1: a token is accepted with probability min(1, p / q), else
@@ -77,14 +77,14 @@ def speculate(
         draft: a method, under which the model itself drafts over a smaller cache of its own ("int4",
             "snapkv(budget=0.25)", "h2o(budget=0.1)"); another model of the same tokenizer; or
             `kvjax.Lookup()`, which drafts from the text itself.
-        k: tokens of a draft at most.
+        k: the most tokens of a draft.
         method: compresses the cache of the model that checks.
         lengths: tokens of each row [B], where rows are padded.
-        max_new_tokens: how many tokens a row writes at most.
+        max_new_tokens: the most tokens that a row generates.
         sampler: how tokens are drawn; None takes the likeliest.
         stop: as in `generate`.
         key: as in `generate`.
-        on_tokens: is called with (row, tokens) as they come, several at a time.
+        on_tokens: called with (row, tokens) as they are generated, several at a time.
 
     Returns:
         A `Speculated`: tokens [B, max_new_tokens], texts, the cache, and how many drafted tokens were
@@ -92,7 +92,7 @@ def speculate(
 
     Raises:
         InputError: for what `prefill` refuses, a method under which several tokens cannot be read in one pass
-            or be taken back (those that evict or read in steps, recurrent states), a draft of another
+            or removed again (those that evict or read in steps, recurrent states), a draft of another
             vocabulary, and NaN in logits.
 
     >>> import kvjax
@@ -131,7 +131,7 @@ def speculate(
 
 @dataclasses.dataclass
 class _Texts:
-    """What rows have written. pending: the rows whose last token is in no cache yet."""
+    """What rows have generated. pending: the rows whose last token is in no cache yet."""
 
     written: list[list[int]]
     prompts: list[list[int]]
@@ -146,7 +146,7 @@ class _Texts:
             self.told(row, tokens)
 
     def left(self) -> Int[np.ndarray, "B"]:
-        """How many more tokens each row writes; 0 for those that have ended."""
+        """How many more tokens each row may generate; 0 for rows that have ended."""
         done = [row[-1] in self.ends for row in self.written]
         return np.array([0 if d else self.new - len(r) for r, d in zip(self.written, done, strict=True)])
 
@@ -154,7 +154,7 @@ class _Texts:
         return [[*a, *b] for a, b in zip(self.prompts, self.written, strict=True)]
 
     def cut(self, row: Sequence[int]) -> list[int]:
-        """Tokens up to the first that ends a text."""
+        """Tokens up to the first one that ends a text."""
         end = next((i for i, token in enumerate(row) if token in self.ends), len(row))
         return list(row[: end + 1])
 
@@ -169,13 +169,13 @@ def _round(
     k: int,
     number: int,
 ) -> tuple[Cache, tuple[int, int]]:
-    """Drafts and judges once; gives the cache, and how many drafted tokens were read and accepted."""
+    """Drafts and verifies once; returns the cache, and how many drafted tokens were read and accepted."""
     left, start = texts.left(), fetch(cache.next)
     most = np.minimum(np.maximum(left - 1, 0), np.minimum(k, _before_flush(cache) - 2))
     most = np.maximum(most, 0)
     keys = jax.vmap(partial(jax.random.fold_in, data=number + 1))(keys)
     found = writer.propose(texts.whole(), most, k, jax.vmap(partial(jax.random.fold_in, data=0))(keys))
-    # A row that has ended asks nothing; the others store the token that they wrote last, and the draft.
+    # A row that has ended reads nothing; the others append their last token, and the draft.
     count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
     last = np.array([row[-1] for row in texts.written], np.int32)[:, None]
     logits, cache = verify(model, cache, np.concatenate([last, found.tokens], 1), lengths=count)
@@ -196,7 +196,7 @@ def _round(
 
 
 def _of_width(logits: Float[Array, "B t V"], width: int) -> Float[Array, "B width V"]:
-    """Logits at `width` places, so that rounds of shorter drafts share a program."""
+    """Logits padded to `width` places, so that rounds with shorter drafts share a program."""
     logits = logits[:, :width]
     return jnp.pad(logits, [(0, 0), (0, width - logits.shape[1]), (0, 0)])
 
@@ -206,7 +206,7 @@ def _judged(
     how: Settings, logits: Float[Array, "B t V"], tokens: Int[Array, "B k"], counts: Int[Array, "B"],
     drawn_by: Float[Array, "B k V"] | None, keys: Array,
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Array]:  # fmt: skip
-    """How many tokens of each draft are taken, the token behind them, and rows with logits that are NaN."""
+    """How many tokens of each draft are accepted, the token after them, and rows with NaN logits."""
     b, k = tokens.shape
     p = probabilities(how, logits)
     q = jax.nn.one_hot(tokens, p.shape[-1]) if drawn_by is None else drawn_by
@@ -218,7 +218,7 @@ def _judged(
     at = taken[:, None, None]
     ours = jnp.take_along_axis(p, at, axis=1)[:, 0]
     theirs = jnp.take_along_axis(jnp.pad(q, [(0, 0), (0, 1), (0, 0)]), at, axis=1)[:, 0]
-    # Behind a draft that was taken whole, the model's own distribution says what follows.
+    # After a fully accepted draft, the next token is drawn from the model's own distribution.
     rest = jnp.where((taken < counts)[:, None], jnp.maximum(ours - theirs, 0.0), ours)
     rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, ours)
     following = jax.vmap(jax.random.categorical)(
@@ -230,14 +230,14 @@ def _judged(
 
 
 def _before_flush(cache: Cache) -> Int[np.ndarray, "B"]:
-    """How many tokens each row takes until a granule is encoded, which no rollback undoes."""
+    """How many tokens each row can take before a granule is encoded, which no rollback undoes."""
     assert cache.added is not None
     gms: tuple[GroupMethod, ...] = cache.added.groups
     return fetch(steps.until_flush(gms, bare_cache(cache)))
 
 
 def _check(model: Model, cache: Cache) -> None:
-    """InputError where drafts cannot be read in one pass, or not be taken back."""
+    """InputError if drafts cannot be read in one pass, or not be removed again."""
     run, name = decoding(model, cache.method, None), "full" if cache.method is None else cache.method.id
     why = one_pass_refused(model, run, cache, np.ones(cache.next.shape, int))
     if any(gm.kind == "state" for gm in run.groups(model.params)):
@@ -252,7 +252,7 @@ def _check(model: Model, cache: Cache) -> None:
 
 
 def _finished(model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"]) -> Speculated:
-    """The rows, and the cache with the last token of each."""
+    """The rows, and the cache with each row's last token appended."""
     if any(texts.pending):
         last = np.array([row[-1:] for row in texts.written], np.int32)
         _, cache = verify(model, cache, last, lengths=np.array(texts.pending, np.int32))

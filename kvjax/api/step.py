@@ -42,17 +42,17 @@ def step(
     Args:
         model: the model that the cache is of.
         cache: a live cache. It is consumed (donated) if the token is appended.
-        token: one id per row [B]. Ids on the host (NumPy, lists) must be in the vocabulary; of an array on a
-            device only dtype and shape are checked, because to read it would make every step wait for the
-            one before.
-        append: False asks the last token again at its own position, over the cache as it is.
+        token: one id per row [B]. Ids on the host (NumPy, lists) must be in the vocabulary; of a device array
+            only dtype and shape are checked, because reading it would make every step wait for the one
+            before.
+        append: False reads the last token again at its own position, over the unchanged cache.
         implementation: as in `prefill`.
 
     Returns:
         Logits [B, V], and the cache that holds the token.
 
     Raises:
-        InputError: when the cache has no free slots, was consumed before or belongs to another model, and
+        InputError: if the cache has no free slots, was consumed before or belongs to another model, and
             beyond the model's last position.
 
     >>> import kvjax
@@ -94,19 +94,19 @@ def step(
 
 
 def positions_left(model: Model, cache: Cache) -> int:
-    """How many more tokens the cache's longest row can take; InputError where there are none."""
+    """How many more tokens the cache's longest row can take; InputError if there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
     rows = fetch(cache.next)
     left, switch = last - int(rows.max()), switch_at(model.config)
     method = cache.method or Method()
     if last > most and (keep := method.keep) is not None and not method.shared_positions:
-        # Slots that do not leave at once turn behind each other; more than the budget are those that a
-        # prefill with compress=False leaves.
+        # Slots that are not evicted at once get consecutive integers for rotation; slots beyond the budget
+        # come from a prefill with compress=False.
         held, behind = live(cache), keep.phase.most_behind
         if behind(held + (1 if keep.when.at_once else left)) > most:
             last, left = most, most - behind(held)
     if switch is not None and (short := rows[rows <= switch]).size:
-        # Slots of a short text are not rotated as those of a long one.
+        # Slots of a short text are not rotated like those of a long one.
         last, left = switch, min(left, switch - int(short.max()))
     if left < 1:
         raise InputError(

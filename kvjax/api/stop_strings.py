@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a row once it has written them."""
+"""Stop strings: texts that end a row once it has generated them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvjax.models.model import Model
 
 
 class StopStrings:
-    """Which rows have written one of `strings`, asked with every row's next token.
+    """Which rows have generated one of `strings`; called with every row's next token.
 
-    The written tokens are decoded as one text, special tokens included and spaces as written, so a string may
-    begin and end inside tokens. Raises InputError where the model has no tokenizer, or a string is empty.
+    The generated tokens are decoded as one text, with special tokens and spaces, so a string may begin and
+    end inside tokens. Raises InputError if the model has no tokenizer, or a string is empty.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -1,4 +1,4 @@
-"""Text of tokens as they come, in whole characters."""
+"""Streaming text: decodes tokens one by one into whole characters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kvjax.models.clean_spaces import cleans_spaces, settled
 
 
 class Decoding:
-    r"""Ids to text as they come: what is no complete character yet, or a space that may go, is held back.
+    r"""Decodes ids one by one; incomplete characters, and spaces that may vanish, are held back.
 
-    Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
+    Decoders may change the text before a token (byte fallback, spaces), so all ids are decoded anew each
+    time.
 
     >>> from kvjax.train.data.byte_tokenizer import byte_tokenizer
     >>> text = Decoding(byte_tokenizer())
@@ -24,13 +25,13 @@ class Decoding:
         self.cleans = cleans_spaces(tokenizer)
 
     def add(self, id: int) -> str:
-        """What a further token adds to the text that was shown."""
+        """The text that a further token adds to the text shown so far."""
         self.ids.append(id)
         text = self._text().rstrip("\ufffd")
         return self._new(settled(text) if self.cleans else text)
 
     def rest(self) -> str:
-        """What is left of the text where no token follows."""
+        """The rest of the text if no token follows."""
         return self._new(self._text())
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""What a cache holds and weighs, in a few lines for people."""
+"""Summary: slots and bytes of a cache, in a few lines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvjax.steps import Run
 
 
 class LayerSummary(NamedTuple):
-    """Layers first to last: live slots per KV head (the least, the mean, the most), slots that fit, bytes.
+    """Layers first to last: live slots per KV head (minimum, mean, maximum), slots that fit, bytes.
 
-    Layers that carry a state have no slots. Slots in pages are counted here; their bytes are counted in the
-    cache's total alone, because layers share the pages.
+    Layers that carry a state have no slots. Slots in pages are counted here; their bytes are counted only in
+    the cache's total, because layers share the pages.
     """
 
     first: int
@@ -36,10 +36,10 @@ class LayerSummary(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What `summary` found; `print` shows it as lines.
+    """The result of `summary`; `print` shows it as lines.
 
     tokens: how many each row has seen. full_nbytes: bytes of the full cache for them, with as many free
-    slots; None where no model was given.
+    slots; None if no model was given.
     """
 
     method: str
@@ -85,7 +85,7 @@ def summary(cache: Cache, model: Model | None = None) -> Summary:
         A `Summary`; `print` shows it as lines.
 
     Raises:
-        InputError: for what is no cache, or was consumed by a step.
+        InputError: if the value is not a cache, or a step has consumed it.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -103,7 +103,7 @@ def summary(cache: Cache, model: Model | None = None) -> Summary:
 
 
 def _layers(cache: Cache) -> list[LayerSummary]:
-    """Groups of layers; neighbours that are alike are one."""
+    """Groups of layers; neighbouring groups that are alike are merged."""
     held, found = iter(kept_positions(cache)), []
     for group, (first, last) in zip(cache.groups, layers_of(cache), strict=True):
         count = nbytes(group)
@@ -125,7 +125,7 @@ def _live(layers: list[Int[np.ndarray, "B K S"]]) -> tuple[int, float, int]:
 
 
 def _room(cache: Cache) -> int:
-    """How many more tokens every row can take, by the layer with most free slots for new ones."""
+    """How many more tokens every row can take, by the layer with the most free slots for new ones."""
     tails = [fetch(group.tail.pos) for group in cache.groups if group.tail is not None]
     return max((int((pos < 0).sum(-1).min(initial=pos.shape[-1])) for pos in tails), default=0)
 

@@ -1,8 +1,8 @@
-"""How large a cache is in a conversation: sizes double, so that a handful of programs serve all of its turns.
+"""Cache sizes in a conversation: they double, so that a handful of programs serve all of its turns.
 
-A program is compiled for the shapes of a cache. Sizes that follow each turn's own tokens would compile a
-decoder for every turn; sizes that double compile one where a conversation has grown by as much as it was
-long. Slots that no token fills yet are arrays like others, and `kvjax.nbytes` counts them.
+A program is compiled for the shapes of a cache. Sizes that follow each turn's tokens would compile a decoder
+for every turn; sizes that double compile one only when a conversation has doubled in length. Unused slots are
+part of the arrays, and `kvjax.nbytes` counts them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvjax.state.cache import Cache, Pages, Slots
 from kvjax.state.write import pad_slots
 from kvjax.steps import Run
 
-# The least capacity of a conversation's cache, width of a turn as it is read, and tokens free for an answer.
+# The least capacity of a conversation's cache, width of a turn as it is read, and room for an answer.
 LEAST, LEAST_TURN, LEAST_ROOM = 512, 128, 64
 
 
@@ -50,7 +50,7 @@ def doubled(tokens: int, least: int) -> int:
 
 
 def turn_width(tokens: int) -> int:
-    """The static length at which a turn's tokens are read: doubling, and in finer steps where that costs.
+    """The static length at which a turn's tokens are read: doubling, and in finer steps for long turns.
 
     >>> [turn_width(n) for n in (5, 100, 500, 1030)]
     [128, 128, 512, 1152]
@@ -59,7 +59,7 @@ def turn_width(tokens: int) -> int:
 
 
 class Capacity(NamedTuple):
-    """Tokens that a turn needs slots for, the cache's capacity, and how much of it is free for an answer."""
+    """How many tokens a turn needs slots for, the cache's capacity, and the room for an answer."""
 
     need: int
     held: int
@@ -71,7 +71,7 @@ def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) ->
 
     most: the model's last position, beyond which no slot could be used.
     """
-    # What stays of so many new tokens, where a method leaves some out as it reads them, or adds its own.
+    # How many of the new tokens are stored, if a method drops some as it reads them, or adds its own.
     new = tokens if method.reread is None else method.reread.most(tokens)
     new += 0 if method.restore is None else method.restore.tokens
     room = doubled(room, LEAST_ROOM)
@@ -80,7 +80,7 @@ def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) ->
 
 
 def capacity_of_turn(method: Method, seen: int, tokens: int, room: int, config: Config) -> int:
-    """The capacity of the cache after a turn of so many tokens."""
+    """The capacity of the cache after a turn of `tokens` tokens."""
     return capacity_of(method, seen, tokens, room, last_position(method, config)).held
 
 
@@ -94,14 +94,14 @@ def plan_turn(
     room: int,
     most: int,
 ) -> tuple[Cache | None, Size]:
-    """The cache that a turn is read into, large enough for it, and the sizes of reading (`chunks.plan`).
+    """The cache that a turn is read into, made large enough, and the sizes for reading (`chunks.plan`).
 
     batch: rows, and columns of tokens with padding. tokens: of the longest row. A first turn is read over an
     empty cache, so that its programs serve later turns.
     """
     seen = 0 if cache is None else int(fetch(cache.next).max())
     need, held, room = capacity_of(run.method, seen, tokens, room, most)
-    # Lists in pages are of so many slots, whatever pages they were in before.
+    # Heads in pages have as many slots as this, however many pages they had before.
     size = Size(held - room, room, ChunkHint(lists=held - room))
     if cache is None and begins_empty(run.method):
         cache = placed(empty_cache(run, params, *batch, size), run.on_mesh)
@@ -111,8 +111,8 @@ def plan_turn(
 def _grown(run: Run, params: Params, cache: Cache, need: int, size: Size) -> Cache:
     """The cache with the empty slots that it has after the turn, so that turns of one width share programs.
 
-    Groups that keep everything get so many that `need` tokens fit. Others are built anew by the turn; theirs
-    are for the shape alone.
+    Groups that keep everything get enough for `need` tokens. Other groups are rebuilt by the turn; only their
+    shape matters.
     """
     gms = run.groups(params)
     keep = [i for i, gm in enumerate(gms) if _keeps_all(run, gm)]
@@ -120,7 +120,8 @@ def _grown(run: Run, params: Params, cache: Cache, need: int, size: Size) -> Cac
     if keep:
         holds = _holds(run.method, gms, cache, keep)
         if holds < need:
-            # By half at least: one that holds a few tokens less than a size, as granules do, gets the next.
+            # At least by half: a group that holds a few tokens less than a size, as granules do, gets the
+            # next size.
             more = doubled(max(need, holds * 3 // 2), LEAST) - holds
             for i in keep:
                 groups[i] = widened(gms[i], groups[i], more_slots(gms[i], more, _width(run, gms[i])))
@@ -135,7 +136,7 @@ def _grown(run: Run, params: Params, cache: Cache, need: int, size: Size) -> Cac
 def _holds(method: Method, gms: tuple[GroupMethod, ...], cache: Cache, keep: list[int]) -> int:
     """How many tokens the groups `keep`, which hold every token, have slots for.
 
-    Layers of equal arrays hold equally many, unless some see fewer tokens, so few are asked.
+    Layers with equal arrays hold equally many, unless some read fewer tokens, so only a few are inspected.
     """
     alike = {} if _narrows(method) else {str(jax.tree.map(jnp.shape, cache.groups[i])): i for i in keep}
     some = [*alike.values()] or keep
@@ -160,7 +161,7 @@ def _width(run: Run, gm: GroupMethod) -> int:
 def begins_empty(method: Method) -> bool:
     """Whether a conversation can begin with an empty cache, whose programs serve its later turns, too.
 
-    Where words treat a first prompt unlike others, or slots lie in host memory, it begins with none.
+    It begins without one if words treat a first prompt differently, or slots are in host memory.
     """
     return method.reread is None and method.host is None and not _narrows(method)
 
@@ -170,7 +171,7 @@ def _narrows(method: Method) -> bool:
 
 
 def empty_cache(run: Run, params: Params, rows: int, width: int, size: Size) -> Cache:
-    """A cache that has seen nothing, of the shapes that turns of `width` tokens leave."""
+    """A cache without tokens, with the shapes that turns of `width` tokens leave."""
     given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))]
     call = partial(steps.prefill, run, cache=None, compress=True, **size._asdict())
     shapes = jax.eval_shape(call, params, *given)[1]

@@ -1,4 +1,4 @@
-"""What the public verbs take, and models that bring their own `prefill` and `step`."""
+"""Types of the public functions, and models with `prefill` and `step` of their own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.state.cache import Cache
 
-# What the verbs take: token ids of rows, how many of each row count, and one token per row.
+# Argument types: token ids of rows, how many of each row count, and one token per row.
 TokenIds = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int] | Int[Array, "_"] | np.ndarray]
 Lengths = Int[Array, "B"] | np.ndarray | Sequence[int]
 OneToken = Int[Array, "B"] | np.ndarray | Sequence[int]
-# A decoder's step without checks, (parameters, bare cache, token [B], append [B]) to (logits [B, V], bare
+# A decode step without checks: (parameters, bare cache, token [B], append [B]) to (logits [B, V], bare
 # cache). It is hashable, because programs are compiled for it.
 Step = Callable[[Any, Cache, Array, Array], tuple[Array, Cache]]
 
 
 class Verbs(Protocol):
-    """What a model brings that is no single decoder, such as the Block Transformer."""
+    """What a model must provide that is not a single decoder, such as the Block Transformer."""
 
     @property
     def params(self) -> Any: ...
@@ -34,19 +34,19 @@ class Verbs(Protocol):
     def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]: ...
 
     def stepping(self, method: Method | None) -> Step:
-        """A method's step without checks."""
+        """A decode step without checks."""
         ...
 
 
 def has_verbs(model: object) -> TypeGuard[Verbs]:
-    """Whether a model reads and steps by itself; InputError for what is no model."""
+    """Whether a model reads and steps by itself; InputError if it is not a model."""
     if not hasattr(model, "params"):
         raise InputError(f"model is {model!r:.80}, expected what kvjax.load returns: load it first")
     return hasattr(model, "stepping")  # isinstance of a protocol takes 1% of a step
 
 
 def refuse(model: object, options: Mapping[str, bool]) -> None:
-    """InputError for the options that were given (true) and that such a model does not know."""
+    """InputError for options that were given (true) and that such a model does not have."""
     given = [name for name, asked in options.items() if asked]
     if given:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Several tokens at once as single steps would take them: `verify`, for drafts and for measuring texts."""
+"""Several tokens in one pass, with the results of single steps: `verify`, for drafts and likelihoods."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def verify(
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """Reads several tokens per row in one pass, with the logits of as many calls of `kvjax.step`.
 
-    Where a method encodes tokens together it takes several passes, each up to the token after which a step
-    would encode. `kvjax.rollback` takes the newest tokens back.
+    If a method encodes tokens together it takes several passes, each up to the token after which a step would
+    encode. `kvjax.rollback` removes the newest tokens again.
 
     Args:
         model: the model that the cache is of.
         cache: a live cache; it is consumed (donated).
         tokens: token ids [B, T], padded on the right, or a list of lists; a row may have none.
-        lengths: tokens of each row [B], where rows are padded.
+        lengths: tokens of each row [B], if rows are padded.
         implementation: as in `prefill`.
 
     Returns:
-        Logits [B, T, V] at each token (those after a row's last token mean nothing), and the cache.
+        Logits [B, T, V] at each token (those after a row's last token are meaningless), and the cache.
 
     Raises:
-        InputError: where a token changes what the next one sees of the others: slots are evicted, a read
-            visits some of them, a state is encoded, or the rotation grows with the text. Also when the cache
+        InputError: if a token changes what the next one attends to: slots are evicted, a read visits some of
+            them, a state is encoded, or the rotation grows with the text. Also if the cache
             has too few free slots, was consumed before or belongs to another model, for token ids outside the
             vocabulary, and beyond the model's last position.
-        NotImplementedError: where a forced kernel cannot run.
+        NotImplementedError: if a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -93,18 +93,18 @@ def verify(
 
 
 def _width(tokens: int) -> int:
-    """The static number of tokens that a pass is made for: powers of two below 16, then buckets."""
+    """The static number of tokens of a pass: powers of two below 16, then buckets."""
     return 1 << (tokens - 1).bit_length() if tokens < 16 else bucket(tokens)
 
 
 def passes(
     run: Run, params: dict, cache: Cache, batch: PaddedTokens, size: int
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Logits at all tokens and the cache behind them; a pass ends where a step would flush a tail."""
+    """Logits at all tokens and the cache after them; a pass ends where a step would flush a tail."""
     gms = run.groups(params)
     rows, split = np.arange(len(batch.lengths))[:, None], any(gm.split for gm in gms)
     done, found = np.zeros_like(batch.lengths), []
-    # Which pass a token was read in, and its place there.
+    # Which pass each token was read in, and its place there.
     at = np.zeros((2, len(batch.lengths), size), np.int32)
     while not found or (done < batch.lengths).any():
         count = batch.lengths - done
@@ -124,7 +124,7 @@ def passes(
 
 
 def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
-    """How many more tokens surely fit behind these; InputError where these do not."""
+    """A lower bound of how many more tokens fit after these; InputError if these do not fit."""
     longest = int(lengths.max())
     if cache.spare >= longest:
         return cache.spare - longest
@@ -134,7 +134,7 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
             f"{longest} tokens were given and the cache has room for {int(fit.min())} more: give "
             "prefill(..., room=) the number of tokens you will add, or verify fewer"
         )
-    # How much longer the longest row gets: shorter rows may be given more.
+    # How much the longest row grows: shorter rows may get more tokens.
     stands = fetch(cache.next)
     grown = int((stands + lengths).max() - stands.max())
     left = positions_left(model, cache) if grown else 0
@@ -147,7 +147,7 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
 
 
 def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
-    """Why one pass over several tokens would differ from single steps; "" where it would not."""
+    """Why one pass over several tokens would differ from single steps; "" if it would not."""
     why, config, gms = "", run.config, run.groups(model.params)
     if any(gm.evicting and config.window(gm.first) is None for gm in gms):
         why = "its slots leave while tokens are added, so a later token would see what has left"

@@ -70,7 +70,7 @@ def check_fit(method: Method, config: Config) -> None:
 
 
 def _check_slots(method: Method, facts: LayerFacts) -> None:
-    """InputError where no layer has slots of which some could be left out or not be read."""
+    """InputError if no layer has slots of which some could be left out or not be read."""
     if not facts.slots:
         refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
     for name, shared in (("slot values", "the values of one layer"), ("logits", "attention weights")):
@@ -89,7 +89,7 @@ def _check_slots(method: Method, facts: LayerFacts) -> None:
 
 
 def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -> None:
-    """InputError where slots cannot be scored, chosen or merged as a keep does it."""
+    """InputError if slots cannot be scored, chosen or merged as a keep does it."""
     if facts.clipped and not keep.allocate.uniform:
         refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
     looks = keep.score is not None and getattr(keep.score, "looks", True)
@@ -124,7 +124,7 @@ _STORES_FACTORS = (
 
 
 def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) -> None:
-    """InputError where slots cannot be read in part as a read does it, or not lie in host memory."""
+    """InputError if slots cannot be read in part as a read does it, or not lie in host memory."""
     if facts.factors:
         refuse(method, *_STORES_FACTORS)
     if isinstance(read, Sampling) and facts.clipped:

@@ -1,9 +1,9 @@
-"""The arrays of a saved cache: in one file, or in one part per process where several hold it.
+"""The arrays of a saved cache: in one file, or in one part per process if several hold it.
 
-A part has the pieces of arrays that its process holds, each with its place in its array; of copies of a
-piece, the first process writes it. The file at the path itself then has no arrays: it names its parts, and
-appears when all of them are on disk. Every file has a digest of each array and one of its metadata, so that
-a flipped bit is noticed.
+A part has the pieces of arrays that its process holds, each with its place in the whole array; of replicated
+pieces, the first process writes one. The main file then has no arrays: it names its parts, and is written
+when all of them are on disk. Every file has a digest of each array and one of its metadata, so that a flipped
+bit is noticed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvjax.hosts.messages import by_first, count, is_first, number_of, wait_for_
 from kvjax.io.entropy_coding import coded, decoded
 from kvjax.models.files import open_safetensors, save_safetensors
 
-# What safetensors' numpy side reads back; other dtypes are written as their bytes.
+# Dtypes that safetensors' numpy API can read; others are written as bytes.
 _PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32")
 _PART = r"\.[0-9a-f]{8}\.\d+-of-\d+"
 _SEAL = "checksum"
@@ -39,10 +39,10 @@ Span = list[list[int]]
 
 
 class Arrays:
-    """The arrays of a saved cache by name, of which pieces are read.
+    """The arrays of a saved cache by name, read piece by piece.
 
-    path: the file; parts: names of the files that hold them, none where the file itself does. Raises
-    InputError where one is missing or truncated.
+    path: the file; parts: names of the files that hold them, none if the file itself does. Raises InputError
+    if one is missing or truncated.
     """
 
     def __init__(self, path: Path, parts: Sequence[str]):
@@ -60,7 +60,7 @@ class Arrays:
     def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
         """The piece `index` of an array, a copy.
 
-        Raises KeyError where the file lacks a part of it, InputError where its digest is wrong.
+        Raises KeyError if the file lacks a part of it, InputError if its digest is wrong.
         """
         wanted = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         if self._whole is not None:
@@ -85,7 +85,7 @@ class Arrays:
 
 
 class _File:
-    """A safetensors file; every array is compared with its digest when it is read."""
+    """A safetensors file; the digest of every array is checked when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -122,7 +122,7 @@ def sealed(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def check_seal(path: Path, metadata: dict[str, str]) -> dict[str, str]:
-    """The metadata of a file. InputError where its digest is wrong."""
+    """The metadata of a file. InputError if its digest is wrong."""
     if sealed(metadata) != metadata:
         raise InputError(f"{path} is damaged: its header is not what was saved: copy or save it again")
     return metadata
@@ -142,9 +142,9 @@ def check_parts(path: Path, parts: Any) -> list[str]:
 def write_arrays(
     path: Path, arrays: dict[str, Any], metadata: dict[str, str], coder: str | None = None
 ) -> None:
-    """The arrays in one file, which appears whole or not at all. coder: makes them smaller.
+    """Writes the arrays to one file, atomically. coder: compresses them.
 
-    Raises InputError where it cannot be written.
+    Raises InputError if the file cannot be written.
     """
     before = _parts_of(path)
     _write(path, {name: np.ascontiguousarray(x) for name, x in arrays.items()}, metadata, coder)
@@ -154,9 +154,9 @@ def write_arrays(
 def write_parts(
     path: Path, arrays: dict[str, jax.Array], metadata: dict[str, str], coder: str | None = None
 ) -> None:
-    """The arrays in a part for every process, which all call this, and a file at `path` that names the parts.
+    """Writes one part per process (all must call this), and a file at `path` that names the parts.
 
-    Raises InputError where they cannot be written.
+    Raises InputError if they cannot be written.
     """
     stamp = by_first(lambda: secrets.token_hex(4))
     names = [f"{path.name}.{stamp}.{i}-of-{count()}" for i in range(count())]
@@ -183,9 +183,9 @@ def write_parts(
 def placed_array(
     arrays: Arrays, name: str, dtype: Any, shape: Sequence[int], where: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """An array where it is to lie; a process reads what its devices hold of it. None: the default device."""
+    """An array with the sharding `where` (None: the default device); a process reads only its pieces."""
     if where is None:
-        # A copy: steps donate it, and the file's memory is not theirs.
+        # A copy, because steps donate it, and the file's memory must not be donated.
         return jnp.array(arrays.read(name, dtype, shape, (slice(None),) * len(shape)))
     return from_pieces(shape, where, lambda index: arrays.read(name, dtype, shape, index))
 
@@ -205,7 +205,7 @@ def _size(span: Sequence[Sequence[int]]) -> int:
 
 
 def _parts_of(path: Path) -> list[str]:
-    """Of the parts that the file at `path` names, those that were written for it and for no other file."""
+    """The parts named by the file at `path` that were written for this very file."""
     with contextlib.suppress(InputError, KeyError, ValueError, TypeError, RecursionError):
         metadata = check_seal(path, open_safetensors(path).metadata() or {})
         names = check_parts(path, json.loads(metadata.get("parts", "[]")))
@@ -230,9 +230,9 @@ def _remove(path: Path, parts: Sequence[str]) -> None:
 def _write(
     path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str], coder: str | None = None
 ) -> None:
-    """One file, which appears whole or not at all. Raises InputError where it cannot be written."""
+    """Writes one file, atomically. Raises InputError if it cannot be written."""
     plain = {name: _plain(x) for name, x in arrays.items()}
-    # Digests are of arrays as they are, whatever the coder makes of them.
+    # Digests are of the arrays before coding.
     digests = {"arrays": json.dumps({name: _digest(x) for name, x in plain.items()})}
     if coder is not None:
         small = {name: made for name, x in arrays.items() if (made := coded(x)) is not None}

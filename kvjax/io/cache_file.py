@@ -1,8 +1,8 @@
-"""A cache as one file: safetensors, with what the arrays mean as JSON in its header.
+"""Saved caches: a safetensors file with a JSON description of the arrays in its header.
 
-Where several processes hold a cache, its arrays lie in parts beside the file (`cache_arrays.py`). The header
-names the tree (`cache_tree.py`), the method that filled the cache and the model it belongs to. No code
-is stored, and no code that a header names is run: where the method is a user's own, the user gives its file
+If several processes hold a cache, its arrays are in parts beside the file (`cache_arrays.py`). The header
+has the tree (`cache_tree.py`), the method that filled the cache and the model it belongs to. No code
+is stored, and no code that a header names is run: for a user's own method, the user gives its file
 or function.
 """
 
@@ -41,21 +41,20 @@ from kvjax.state.axes import map_axes
 from kvjax.state.cache import Cache, check_alive
 
 KIND = "kvjax cache"
-# 2: codes of 8 bits are bytes, and words of fewer bits lie next to each other (`kvjax.store.affine`).
-# 4: the model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so those of before fit none.
-# 5: what a group of layers holds has names (`GroupState`).
-# 6: digests of all arrays and of the header.
-# 7: a list in pages names its first one.
+# Versions: 2: codes of 8 bits are bytes, and words of fewer bits are adjacent (`kvjax.store.affine`). 4: the
+# model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so older ones never match. 5: parts
+# of a group of layers have names (`GroupState`). 6: digests of all arrays and of the header. 7: a KV head in
+# pages stores its first page.
 FORMAT = 7
-# 8: some arrays are coded (`kvjax.io.entropy_coding`).
+# 8: some arrays are entropy-coded (`kvjax.io.entropy_coding`).
 CODED = 8
 
 
 class CacheFile(NamedTuple):
-    """The header of a saved cache: who wrote it, the model's fingerprint, the method's spec, the tree.
+    """The header of a saved cache: kvjax' version, the model's fingerprint, the method's spec, the tree.
 
-    fitted: the digests of the arrays that the method was fitted with. parts: the files that hold the arrays,
-    none where the file itself does. chat: the conversation that the cache holds, as JSON; empty for none.
+    fitted: the digests of the method's fitted arrays. parts: the files that hold the arrays, none if the file
+    itself does. chat: the conversation that the cache holds, as JSON; empty for none.
     """
 
     kvjax: str
@@ -68,7 +67,7 @@ class CacheFile(NamedTuple):
 
 
 def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None = None) -> None:
-    """Writes a cache to one file, which appears whole or not at all.
+    """Writes a cache to one file, atomically.
 
     Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
     they share: each writes its arrays to a part beside the file.
@@ -76,12 +75,12 @@ def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None 
     Args:
         path: of the file; an older cache there is replaced.
         cache: a live cache.
-        coder: "range" writes fewer bytes, by how often each value of a byte or half byte occurs in a channel
-            or a layer (`pip install 'kvjax[coder]'`); `load_cache` gives the same bits.
+        coder: "range" compresses arrays by the frequencies of their bytes or half bytes in a channel or a
+            layer (`pip install 'kvjax[coder]'`); `load_cache` gives the same bits.
 
     Raises:
-        InputError: where `path` holds something else or cannot be written, the method cannot be built again
-            from a text, a step consumed the cache, and for a coder that does not exist or is not installed.
+        InputError: if `path` holds something else or cannot be written, the method cannot be built again from
+            text, a step consumed the cache, and for a coder that does not exist or is not installed.
 
     >>> import kvjax, tempfile
     >>> model = kvjax.load("recall-tiny")
@@ -125,8 +124,8 @@ def load_cache(
 
     Args:
         path: of the file.
-        model: with it, the cache lies on the model's mesh, whatever mesh it was saved from: every host reads
-            what its devices hold. Else it lies on the default device.
+        model: if given, the cache is placed on the model's mesh, whatever mesh it was saved from: every host
+            reads what its devices hold. Else it is placed on the default device.
         methods: the Python file or the function of the user's own method that filled the cache, or several of
             them. The file that the cache names is not imported by itself.
 
@@ -134,7 +133,7 @@ def load_cache(
         The cache, ready for `kvjax.prefill`, `step` and `generate`.
 
     Raises:
-        InputError: where the file is missing, truncated, damaged, no cache or of another kvjax, or where its
+        InputError: if the file is missing, truncated, damaged, not a cache or from another version, or if its
             method cannot be built or now stores its codes in another way.
 
     >>> import kvjax, tempfile
@@ -152,7 +151,7 @@ def load_cache(
 
 
 def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequence[Own]) -> Method | None:
-    """The method that filled a cache, by its header and what the user gives for it."""
+    """The method that filled a cache, by its header and the user's methods."""
     given = [methods] if isinstance(methods, str | os.PathLike) or callable(methods) else [*methods]
     try:
         with only_given(given):
@@ -168,7 +167,7 @@ def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequen
 
 
 def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
-    """The arrays of which `saved` holds the descriptions, on a mesh or on the default device."""
+    """Reads the arrays that `saved` describes, to a mesh or to the default device."""
     if on is None:
         return jax.tree.map(lambda x: x.read(arrays, None), saved)
     if (there := mesh_for(saved.method or Method(), on)) is None:
@@ -179,9 +178,9 @@ def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
 
 
 def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
-    """What a saved cache says about itself; no array is read and no method built.
+    """The header of a saved cache, without reading any array or building its method.
 
-    Raises InputError where the file is missing, truncated, no cache, or of a newer kvjax.
+    Raises InputError if the file is missing, truncated, no cache, or of a newer kvjax.
     """
     path = Path(path)
     if not path.is_file():
@@ -227,13 +226,13 @@ def _digests(method: Any) -> list[str]:
 
 
 def _tuples(x: Any) -> Any:
-    """JSON's lists as the tuples they were."""
+    """JSON's lists converted back to tuples."""
     return tuple(_tuples(y) for y in x) if isinstance(x, list) else x
 
 
 @contextlib.contextmanager
 def damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Says in one line that a header or its tensors do not fit together."""
+    """Turns errors of a damaged header or tensors into one line."""
     try:
         yield
     except InputError:

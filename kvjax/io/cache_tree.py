@@ -1,7 +1,7 @@
-"""What the arrays of a cache mean, as JSON, and the cache that such JSON describes.
+"""The tree of a cache as JSON, and the cache that such JSON describes.
 
-Nodes are named by their class. What comes back is checked against the classes' own annotations, so that a
-file which describes something else than a cache is refused before any of its arrays is read.
+Nodes are named by their class. The result is checked against the classes' annotations, so that a file that
+does not describe a cache is refused before any of its arrays is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NODES = {node.__name__: node for node in (GroupState, Slots, Near, Paged, Pages
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """An array of a file: its name there, its type, and whether it lay in host memory."""
+    """An array of a file: its name there, its type, and whether it was in host memory."""
 
     name: str
     dtype: Any
@@ -72,8 +72,8 @@ def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
 def restore_tree(tree: Any, method: Any, model: str) -> Cache:
     """The cache that `describe` described field by field, with a `Saved` for every array.
 
-    Raises InputError where it was stored by other codecs than the method's, and TypeError, KeyError or
-    ValueError where it describes no cache.
+    Raises InputError if it was stored by other codecs than the method's, and TypeError, KeyError or
+    ValueError if it does not describe a cache.
     """
     codecs = {key_of(codec): codec for codec in (*codecs_of(method), *_codecs_of_pairs(method))}
     found = {name: _restore(tree[name], name, codecs) for name in ("groups", "next", "pools")}
@@ -126,7 +126,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 @remembered
 def _hints(kind: type) -> dict[str, Any]:
-    """What the fields of a class are annotated with."""
+    """The annotations of a class's fields."""
     return typing.get_type_hints(kind)
 
 
@@ -135,7 +135,7 @@ def _called(hint: Any) -> str:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a restored value is what a field is annotated with, arrays by their axes and types alone."""
+    """Whether a restored value matches a field's annotation; of arrays only axes and types are checked."""
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         return any(_is(value, part) for part in parts)
@@ -165,7 +165,7 @@ def _codec(name: str, codecs: dict[str, Codec]) -> Codec:
 
 
 def codecs_of(word: Any) -> Iterator[Codec]:
-    """Every codec in a sentence."""
+    """Every codec in a method."""
     if isinstance(word, Codec):
         yield word
         yield from getattr(word, "each", ())
@@ -178,7 +178,7 @@ def codecs_of(word: Any) -> Iterator[Codec]:
 
 
 def _codecs_of_pairs(method: Any) -> Iterator[Codec]:
-    """The codecs that a sentence's stack word makes of the codecs of its store."""
+    """The codecs that a method's stack word derives from those of its store."""
     if method is not None and method.stack is not None:
         store = method.store
         for codec in (None, None) if store is None else (store.keys, store.values):

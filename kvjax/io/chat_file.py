@@ -1,4 +1,4 @@
-"""A conversation as one file: its cache, as `kvjax.save_cache` writes it, with the messages in the header."""
+"""Saved conversations: a cache file, as of `kvjax.save_cache`, with the messages in the header."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvjax.models.model import Model
 
 
 def save_chat(path: str | os.PathLike[str], talk: Chat) -> None:
-    """Writes a conversation to one file, which appears whole or not at all.
+    """Writes a conversation to one file, atomically.
 
-    The file is a cache, too: `kvjax.load_cache` and `kvjax inspect` read it. Of what `kvjax.chat` was given
-    it holds the method and the system's message alone.
+    The file is a cache, too: `kvjax.load_cache` and `kvjax inspect` read it. Of the arguments of `kvjax.chat`
+    it stores only the method and the system message.
 
     Args:
         path: of the file; an older one is replaced.
-        talk: what `kvjax.chat` gave, after a question at least.
+        talk: a conversation of `kvjax.chat`, after at least one question.
 
     Raises:
         InputError: for what `kvjax.save_cache` refuses, and for a conversation without a question.
@@ -45,13 +45,13 @@ def load_chat(
         path: of the file.
         model: the model that filled the cache.
         methods: as in `kvjax.load_cache`.
-        **options: those of `kvjax.chat`, but for the method and the system's message, which the file has.
+        **options: those of `kvjax.chat`, except the method and the system message, which the file has.
 
     Returns:
         The `Chat`, with its messages and its cache.
 
     Raises:
-        InputError: for what is no file of a conversation, a damaged one, and where another model filled the
+        InputError: for a file that is not a conversation, a damaged one, and if another model filled the
             cache.
 
     >>> import kvjax

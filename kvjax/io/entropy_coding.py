@@ -1,7 +1,7 @@
-"""Arrays in fewer bits without loss: a range coder by measured frequencies of bytes, or of half bytes.
+"""Entropy coding: compresses arrays without loss, with a range coder over bytes or half bytes.
 
-Codes of 4 bits are half bytes of their words, so that a channel's codes have frequencies of their own; of
-float numbers the bytes of sign and exponent have few values. The coder is the library `constriction`, which
+Codes of 4 bits are half bytes of their words, so that a channel's codes have frequencies of their own; in
+floats, the bytes of sign and exponent take few values. The coder is the library `constriction`, which
 only this module needs.
 """
 
@@ -19,9 +19,9 @@ from jaxtyping import Int, UInt8
 
 from kvjax.base.errors import InputError
 
-# Frequencies are stored in a byte each, and an array of fewer bytes has no place for them.
+# Frequencies are stored in one byte each; arrays of fewer bytes are not coded.
 _MOST, _SMALLEST = 255, 512
-# An array stays as it is where less than this part of it would be saved.
+# An array is not coded if less than this share of it would be saved.
 _WORTH = 0.01
 
 
@@ -34,10 +34,10 @@ def check_coder(coder: str | None) -> None:
 
 
 def coded(value: np.ndarray) -> tuple[UInt8[np.ndarray, "n"], dict[str, Any]] | None:
-    """An array in fewer bytes, and what `decoded` must know; None where it would hardly be smaller.
+    """An array in fewer bytes, and the parameters of `decoded`; None if it would hardly be smaller.
 
-    Symbols are bytes or half bytes; their frequencies are those of an array's first axis, or of each channel
-    of [L, B, K, S, H]: whichever is smallest with the frequencies themselves.
+    Symbols are bytes or half bytes; frequencies are per index of an array's first axis, or per channel of [L,
+    B, K, S, H]: whichever gives fewer bytes, frequencies included.
 
     >>> codes = np.random.default_rng(0).binomial(15, 0.3, (1, 1, 2, 512, 16)).astype(np.uint8)
     >>> small, how = coded(codes)
@@ -59,7 +59,7 @@ def coded(value: np.ndarray) -> tuple[UInt8[np.ndarray, "n"], dict[str, Any]] | 
 
 
 def decoded(data: UInt8[np.ndarray, "n"], how: dict[str, Any]) -> np.ndarray:
-    """The array of `coded`. ValueError where the bytes are not what it gave."""
+    """The array encoded by `coded`. ValueError if the bytes are damaged."""
     dtype, shape, bits, by = jnp.dtype(how["dtype"]), tuple(how["shape"]), how["bits"], how["by"]
     lines, length = _sizes(shape, dtype.itemsize * 8 // bits, by)
     raw = data.tobytes()
@@ -89,7 +89,7 @@ def _library() -> ModuleType:
 
 
 def _lines(value: np.ndarray, bits: int, by: str) -> UInt8[np.ndarray, "lines length"]:
-    """The symbols of an array; those of a line share their frequencies."""
+    """The symbols of an array in lines; the symbols of a line share their frequencies."""
     whole = np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(*value.shape, -1)
     if bits == 4:
         whole = np.stack([whole & 15, whole >> 4], -1).reshape(*value.shape, -1)
@@ -108,7 +108,7 @@ def _array(
     return np.ascontiguousarray(whole).view(dtype).reshape(shape)
 
 
-# Axes of the lines first: layer and place in a number; and the head and channel, too.
+# The axes of the lines first: layer and byte of a number; with "channel", also head and channel.
 _ORDER = {"layer": (0, 2, 1), "channel": (0, 2, 4, 5, 1, 3)}
 
 
@@ -120,7 +120,7 @@ def _split(shape: tuple[int, ...], places: int, by: str) -> tuple[int, ...]:
 
 
 def _sizes(shape: tuple[int, ...], places: int, by: str) -> tuple[int, int]:
-    """How many lines there are, and symbols in each."""
+    """How many lines there are, and how many symbols each has."""
     split = _split(shape, places, by)
     lines = math.prod(split[i] for i in _ORDER[by][: 4 if by == "channel" else 2])
     return lines, math.prod(split) // lines
@@ -132,11 +132,11 @@ def _sizes(shape: tuple[int, ...], places: int, by: str) -> tuple[int, int]:
 def _frequencies(
     lines: UInt8[np.ndarray, "lines length"], bits: int
 ) -> tuple[UInt8[np.ndarray, "lines symbols"], float]:
-    """The frequencies of every line in whole numbers, and how many bits lines and frequencies take then."""
+    """The integer frequencies of every line, and how many bits lines and frequencies take together."""
     places = np.arange(len(lines), dtype=np.int64)[:, None] << bits
     counts: Int[np.ndarray, "n"] = np.bincount((places + lines).reshape(-1), minlength=len(lines) << bits)
     counts = counts.reshape(len(lines), -1)
-    # What occurs has a frequency of at least 1.
+    # Symbols that occur have a frequency of at least 1.
     scaled = np.ceil(counts * (_MOST / counts.max(1, keepdims=True)))
     tables = np.minimum(scaled, _MOST).astype(np.uint8)
     used = counts > 0
@@ -146,7 +146,7 @@ def _frequencies(
 
 
 def _models(tables: UInt8[np.ndarray, "lines symbols"]) -> Iterator[tuple[int, Any]]:
-    """The lines that hold more than one symbol, each with the model of its frequencies."""
+    """The lines with more than one symbol, each with its frequency model."""
     model = _library().stream.model
     for i in np.flatnonzero((tables > 0).sum(1) > 1):
         yield int(i), model.Categorical(tables[i].astype(np.float32), perfect=False)

@@ -1,6 +1,6 @@
-"""Reads *.gin files: hyper-parameters of methods, and the settings of comparisons and of training runs.
+"""Reads *.gin files: hyper-parameters of methods, and the settings of comparisons and training runs.
 
-Values are read before anything is traced; nothing called under jit is configured by a file.
+Values are read before anything is traced; functions under jit are never configured by a file.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def _shipped(folder: str) -> dict[str, Path]:
 def load_preset(name: str) -> dict[str, dict[str, Any]]:
     """Hyper-parameters per method id, from a shipped preset's name or the path of a .gin file.
 
-    Raises InputError, with the file and the line where they are known, for whatever is no binding of plain
-    values (`kvjax.io.gin_files`), an unknown method or hyper-parameter (with the nearest name), a value
-    outside its range, and two names of one method.
+    Raises InputError, with file and line if known, for anything but bindings of plain values
+    (`kvjax.io.gin_files`), an unknown method or hyper-parameter (with the nearest name), a value outside its
+    range, and two names of one method.
 
     >>> load_preset("short")["snapkv"]["window"]
     16
@@ -66,7 +66,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
 
 
 def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """What a file of `kvjax train` binds, by section, and what `changes` ("train.steps=10") bind instead.
+    """The bindings of a file of `kvjax train`, by section, overridden by `changes` ("train.steps=10").
 
     A shipped file (`configs/train`) may be given by its name, and any other may include it. Raises InputError
     as `load_preset` does.
@@ -94,7 +94,7 @@ def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, di
 
 
 def load_comparison(path: str | Path, allowed: Sequence[str]) -> dict[str, Any]:
-    """What a file binds of the arguments of `kvjax.compare` that are `allowed`, as `compare.NAME = VALUE`.
+    """The `allowed` arguments of `kvjax.compare` that a file binds as `compare.NAME = VALUE`.
 
     A shipped file (`configs/eval`) may be given by its name. Raises InputError as `load_preset` does, and for
     methods and tasks of Python files.
@@ -130,7 +130,7 @@ def training_files() -> dict[str, Path]:
 
 
 def _change(change: str) -> tuple[str, str, Any]:
-    """Section, name and value of "a.b=c"; what is no Python value is a string."""
+    """Section, name and value of "a.b=c"; a value that is not a Python literal is a string."""
     where, equals, value = change.partition("=")
     section, dot, name = where.strip().partition(".")
     if not (equals and dot and name.isidentifier()):

@@ -1,6 +1,6 @@
-"""Reads *.gin files privately: literals, macros, includes and bindings of known sections, and nothing else.
+"""Reads *.gin files in isolation: literals, macros, includes and bindings of known sections, nothing else.
 
-Only gin's parser is used: a file imports and calls nothing, and gin's own bindings in the program stay.
+Only gin's parser is used: a file imports and calls nothing, and the program's own gin bindings are unchanged.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gin import config_parser
 
 from kvjax.base.errors import InputError
 
-# Far above what any real file needs; without limits, a crafted one could take all memory or time.
+# Limits far above any real file; without them, a crafted one could take all memory or time.
 _BYTES, _FILES, _VALUES = 1_000_000, 64, 100_000
-# Python 3.11's `ast`, which gin's parser calls, counts its depth for all threads together.
+# A lock, because Python 3.11's `ast`, which gin's parser calls, counts its depth over all threads.
 _PARSING = threading.Lock()
 
 
@@ -53,7 +53,7 @@ class _Values(config_parser.ParserDelegate):
 def read_bindings(
     path: Path, sections: Iterable[str], form: str, folders: Sequence[Path] = ()
 ) -> dict[str, dict[str, Binding]]:
-    """What a file and those that it includes bind, by section and name; later bindings win.
+    """The bindings of a file and its includes, by section and name; later ones win.
 
     An included file is looked up beside the one that includes it, in the current folder and in `folders`; it
     must lie in one of these or in the folder of `path`. form: the allowed form, for messages.
@@ -118,7 +118,7 @@ class _Reader:
                 yield one, place
 
     def _included(self, name: str, by: Path, place: str) -> Path:
-        """The file that an include names. InputError where there is none, or it lies elsewhere."""
+        """The file that an include names. InputError if it is missing or outside the allowed folders."""
         outside = False
         for folder in (by.parent, *self.folders):
             try:
@@ -152,7 +152,7 @@ def _parsed(path: Path, form: str) -> Iterator[Any]:
         message, (line, _) = error.args
         raise InputError(f"{path}, line {line}: {message}: is a bracket or a quote left open?") from error
     except SyntaxError as error:
-        # Python's tokenizer knows the line; gin's parser puts a location in its place.
+        # Python's tokenizer knows the line; gin's parser replaces it by a location.
         known = error.args[1] if len(error.args) > 1 else None
         line = known[1] if isinstance(known, tuple) and len(known) > 1 else error.lineno
         where = f"{path}, line {line}" if line else str(path)
@@ -163,12 +163,12 @@ def _parsed(path: Path, form: str) -> Iterator[Any]:
         raise InputError(f"{path} cannot be read ({error.strerror})") from error
     except InputError:
         raise
-    except (ValueError, TypeError) as error:  # bytes that are no text, keys that are no keys
+    except (ValueError, TypeError) as error:  # bytes that are not text, keys that are not keys
         raise InputError(f"{path}: {_plainly(str(error))}: {form}") from error
 
 
 def _references(value: Any) -> Iterator[str]:
-    """The names of functions in a value."""
+    """The names of functions that a value refers to."""
     if isinstance(value, _Reference):
         yield value.name
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, or of a file that is one JSON list, with where each stands."""
+"""Rows of a JSON lines file, or of a file with one JSON list, with their locations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvjax.base.errors import InputError
 
 
 def json_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Where a row stands in its file, and the row; of a list of texts, each as the field `text`.
+    """Each row's location in the file, and the row; texts in a list become the field `text`.
 
-    Raises InputError for a line that is no JSON, with its number.
+    Raises InputError for a line that is not JSON, with its number.
     """
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):

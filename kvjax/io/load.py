@@ -1,4 +1,4 @@
-"""How a model is loaded: from a directory or GGUF file, by the name of a shipped one, or from the hub."""
+"""Loading a model: from a directory or GGUF file, by the name of a shipped one, or from the hub."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def load(
     """Loads a Hugging Face directory, a GGUF file, a kvjax checkpoint, a shipped model or "org/name".
 
     Args:
-        path_or_name: looked up in this order: a path on disk, a shipped model ("recall-tiny"), what `kvjax
-            get` fetched ("smollm2-135m"), the Hugging Face hub ("org/name").
+        path_or_name: looked up in this order: a path on disk, a shipped model ("recall-tiny"), a model
+            fetched by `kvjax get` ("smollm2-135m"), the Hugging Face hub ("org/name").
         dtype: of the weights; those of a GGUF file (llama.cpp) are decoded into it.
         sharding: where the parameters go, as `kvjax.models.hf.load_hf` takes it; excludes `mesh`.
         groups: how layers are stacked, `kvjax.models.params.plan(config)` unless given.
-        progress: shows a bar for models beyond 1 GB.
+        progress: shows a bar for models larger than 1 GB.
         mesh: the devices over which weights and all caches of the model are split, a `jax.sharding.Mesh` or
-            a text such as "data=2,model=4". Whatever is given the model then runs there. Heads, channels or
-            a vocabulary that do not divide over the mesh stay whole on every device, with a UserWarning.
+            a text such as "data=2,model=4". All functions then run there. Heads, channels or a vocabulary
+            that do not divide over the mesh are replicated, with a UserWarning.
         rules: how they are split: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a `kvjax.Rules`.
 
     Returns:
@@ -76,9 +76,9 @@ def load(
 
 
 def model_path(path_or_name: str | os.PathLike[str]) -> Path:
-    """Where what `load` takes lies: a directory, or a GGUF file. "org/name" is fetched.
+    """The directory or GGUF file of a `load` argument. "org/name" is fetched.
 
-    Raises InputError where there is none.
+    Raises InputError if there is none.
 
     >>> model_path("recall-tiny").name
     'recall-tiny'
@@ -104,7 +104,7 @@ def model_path(path_or_name: str | os.PathLike[str]) -> Path:
 
 
 def on_disk(path: Path) -> Path:
-    """A model's directory or GGUF file, which may be the only one of a directory. InputError for neither."""
+    """A model's directory or GGUF file (perhaps the only one of a directory). InputError for neither."""
     if is_gguf(path):
         return path
     folder = check_folder(path)
@@ -118,7 +118,7 @@ def on_disk(path: Path) -> Path:
 
 
 def load_text(path_or_name: str | os.PathLike[str]) -> Text:
-    """The tokenizer, and all else about text, of what `load` takes. Raises InputError as `load` does."""
+    """The tokenizer and other text data of a `load` argument. Raises InputError as `load` does."""
     path = model_path(path_or_name)
     return text_of_gguf(open_gguf(path)) if is_gguf(path) else read_text(path)
 
@@ -127,13 +127,13 @@ def spread(model: Model, mesh: Any, rules: Any) -> Model:
     """Splits a model that is in memory over the devices of a mesh, as `load(..., mesh=, rules=)` does.
 
     Args:
-        model: a model of one decoder. It stays as it is.
+        model: a model of one decoder; it is not changed.
         mesh: a `jax.sharding.Mesh` or a text such as "data=2,model=4".
         rules: a name of `kvjax.mesh.rules.PRESETS`, or a `kvjax.Rules`.
 
     Returns:
-        The model with its weights on the mesh. Sizes that do not divide over the mesh stay whole on every
-        device, with a UserWarning that names them.
+        The model with its weights on the mesh. Sizes that do not divide over the mesh are replicated, with a
+        UserWarning that names them.
 
     Raises:
         InputError: for an invalid mesh or invalid rules, and for a model of two decoders.
@@ -156,7 +156,7 @@ def shipped() -> list[str]:
 def _load_path(folder: Path, options: dict[str, Any]) -> Model:
     if is_gguf(folder):
         return load_gguf(folder, **options)
-    # Here and not above: it imports Orbax, which takes half a second.
+    # A local import, because Orbax takes half a second to import.
     from kvjax.io.checkpoint import MARKER, load_checkpoint
 
     if (folder / MARKER).is_file():
@@ -165,7 +165,7 @@ def _load_path(folder: Path, options: dict[str, Any]) -> Model:
 
 
 def _known(name: str) -> Path:
-    """The original on the hub of a model that `kvjax get` fetches, where there is a hub."""
+    """The hub original of a model that `kvjax get` fetches, if the hub can be used."""
     known = KNOWN[name]
     try:
         return _download(known.hub)
@@ -177,7 +177,7 @@ def _known(name: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    """The directory of a repository of the Hugging Face hub, fetched or from its cache."""
+    """The local directory of a Hugging Face hub repository, fetched or cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 

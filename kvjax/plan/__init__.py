@@ -1,4 +1,4 @@
-"""Whether a model and its caches fit many devices, and what a step costs there.
+"""Planning: whether a model and its caches fit many devices, and how long a step takes there.
 
 Nothing is downloaded and nothing allocated: arrays are shapes, and compilers need no device.
 """

@@ -1,4 +1,4 @@
-"""Bytes of caches before any exists: shapes of the real prefill, from a config alone."""
+"""Bytes of caches before any exists: shapes traced from the real prefill, given only a config."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def sizes_of(
 class Sizes:
     """Shapes of the caches of `rows` rows after a prompt of `tokens` tokens, traced once for all `methods`.
 
-    A method whose layers see some tokens of a prompt alone, are merged, or differ within a stack, is traced
-    by itself, over layers that are not stacked, and one that rewrites weights over those.
+    A method whose layers read only some tokens of a prompt, are merged, or differ within a stack, is traced
+    separately, with unstacked layers; one that rewrites weights is traced with the new weights.
 
     >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # 2 layers x 64 x (8 + 8 + 1) x 4 B, next
@@ -48,7 +48,7 @@ class Sizes:
 
     def __init__(self, config: Config, dtype: DTypeLike, tokens: int, methods: list[Method], rows: int = 1):
         self.config, self.tokens, self.rows = config, bucket(tokens), rows
-        # Stacked layers trace in the time of one; the bytes are the same.
+        # Stacked layers trace in the time of one layer; the bytes are the same.
         self.params = abstract_params(config, dtype)
         methods = [with_any_ids(m) for m in methods]
         shared = [m for m in methods if m.make is None and not self._by_itself(m)]
@@ -57,14 +57,14 @@ class Sizes:
         self.prompt = jax.eval_shape(observe, with_fitted(self.params, *shared), *self._given())
 
     def _given(self) -> list[jax.ShapeDtypeStruct]:
-        """Tokens and their lengths."""
+        """Shapes of the tokens and their lengths."""
         shapes = ((self.rows, self.tokens), (self.rows,))
         return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
     def cache(self, method: Method, room: int = 0) -> Cache:
         """The cache's shapes with room for `room` more tokens.
 
-        Raises ValueError or InputError where the method cannot run on this model.
+        Raises ValueError or InputError if the method cannot run on this model.
         """
         method = with_any_ids(method)
         check_fit(method, self.config)
@@ -79,7 +79,7 @@ class Sizes:
         return jax.eval_shape(settle, with_fitted(self.params, method), self.prompt)
 
     def nbytes(self, method: Method, room: int = 0) -> int:
-        """Bytes of that cache, everything counted."""
+        """Bytes of that cache, with everything counted."""
         return nbytes(self.cache(method, room))
 
     def read_bytes(self, method: Method) -> int:
@@ -100,17 +100,17 @@ class Sizes:
         return read[0]
 
     def _made(self, method: Method) -> tuple[Sizes, Method]:
-        """The sizes of the model that a method makes, and what the method does with it."""
+        """The sizes of the model that a method rewrites, and the rest of the method."""
         made, dtype = config_of(method, self.config), self.params["norm"].dtype
         plain = dataclasses.replace(method, make=None)
         return Sizes(made, dtype, self.tokens, [plain], self.rows), plain
 
     def _apart(self) -> Params:
-        """The parameters with layers that are not stacked."""
+        """The parameters with unstacked layers."""
         return abstract_params(self.config, self.params["norm"].dtype, stacked=False)
 
     def _by_itself(self, method: Method) -> bool:
-        """Whether a method reads a prompt in its own way, or cannot share a trace over stacked layers."""
+        """Whether a method needs its own trace: it reads prompts differently, or not over stacked layers."""
         narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
         narrows = narrows or any(hiding_of(one.keep) is not None for one in method.sentences)
         picks = any(isinstance(one.read, Reusing) for one in method.sentences)
@@ -118,15 +118,15 @@ class Sizes:
             return True
         try:
             Run(self.config, method).groups(self.params)
-        except ValueError:  # it leaves alone some layers of a stack
+        except ValueError:  # it exempts some layers of a stack
             return True
         return False
 
 
 def with_any_ids(method: Method) -> Method:
-    """The method with token id 0 for what a tokenizer would encode: an instruction, or tokens by their text.
+    """The method with token id 0 for all that a tokenizer would encode: instructions, tokens by text.
 
-    Sizes of caches are the same whatever the ids are.
+    Sizes of caches do not depend on the ids.
     """
     method = with_token_ids(method, lambda characters: (0,))
     keep = method.keep

@@ -1,4 +1,4 @@
-"""One program compiled for devices that are not there, in a process of its own: compilers may abort.
+"""Compiles one program for absent devices in a child process, because compilers may abort.
 
     python -m kvjax.plan.child JOB
 
@@ -23,7 +23,7 @@ def main() -> None:
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-        # The compiler's log files grow by gigabytes; fatal errors come to stderr without them.
+        # The compiler's log files grow to gigabytes; fatal errors still go to stderr.
         TPU_LOG_DIR="disabled",
         TPU_MIN_LOG_LEVEL="3",
         TF_CPP_MIN_LOG_LEVEL="2",

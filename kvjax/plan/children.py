@@ -1,4 +1,4 @@
-"""Runs a job in a child process: a compiler that aborts takes only that with it."""
+"""Runs a job in a child process, so that a compiler that aborts ends only that process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SECONDS = 900
 
 
 def missing(topology: Topology) -> str:
-    """What to install before anything can be compiled for a topology; empty where nothing is missing."""
+    """What to install to compile for a topology; empty if nothing is missing."""
     return "" if topology.platform == "cpu" else available(topology.platform)
 
 
 def in_child(job: Job) -> dict[str, Any]:
-    """What `kvjax.plan.compiling.compiled` finds; "error" alone where that aborts or takes too long."""
+    """The result of `kvjax.plan.compiling.compiled`; only "error" if that aborts or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job"
         file.write_bytes(pickle.dumps(job))

@@ -1,4 +1,4 @@
-"""What devices send each other in a compiled program: its collectives, read from the program's text."""
+"""Collectives: what devices send each other in a compiled program, parsed from the program's text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARED = re.compile(r"compare\(([^)]*)\), direction=LT")
 
 
 class Collective(NamedTuple):
-    """All of one kind in one run of a program. count: how many. bytes: of their results, on one device."""
+    """All collectives of one kind in one run of a program. bytes: of their results, on one device."""
 
     kind: str
     count: int
@@ -29,9 +29,9 @@ class Collective(NamedTuple):
 
 
 def collectives(module: str) -> list[Collective]:
-    r"""The collectives of a compiled module's text, those in loops as often as the loops turn.
+    r"""The collectives of a compiled module's text, those in loops counted once per iteration.
 
-    A loop whose turns are data counts as one turn.
+    A loop with a dynamic number of iterations counts as one iteration.
 
     >>> text = "ENTRY %main (p: f32[8]) -> f32[8] {\n  ROOT %r = f32[8]{0} all-reduce(%p)\n}"
     >>> collectives(text)
@@ -46,8 +46,7 @@ def collectives(module: str) -> list[Collective]:
             if call is None:
                 continue
             kind = call[2].removeprefix("ragged-")
-            # The start of one that runs beside others names what goes in and what comes out, and perhaps
-            # numbers by which its end knows it.
+            # The start of an asynchronous collective lists its operands and results, and perhaps context ids.
             named = [one for one in _ARRAY.findall(call[1]) if not call[3] or one != ("u32", "")]
             arrays = [array_bytes(*one) for one in named]
             half = len(arrays) // 2
@@ -58,7 +57,7 @@ def collectives(module: str) -> list[Collective]:
 
 
 def _computations(module: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of every computation by its name, and which one is run."""
+    """The lines of every computation by name, and the name of the entry."""
     parts: dict[str, list[str]] = {}
     entry, lines = "", None
     for line in module.splitlines():
@@ -88,7 +87,7 @@ def _runs(parts: dict[str, list[str]], entry: str) -> dict[str, int]:
 
 
 def _called(parts: dict[str, list[str]], line: str) -> Iterator[tuple[str, int]]:
-    """(computation, times) of what a line runs."""
+    """(computation, times) for what a line runs."""
     loop = _WHILE.search(line)
     if loop is not None:
         known = _TRIPS.search(line)
@@ -100,7 +99,7 @@ def _called(parts: dict[str, list[str]], line: str) -> Iterator[tuple[str, int]]
 
 
 def _turns(condition: list[str]) -> int:
-    """Turns of a loop that counts from 0 up to a constant; 1 where it does something else."""
+    """Iterations of a loop that counts from 0 to a constant; 1 for other loops."""
     constants = dict(found for line in condition for found in _CONSTANT.findall(line))
     for line in condition:
         compared = _COMPARED.search(line)

@@ -1,4 +1,4 @@
-"""Compiles a decode step, or a chunk of a prefill, for the devices of a topology, and reads what it takes."""
+"""Compiles a decode step, or a chunk of a prefill, for the devices of a topology, and reads its costs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvjax.plan.topologies import Topology
 from kvjax.steps import Run, prefill
 from kvjax.steps.decoding.step import step_fn
 
-# As the compilers say that a program does not fit.
+# How compilers say that a program does not fit.
 _OUT = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED|Out of memory", re.I)
-# "HLO temporaries" are everything that the program has there, its operands too.
+# "HLO temporaries" are all memory that the program uses there, operands included.
 _USED = re.compile(r"(?:Used (?:at least )?|HLO temporaries \()([\d.]+)([KMGT]?)\)? (?:of|exceeds)", re.I)
-# How the compilers for TPUs and GPUs call a Pallas kernel.
+# The names of Pallas kernels in programs for TPUs and GPUs.
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton)"')
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -39,9 +39,9 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def compiled(job: Job) -> dict[str, Any]:
     """Bytes on one device, collectives, seconds and its roofline; "error" where it fails.
 
-    weights, cache: of the operands. arguments, temporaries, outputs, aliases: as the compiler counts them,
-    with the padding of tiles. needs: all that is in memory at once. collectives: [kind, count, bytes].
-    kernels: how many calls of Pallas kernels are in the program. prompt_seconds: of all chunks of a prompt.
+    weights, cache: bytes of the operands. arguments, temporaries, outputs, aliases: as the compiler counts
+    them, with the padding of tiles. needs: all memory in use at once. collectives: [kind, count, bytes].
+    kernels: the number of Pallas calls in the program. prompt_seconds: for all chunks of a prompt.
     """
     mesh = mesh_of(job)
     on = OnMesh(mesh, job.rules)
@@ -69,7 +69,7 @@ def compiled(job: Job) -> dict[str, Any]:
     tokens = max(job.chunk, 1)
     least = roofline(job.config, params, cache, job.topology, on, sent, tokens)
     found["roofline"] = None if least is None else least._asdict() | {"ms": least.ms}
-    # Over a whole prompt, chunks meet half of it on average.
+    # Over a whole prompt, chunks attend to half of it on average.
     mean = roofline(job.config, params, cache, job.topology, on, sent, tokens, 0.5)
     if job.chunk and mean is not None:
         found["prompt_seconds"] = -(-job.context // job.chunk) * mean.ms / 1e3
@@ -77,7 +77,7 @@ def compiled(job: Job) -> dict[str, Any]:
 
 
 def mesh_of(job: Job) -> Mesh:
-    """The job's mesh, of devices of its topology, which need not be here."""
+    """The job's mesh, of devices of its topology, which need not be present."""
     sizes = tuple(job.mesh.values())
     devices = _devices(job.topology)[: int(np.prod(sizes))]
     return Mesh(np.array(devices).reshape(sizes), tuple(job.mesh), axis_types=(AxisType.Auto,) * len(sizes))
@@ -94,9 +94,9 @@ def _devices(topology: Topology) -> Any:
 
 
 def _laid_out(params: Params, topology: Topology) -> Params:
-    """Weights in the tiles that `kvjax.load` puts them in.
+    """Weights in the tiles in which `kvjax.load` puts them.
 
-    Of arrays that are split the compiler takes the default tiles alone, "Unexpected XLA layout override".
+    For split arrays the compiler accepts only the default tiles ("Unexpected XLA layout override").
     """
     split = any(x.sharding.mesh.size > 1 for x in jax.tree.leaves(params))
     if topology.platform != "tpu" or topology.device is None or split:
@@ -115,7 +115,7 @@ def _laid_out(params: Params, topology: Topology) -> Params:
 
 
 def _rows(job: Job, on: OnMesh) -> tuple[Any, Any]:
-    """What comes beside weights and cache: a step's tokens and which to store, a chunk's and its lengths."""
+    """The operands beside weights and cache: a step's tokens and append flags, or a chunk and its lengths."""
     b = job.batch
     shapes = ((b, job.chunk), jnp.int32), ((b,), jnp.int32)
     if not job.chunk:
@@ -151,7 +151,7 @@ def _memory(program: Any) -> dict[str, int]:
 
 
 def refused(text: str) -> dict[str, Any]:
-    """Why a program was not compiled. needs: where it is too large, and the compiler says by how much.
+    """Why a program was not compiled. needs: the bytes it needs, if it is too large and the compiler says so.
 
     >>> refused("RESOURCE_EXHAUSTED: Ran out of memory on HBM. Used 18.0G of 15.75G hbm.")["needs"] / 2**30
     18.0

@@ -1,4 +1,4 @@
-"""What a child process is asked to compile."""
+"""A compilation job for a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest batch and context that fit: bisection over sizes, with temporaries as they were compiled."""
+"""The largest batch and context that fit, by bisection, with temporaries as compiled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.plan.sizes import Sizes
 
 MOST_ROWS, MOST_TOKENS, TOKENS = 2**20, 2**27, 1024
-# How often an answer that the compiler does not confirm is looked for again, and how nearly a context is.
+# How often an unconfirmed answer is searched again, and the relative precision of a context.
 TRIALS, NEAR = 3, 0.01
-# (batch, context) -> what the compiler found, as `kvjax.plan.compiling.compiled` says it.
+# (batch, context) -> the result of `kvjax.plan.compiling.compiled`.
 Compile = Callable[[int, int], dict[str, Any]]
 
 
 class Overhead(NamedTuple):
-    """Bytes beside weights and cache on one device, in a program of so many rows and tokens."""
+    """Bytes beside weights and cache on one device, in a program of that batch and context."""
 
     batch: int
     context: int
@@ -24,7 +24,7 @@ class Overhead(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """rows, tokens: how many fit; 0 where none do. confirmed: whether the compiler says so."""
+    """rows, tokens: how many fit; 0 for none. confirmed: whether the compiler confirms it."""
 
     rows: int
     tokens: int
@@ -32,7 +32,7 @@ class Largest(NamedTuple):
 
 
 def beside(batch: int, context: int, found: dict[str, Any]) -> Overhead | None:
-    """What a compiled program takes beside its weights and cache; None where that is not known."""
+    """The bytes of a compiled program beside its weights and cache; None if not known."""
     needs = found.get("needs")
     return (
         None if needs is None else Overhead(batch, context, max(needs - found["weights"] - found["cache"], 0))
@@ -40,14 +40,14 @@ def beside(batch: int, context: int, found: dict[str, Any]) -> Overhead | None:
 
 
 class Search:
-    """Fits by sizes: what lies beside weights and cache is taken to grow as the cache does."""
+    """What fits, by size: memory beside weights and cache is assumed to grow like the cache."""
 
     def __init__(self, sizes: Sizes, on: OnMesh, memory: int, measured: Overhead | None):
         self.sizes, self.on, self.memory, self.measured = sizes, on, memory, measured
         self.weights = sizes.weights(on)
 
     def needs(self, batch: int, context: int) -> int:
-        """Bytes of one device that a step of so many rows and tokens is thought to need."""
+        """The estimated bytes per device of a step with that batch and context."""
         cache = self.sizes.cache(self.on, batch, context)
         if self.measured is None:
             return self.weights + cache
@@ -55,17 +55,17 @@ class Search:
         return self.weights + cache + round(self.measured.bytes * cache / max(then, 1))
 
     def rows(self, context: int) -> int:
-        """The most rows of that context that fit, as many on every device."""
+        """The most rows of that context that fit, equally many on every device."""
         each = self.on.devices("batch")
         return each * last(lambda n: self.needs(each * n, context) <= self.memory, MOST_ROWS // each)
 
     def tokens(self, batch: int) -> int:
-        """The longest context of so many rows that fits, in steps of 1024 tokens and to one percent."""
+        """The longest context of `batch` rows that fits, in steps of 1024 tokens and to one percent."""
 
         def free(n: int) -> int:
             return self.memory - self.needs(batch, TOKENS * n)
 
-        # Nearly all caches grow by the same bytes with every token, which spares most of the traces.
+        # Nearly all caches grow by the same bytes per token, which saves most traces.
         few, many = 16, 64
         each = (free(few) - free(many)) / (many - few)
         guess = int(few + free(few) / each) if each > 0 else 1
@@ -73,9 +73,9 @@ class Search:
 
 
 def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int = 1) -> int:
-    """The last of 1 .. most that fits, where all below it do; 0 where none does.
+    """The last of 1 .. most that fits, if all below it do; 0 if none does.
 
-    near: relative, how nearly it is found. guess: where it is looked for first.
+    near: the relative precision. guess: where the search starts.
 
     >>> last(lambda n: n * n <= 50, 100)
     7
@@ -100,12 +100,12 @@ def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int =
 
 
 def largest_rows(search: Search, context: int, compile: Compile | None) -> Largest:
-    """The most rows of that context; compile: what says whether they do fit."""
+    """The most rows of that context; compile: confirms whether they fit."""
     return _confirmed(search, lambda s: (s.rows(context), context), compile)
 
 
 def largest_tokens(search: Search, batch: int, compile: Compile | None) -> Largest:
-    """The longest context of so many rows, likewise."""
+    """The longest context of `batch` rows; compile: confirms whether it fits."""
     return _confirmed(search, lambda s: (batch, s.tokens(batch)), compile)
 
 

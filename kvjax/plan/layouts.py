@@ -1,4 +1,4 @@
-"""Which mesh a preset of `kvjax.mesh.rules` makes of a topology, where none is given."""
+"""Which mesh a preset of `kvjax.mesh.rules` gets on a topology, if none is given."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvjax.plan.topologies import Topology
 from kvjax.state.axes import check_rows
 
 AUTO = "auto"
-# What is tried where nothing is asked for: heads and channels split weights, rows and slots what is left.
+# Presets tried by default: heads and channels split weights, rows and slots the rest.
 _TRIED = ("tensor", "tensor+sequence")
 # The share of a device's memory that weights and caches may take before slots are split, too.
 SPARE = 0.75
 
 
 class Layout(NamedTuple):
-    """A preset of rules on a mesh, with what the user changed of it.
+    """A preset of rules on a mesh, with the user's changes.
 
-    preset: its name. changed: the axes that were given otherwise. on: the mesh, and the rules as a method's
+    preset: its name. changed: the axes that the user changed. on: the mesh, and the rules as a method's
     caches follow them.
     """
 
@@ -46,13 +46,13 @@ class Layout(NamedTuple):
 
     @property
     def words(self) -> str:
-        """As the command line takes it."""
+        """The layout as the command line takes it."""
         changed = "".join(f" --rule {axis}={_words(name)}" for axis, name in self.changed.items())
         return f"--preset {self.preset} --mesh {','.join(f'{k}={n}' for k, n in self.mesh.items())}{changed}"
 
 
 def abstract(topology: Topology, mesh: Mapping[str, int], rules: Rules) -> OnMesh:
-    """A mesh of devices that are not there: for shapes and sizes, not to compile for."""
+    """A mesh of absent devices: for shapes and sizes, not for compilation."""
     kinds = (AxisType.Auto,) * len(mesh)
     one = jax.sharding.AbstractDevice(device_kind=topology.kind, num_cores=1, platform=topology.platform)
     shape = AbstractMesh(tuple(mesh.values()), tuple(mesh), kinds, abstract_device=one)
@@ -77,10 +77,10 @@ def layout(
     mesh: str | None = None,
     changed: Mapping[str, MeshAxes] | None = None,
 ) -> Layout:
-    """How a model with `batch` rows is split over a topology. size: bytes on a device.
+    """How a model with `batch` rows is split over a topology. size: bytes per device.
 
-    preset: of the rules, or "auto", which tries some. mesh: its axes in words, instead of the best ones.
-    changed: logical axes that other mesh axes split than the preset says.
+    preset: of the rules, or "auto", which tries some. mesh: its axes as text, instead of the best ones.
+    changed: other mesh axes for some logical axes.
 
     A layout that leaves weights whole, because a size does not divide, is taken only if there is no other.
 
@@ -111,17 +111,17 @@ def layout(
 
 
 def _cost(config: Config, topology: Topology, size: int, one: Layout) -> tuple[bool, bool, int]:
-    """What the best has least of; of equals, the first tried is taken.
+    """A key by which layouts are compared, the least being the best; of equals, the first is taken.
 
-    Lists whose slots lie on several devices are merged at every step, and codes and prompts over them take
-    many temporaries, so they are split only where a device would hardly hold them otherwise.
+    Merging KV heads whose slots are on several devices takes time at every step, and codes and prompts over
+    them need many temporaries, so slots are split only if a device could hardly hold them otherwise.
     """
     crowded = topology.memory is not None and size > SPARE * topology.memory
     return crowded, not crowded and parts_of_lists(config, one.on) > 1, size
 
 
 def parts_of_lists(config: Config, on: OnMesh) -> int:
-    """Over how many devices the slots of any list are split at most."""
+    """The most devices over which the slots of any KV head are split."""
     mixers = dict.fromkeys(mixer_of(config, i) for i in range(config.layers))
     slots = [mixer.slots(config) for mixer in mixers]
     return max((on.parts_of_a_list(one.heads) for one in slots if one is not None), default=1)
@@ -160,7 +160,7 @@ def _meshes(
 
 
 def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many, the first ones small."""
+    """All ways to write a number as a product of `parts` factors, with small first factors first."""
     if parts == 1:
         yield (count,)
         return

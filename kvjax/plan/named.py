@@ -1,4 +1,4 @@
-"""Shapes of well-known models by name, from their public config.json: `shapes.json` says where it lies."""
+"""Shapes of well-known models by name, from their public config.json; `shapes.json` has the sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIASES = {"llama-3-405b": "llama-3.1-405b", "deepseek-v3-671b": "deepseek-v3", 
 
 
 class Named(NamedTuple):
-    """A model of the table: its config, where that was read, and what is not as it is published."""
+    """A model of the table: its config, the source, and how it differs from the published one."""
 
     name: str
     config: Config
@@ -30,7 +30,7 @@ class Named(NamedTuple):
 
 @cache
 def rows() -> dict[str, dict[str, Any]]:
-    """The table: name -> its "source", its config.json and, where there is something to say, "about"."""
+    """The table: name -> its "source", its config.json and, if needed, "about"."""
     return json.loads(TABLE.read_text())
 
 
@@ -44,7 +44,7 @@ def names() -> list[str]:
 
 
 def named(name: str) -> Named:
-    """The model of that name. Raises InputError, with the nearest name, where there is none.
+    """The model of that name. Raises InputError, with the nearest name, if there is none.
 
     >>> named("Llama-3-70B").config.layers
     80
@@ -64,7 +64,7 @@ def _config(data: Mapping[str, Any]) -> Config:
 
 
 def _yoco(data: Mapping[str, Any]) -> Config:
-    """Windows in the lower half; the first layer above stores all tokens, which all above it read."""
+    """Windows in the lower half; the first layer above stores all tokens, which all layers above it read."""
     layers, heads = data["num_hidden_layers"], data["num_attention_heads"]
     half = layers // 2
     mixers = (Attention(kv_heads=heads),) * half + (Attention(),) + (Attention(source=half),) * (half - 1)

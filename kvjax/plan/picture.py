@@ -1,4 +1,4 @@
-"""What fits, as a picture: the most rows at every context, one line per method."""
+"""A picture of what fits: the most rows at every context, one line per method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.plan.planning import Planner
 
 # Contexts at which rows are counted, in tokens: 8k to 4M.
 CONTEXTS = tuple(2**n for n in range(13, 23))
-# Okabe and Ito's colours, told apart with any kind of colour vision.
+# Okabe and Ito's colours, which are distinguishable for all kinds of colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX"
 # (context, rows) where at least one row fits.
@@ -23,7 +23,7 @@ Curve = Sequence[tuple[int, int]]
 
 
 def curve(planner: Planner, contexts: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """The most rows that fit at every context, on the planner's mesh; none where memory is not known.
+    """The most rows that fit at every context, on the planner's mesh; empty if memory is not known.
 
     contexts: 8k to 4M unless given.
     """
@@ -80,7 +80,7 @@ def write_picture(
 
 
 def tokens_in_words(count: int) -> str:
-    """Tokens as people write them.
+    """A number of tokens as text.
 
     >>> tokens_in_words(131072), tokens_in_words(2**20), tokens_in_words(1000)
     ('128k', '1M', '1000')

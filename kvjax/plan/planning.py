@@ -1,4 +1,4 @@
-"""A plan: what is asked, checked before anything runs, and all that is found about it."""
+"""A plan: the request, checked before anything runs, and all results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvjax.plan.roofline import NOTE
 from kvjax.plan.sizes import Sizes
 from kvjax.plan.topologies import Topology
 
-# What a budget is where a method's text has none.
+# The default budget if a method's text has none.
 BUDGET = 0.25
-# (what is done) -> shown to who waits.
+# Progress messages: (what is being done) -> shown to the user.
 Said = Callable[[str], None]
 
 
@@ -37,7 +37,7 @@ class PlanRequest:
 
     preset, mesh, changed: as of `kvjax.plan.layouts.layout`. chunk: tokens of a prefill to compile.
 
-    Raises InputError where something is unknown, or does not go together.
+    Raises InputError if something is unknown or inconsistent.
     """
 
     model: str
@@ -62,7 +62,7 @@ class PlanRequest:
 
     @property
     def sentence(self) -> Method:
-        """The method. InputError where there is no such one, or it does not suit the model."""
+        """The method. InputError if it does not exist, or does not fit the model."""
         _, build = parse_method(self.method)
         method = build(BUDGET if build.takes_budget else None)
         check_fit(method, self.config)
@@ -70,12 +70,12 @@ class PlanRequest:
 
     @property
     def label(self) -> str:
-        """The method in words, with the budget that it was given."""
+        """The method as text, with the given budget."""
         label, build = parse_method(self.method)
         return repr(self.sentence) if build.takes_budget else label
 
     def notes(self) -> list[str]:
-        """What whoever asks should know."""
+        """Notes for the user."""
         most = self.config.max_positions
         if self.context <= most:
             return []
@@ -83,7 +83,7 @@ class PlanRequest:
 
 
 class Planner:
-    """Answers of one question, found once each. Raises InputError for what cannot be split so."""
+    """The results for one request, each computed once. Raises InputError for what cannot be split."""
 
     def __init__(self, asked: PlanRequest):
         method, config = asked.sentence, asked.config
@@ -123,7 +123,7 @@ class Planner:
         return self._found[key]
 
     def search(self) -> Search | None:
-        """A search for what fits, by what was compiled so far; None for devices of unknown memory."""
+        """A search for what fits, given what was compiled so far; None for devices with unknown memory."""
         if self.asked.topology.memory is None:
             return None
         rows = [beside(b, c, found) for (b, c, _), found in self._found.items() if "weights" in found]
@@ -133,7 +133,7 @@ class Planner:
     def plan(
         self, compile: bool = True, largest: bool = True, said: Said = lambda text: None
     ) -> dict[str, Any]:
-        """Everything, as JSON takes it. compile: also what the compilers say. largest: what would fit."""
+        """The whole plan as JSON data. compile: also run the compilers. largest: also what would fit."""
         asked, on = self.asked, self.layout.on
         topology, why = asked.topology, missing(asked.topology)
         said("sizing")
@@ -161,20 +161,20 @@ class Planner:
         return out | {"notes": notes}
 
     def _prompt(self) -> list[str]:
-        """How the tokens of a chunk meet each other and the context, where they lie on several devices."""
+        """How a chunk's tokens, split over several devices, attend to each other and to the context."""
         asked, on = self.asked, self.layout.on
         sizes = asked.batch, asked.chunk, asked.context
         return list(in_words(self.config, on, *sizes, asked.dtype)) if asked.chunk else []
 
     def judged(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
-        """What was compiled, and whether it fits."""
+        """The compiled program's costs, and whether it fits."""
         found, memory = self.compiled(batch, context, chunk), self.asked.topology.memory
         if "error" in found:
             return found | {"fits": False if found.get("too_large") else None}
         return found | {"fits": None if memory is None else found["needs"] <= memory}
 
     def _fits(self, out: dict[str, Any]) -> bool | None:
-        """Whether all that was compiled fits, or weights and cache where nothing was; None: not known."""
+        """Whether everything compiled fits, or weights and cache if nothing was compiled; None: not known."""
         programs = [out[name]["fits"] for name in ("decode", "prefill") if out[name] is not None]
         if programs:
             return False if False in programs else None if None in programs else True

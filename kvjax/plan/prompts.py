@@ -1,4 +1,4 @@
-"""How tokens of a prompt that lie on several devices meet each other, layer by layer: from shapes alone."""
+"""Communication between devices that split a prompt's tokens, layer by layer: from shapes alone."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _WORDS = {
 
 
 class LayerTraffic(NamedTuple):
-    """How some layers' new tokens meet each other, and what was read before.
+    """How new tokens of some layers attend to each other and to earlier tokens.
 
-    nbytes: that a device is sent in each of these layers, of hidden states, keys, values, queries, outputs.
+    nbytes: bytes that a device receives in each of these layers: hidden states, keys, values, queries,
+    outputs.
     """
 
     layers: tuple[int, ...]
@@ -43,7 +44,7 @@ class LayerTraffic(NamedTuple):
 def meetings(
     config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0, dtype: Any = jnp.float32
 ) -> list[LayerTraffic]:
-    """What layers do in a prefill of some tokens, behind `past` slots; none where tokens are whole.
+    """What layers exchange in a prefill of `tokens` tokens after `past` slots; none if tokens are not split.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
     >>> from kvjax.mesh.rules import as_rules
@@ -73,9 +74,9 @@ def meetings(
 
 
 class _Listening(NamedTuple):
-    """A memory that writes down how each layer's tokens would meet.
+    """A memory that records how each layer's tokens would attend.
 
-    item: bytes of a number of a hidden state. found: by the layer's number.
+    item: bytes of a number of a hidden state. found: by layer.
     """
 
     on: OnMesh
@@ -125,14 +126,14 @@ class _Listening(NamedTuple):
 
 
 def _bytes(layer: Layer, keys: Keys) -> int:
-    """Bytes of a set as it travels."""
+    """Bytes of a set as it is sent."""
     return (keys.k.size + (0 if layer.slots.shared else keys.v.size)) * keys.k.dtype.itemsize
 
 
 def _sent(way: Way, held: int, asked: int, parts: int) -> int:
-    """Bytes that a device is sent for a set of so many on all. asked: of queries and outputs on all."""
+    """Bytes that a device receives for a set of `held` bytes in all. asked: of queries and outputs."""
     of = {WHOLE: 0, GATHER: held * (parts - 1) // parts, KEYS: held * way.hops // parts, QUERIES: asked}
-    # Outputs go half of the way, and home at once.
+    # Outputs go half of the ring, and then directly home.
     return of.get(way.kind, (held + asked) * (parts // 2) // parts)
 
 

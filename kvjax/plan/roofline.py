@@ -1,4 +1,4 @@
-"""How long a step or a chunk of a prompt takes at least: bytes and operations at published rates."""
+"""Roofline: a lower bound of the time of a step or a chunk: bytes and operations at published rates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTE = (
 
 
 class Roofline(NamedTuple):
-    """Milliseconds of one step of all rows, on one device: of memory, products and links."""
+    """Milliseconds of one step of all rows, on one device: for memory, products and links."""
 
     hbm: float
     mxu: float
@@ -43,9 +43,9 @@ def roofline(
     config: Config, params: Params, cache: Cache, topology: Topology, on: OnMesh, sent: Iterable[Collective],
     tokens: int = 1, past: float = 1.0,
 ) -> Roofline | None:  # fmt: skip
-    """Of `tokens` tokens per row over placed weights and a cache; None for devices with unknown rates.
+    """For `tokens` tokens per row over sharded weights and a cache; None for devices with unknown rates.
 
-    sent: the program's collectives. past: which share of the cache's slots the tokens meet.
+    sent: the program's collectives. past: the share of the cache's slots that the tokens attend to.
     """
     device = topology.device
     if device is None:
@@ -55,17 +55,17 @@ def roofline(
     moved, flops = _of_weights(config, params, rows, batch, tokens)
     moved += past * _of_cache(config, params, cache)
     flops += past * tokens * _of_attention(config, params, cache, on)
-    # An all-reduce sends what it reduces, and then the results.
+    # An all-reduce sends its operands, and then the results.
     wire = sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in sent)
     links = wire / topology.links if topology.links else 0.0
     return Roofline(1e3 * moved / device.hbm, 1e3 * flops / device.bf16, 1e3 * links)
 
 
 def _of_weights(config: Config, params: Params, rows: int, batch: int, tokens: int) -> tuple[float, float]:
-    """Bytes and operations of the weights on one device, which sees `tokens` of `rows` of `batch` rows.
+    """Bytes and operations of the weights on one device, which reads `tokens` of `rows` of `batch` rows.
 
-    Of experts, those count that so many tokens are expected to choose, if all are chosen alike. Logits are
-    those of one token per row.
+    The experts counted are those that the tokens are expected to choose, if all are chosen equally. Logits
+    are those of one token per row.
     """
     moved = flops = 0.0
     one, rows, batch = rows, rows * tokens, batch * tokens
@@ -91,7 +91,7 @@ def _of_weights(config: Config, params: Params, rows: int, batch: int, tokens: i
 def _of_cache(config: Config, params: Params, cache: Cache) -> int:
     """Bytes of a cache on one device that a step moves: slots are read, states read and written.
 
-    Slots that other layers read are read once for each of them.
+    Slots that other layers read are counted once for each reader.
     """
     total = sum(_here(x) for x in jax.tree.leaves((cache.pools, cache.next)))
     for _, layers, holder in _attending(config, params, cache):
@@ -101,7 +101,7 @@ def _of_cache(config: Config, params: Params, cache: Cache) -> int:
 
 
 def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> float:
-    """Operations of a device's queries with the slots of its part of the cache."""
+    """Operations of a device's queries on its slots of the cache."""
     flops = 0.0
     for first, layers, holder in _attending(config, params, cache):
         mixer = mixer_of(config, first)
@@ -132,13 +132,13 @@ def _attending(config: Config, params: Params, cache: Cache) -> Iterator[tuple[i
 
 
 def _layers(group: GroupState) -> int:
-    """Layers of a group that hold slots; 0 where none do."""
+    """How many layers of a group hold slots; 0 if none do."""
     tables = [part.lengths if isinstance(part, Paged) else part.pos for part in group.parts]
     return tables[0].shape[0] if tables and tables[0].shape[-1] else 0
 
 
 def _numbers(x: Any) -> int:
-    """How many numbers of an array lie on one device."""
+    """How many elements of an array are on one device."""
     return on_device(x.shape, "int8", x.sharding.spec, x.sharding.mesh)
 
 

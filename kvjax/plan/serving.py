@@ -1,4 +1,4 @@
-"""What an iteration of a server costs at published rates: a costs file for `kvjax simulate`."""
+"""Costs of a server's iteration at published rates: a costs file for `kvjax simulate`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvjax.plan.named import named
 from kvjax.plan.sizes import bits
 from kvjax.plan.topologies import GIB, MEMORY
 
-# What programs reach of published rates of memory and of products, and what the host needs for an iteration:
-# as serving engines report them, rounded. They scale all systems alike.
+# The share of published rates of memory and of products that programs reach, and the host's time per
+# iteration, as serving engines report them, rounded. They scale all systems alike.
 OF_MEMORY, OF_PRODUCTS, HOST_SECONDS = 0.8, 0.55, 1.5e-3
-# Bytes per second to host memory: PCIe 4.0 x16, of which 80% are reached.
+# Bytes per second to host memory: 80% of PCIe 4.0 x16.
 TO_HOST = 0.8 * 32e9
-# Of a device's memory, what is left for activations and programs.
+# The share of a device's memory left for activations and programs.
 LEFT = 0.1
 
 
@@ -64,7 +64,7 @@ def serving_costs(model: str, device: str, dtype: str = "bfloat16") -> dict[str,
 
 
 def _weights(config: Config) -> tuple[float, float]:
-    """Numbers that an iteration reads, all experts among them, and those that a token is multiplied with."""
+    """How many weights an iteration reads, all experts included, and by how many a token is multiplied."""
     tree, layer = shapes(config, plan(config, stacked=False)), 0
     held = products = 0.0
     for group in tree["layers"]:
@@ -80,7 +80,7 @@ def _weights(config: Config) -> tuple[float, float]:
 
 
 def _slots(config: Config) -> tuple[float, float]:
-    """Numbers that a token stores in all layers, and products of a query with one slot of them."""
+    """How many numbers a token stores in all layers, and how many products a query has with its slots."""
     numbers = pairs = 0.0
     if any(window is not None for window in config.windows or ()):
         raise InputError("this model has sliding windows, expected layers that keep every token")

@@ -1,4 +1,4 @@
-"""Shapes of weights and caches with their places on a mesh, and the bytes that this puts on every device."""
+"""Sizes of weights and caches on a mesh: shapes with shardings, and the bytes on every device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvjax.state.axes import map_axes
 from kvjax.state.cache import Cache, lies_far
 from kvjax.steps import Run, prefill
 
-# Of a cache's slots, so many are left for new tokens.
+# How many of a cache's slots are left for new tokens.
 ROOM = 128
 
 
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
     axes: Axes
 
     def of_rows(self, batch: int) -> Spread:
-        """The same array of a cache with so many rows, where this is of one."""
+        """The array of a cache with `batch` rows, given that of one row."""
         sizes = zip(self.axes, self.shape, strict=True)
         return self._replace(shape=tuple(batch * n if a == "batch" else n for a, n in sizes))
 
@@ -47,7 +47,7 @@ class Spread(NamedTuple):
 
 
 def bits(dtype: Any) -> int:
-    """Bits of one number, as a device stores it.
+    """How many bits a number takes on a device.
 
     >>> bits(jnp.int4), bits(jnp.bfloat16), bits(bool)
     (4, 16, 8)
@@ -74,7 +74,7 @@ def weights(config: Config, topology: Topology, dtype: Any) -> Params:
 
 
 def placed_weights(config: Config, params: Params, topology: Topology, on: OnMesh) -> Params:
-    """The same with their places; InputError where the model does not divide so."""
+    """The same with shardings; InputError if the model cannot be split so."""
     place = weight_shardings(config, plan(config, stacked=topology.stacked), on)
 
     def put(path: str, x: Any) -> Any:
@@ -84,7 +84,7 @@ def placed_weights(config: Config, params: Params, topology: Topology, on: OnMes
 
 
 def placed_cache(cache: Cache, on: OnMesh) -> Cache:
-    """A cache's shapes with their places."""
+    """A cache's shapes with shardings."""
 
     def put(axes: Axes, x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on.sharding(axes, x.shape))
@@ -98,7 +98,7 @@ def placed_cache(cache: Cache, on: OnMesh) -> Cache:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of placed arrays on one device, but for those in host memory."""
+    """Bytes of sharded arrays on one device, except those in host memory."""
     here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != KIND]
     return sum(on_device(x.shape, x.dtype, x.sharding.spec, x.sharding.mesh) for x in here)
 
@@ -108,7 +108,7 @@ def cache_shapes(
 ) -> Cache:
     """Shapes of the cache that a prefill leaves, with slots for `context` tokens of each of `batch` rows.
 
-    mesh: as of which devices it is traced, because capacities depend on them.
+    mesh: the devices for which it is traced, because capacities depend on them.
     """
     room = min(ROOM, context // 2) if room is None else room
     tokens = jax.ShapeDtypeStruct((batch, context - room), jnp.int32)
@@ -121,8 +121,8 @@ def cache_shapes(
 class Sizes:
     """Bytes on a device of a model's weights, and of a method's caches at any batch and context.
 
-    A cache is traced once per context and number of devices that share a list, for one row: all that has rows
-    grows with them. Pools are rounded to whole pages, and traced for all rows.
+    A cache is traced once per context and number of devices that share a KV head's slots, for one row, since
+    its arrays grow with rows. Pools are rounded to whole pages, and traced for all rows.
     """
 
     def __init__(self, config: Config, method: Method, topology: Topology, dtype: Any):
@@ -131,18 +131,18 @@ class Sizes:
         self._cache = lru_cache(maxsize=None)(self._trace)
 
     def weights(self, on: OnMesh) -> int:
-        """Of all weights. InputError where the model does not divide so."""
+        """Bytes of all weights. InputError if the model cannot be split so."""
         return tree_bytes(placed_weights(self.config, self.params, self.topology, on))
 
     def host(self, on: OnMesh, batch: int, context: int) -> int:
-        """Of that cache, what lies in host memory beside a device."""
+        """Bytes of that cache in the host memory of a device."""
         return self.cache(on, batch, context, far=True)
 
     def cache(self, on: OnMesh, batch: int, context: int, roughly: bool = False, far: bool = False) -> int:
-        """Of a cache with slots for `context` tokens in each of `batch` rows, what lies on a device.
+        """Bytes per device of a cache with slots for `context` tokens in each of `batch` rows.
 
-        roughly: lists are not rounded up to as many slots on each of the devices that share one, which saves
-        traces. far: what lies in host memory instead.
+        roughly: does not round slots up to equally many on each device that shares a KV head, which saves
+        traces. far: bytes in host memory instead.
         """
         return sum(
             on_device(one.shape, one.dtype, on.spec(one.axes, one.shape), on.mesh)
@@ -152,19 +152,19 @@ class Sizes:
     def spread(
         self, on: OnMesh, batch: int, context: int, roughly: bool = False, far: bool = False
     ) -> list[Spread]:
-        """Every array of a cache, whole, with its logical axes; of no bytes what lies in the other memory."""
+        """Every array of a cache, whole, with its logical axes; without bytes if in the other memory."""
         key = context, 1 if roughly else parts_of_lists(self.config, on), min(on.mesh.size, 2)
         cache, times = self._cache(*key, 1), batch
         if cache.pools:
             cache, times = self._cache(*key, batch), 1
         found: list[Spread] = []
-        # Shapes say not where arrays lie.
+        # Shapes do not say in which memory arrays are.
         cache = jax.tree.map(lambda x, there: x if there == far else _none(x), cache, lies_far(cache))
         map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(times)), cache, on)
         return found
 
     def _trace(self, context: int, parts: int, devices: int, rows: int) -> Cache:
-        # Capacities depend on the kind of device, whether there are several, and how many share a list.
+        # Capacities depend on the kind of device, whether there are several, and how many share a KV head.
         mesh = {"x": max(parts, devices)}
         on = abstract(self.topology, mesh, Rules(slots="x") if parts > 1 else Rules())
         run = Run(self.config, self.method, None, on if parts > 1 else None)
@@ -172,5 +172,5 @@ class Sizes:
 
 
 def _none(x: Any) -> Any:
-    """An array of no bytes with the axes of another."""
+    """An array without bytes, with the axes of another."""
     return jax.ShapeDtypeStruct((0,) * len(x.shape), x.dtype)

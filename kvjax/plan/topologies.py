@@ -1,4 +1,4 @@
-"""Topologies by name: which devices, how many, what memory each leaves to programs, and what joins them."""
+"""Topologies by name: which devices, how many, how much memory programs may use, and their links."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
 KNOWN = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x1", "h100:8")
 GIB = 2**30
-# GiB that programs may use of a device's memory: of a TPU as its compiler says where one does not fit, of a
-# GPU as its driver reports it, of which jax takes all only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.
+# GiB of a device's memory that programs may use: of a TPU as its compiler reports when one does not fit, of a
+# GPU as its driver reports, of which jax takes all only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.
 MEMORY = {
     "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75,
     "a100": 79.25, "l4": 22.49, "h100": 79.64, "b200": 178.35,
 }  # fmt: skip
-# Bytes per second that a device sends to all its neighbours together, in one direction: Google Cloud's TPU
-# pages, of a tpu7x half a chip's, and NVIDIA's data sheets. An L4 has PCIe alone.
+# Bytes per second that a device sends to all its neighbours together, in one direction: from Google Cloud's
+# TPU pages (of a tpu7x half a chip's) and NVIDIA's data sheets. An L4 has only PCIe.
 LINKS = {
     "v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "tpu7x": 600e9,
     "a100": 300e9, "l4": 32e9, "h100": 450e9, "b200": 900e9,
 }  # fmt: skip
-# Of one axis, by how many axes a generation's torus has.
+# The number of axes of a generation's torus.
 _AXES = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
-# Devices per chip, where they are not whole chips.
+# Devices per chip, if not one.
 _PER_CHIP = {"tpu7x": 2}
 
 
 class Topology(NamedTuple):
-    """The devices that a plan is for.
+    """The devices of a plan.
 
-    count: how many. memory: bytes of one that programs may use, None where that is not known. device: its
-    peak speeds, None for the CPU that this runs on. links: bytes per second that one sends, 0 for CPUs.
+    count: how many. memory: bytes of one that programs may use, None if not known. device: its peak speeds,
+    None for this machine's CPU. links: bytes per second that one sends, 0 for CPUs.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Topology(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether equal layers are stacked there, as `kvjax.models.params.plan` does."""
+        """Whether equal layers are stacked there, as by `kvjax.models.params.plan`."""
         return self.platform == "tpu"
 
     @property
@@ -64,7 +64,7 @@ class Topology(NamedTuple):
 
 
 def topology_of(name: str) -> Topology:
-    """The devices of "v5p:4x4x4" (a TPU's shape), "h100:8" (a number of GPUs), or "cpu:8" (to try things).
+    """The devices of "v5p:4x4x4" (a TPU's shape), "h100:8" (a number of GPUs), or "cpu:8" (for tests).
 
     Raises InputError, with the nearest name, for others.
 
