@@ -23,12 +23,12 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
     """The tokenizer of a checkpoint (None without tokenizer.json) and its special tokens by name.
 
     Truncation, padding and merge dropout that a file sets are switched off, so that a text is encoded whole
-    and always to the same ids. Tokens that stand only in tokenizer_config.json, or else in
+    and always to the same ids. Tokens that are only in tokenizer_config.json, or else in
     special_tokens_map.json and added_tokens.json, are added as transformers 5 adds them. As there,
     add_bos_token and add_eos_token are ignored beside a tokenizer.json, whose post-processor decides. With
     clean_up_tokenization_spaces it decodes to text without spaces before punctuation; as in transformers
-    since 5.7 not where the model is BPE, whose spaces were in the text. Raises InputError for a broken
-    file, and where a file gives a token another id than it gets.
+    since 5.7 not where the model is BPE, whose spaces were in the text. Raises InputError for a broken file,
+    and if a file gives a token another id than it gets.
     """
     file = folder / _newest(settings)
     if not file.is_file():
@@ -68,7 +68,7 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
 
 
 def _newest(settings: Mapping[str, Any]) -> str:
-    """The name of the tokenizer's file: of files with a version in their names, the newest."""
+    """The name of the tokenizer's file; of files with a version in their names, the newest."""
     files = settings.get("fast_tokenizer_files")
     numbered = {}
     for name in files if isinstance(files, list) else ():
@@ -79,7 +79,7 @@ def _newest(settings: Mapping[str, Any]) -> str:
 
 
 def _listed(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[int, AddedToken], Mapping[str, Any]]:
-    """Added tokens by id, and the settings, filled from older files where they say nothing."""
+    """Added tokens by id, and the settings, completed from older files."""
     listed: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in settings:
         for number, entry in _object(settings["added_tokens_decoder"], "added_tokens_decoder").items():
@@ -98,7 +98,7 @@ def _listed(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[int, AddedT
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by name, those that only some models have included."""
+    """The special tokens by name, model-specific ones included."""
     out, entries = {}, settings.get("extra_special_tokens")
     known = {name: settings.get(name) for name in _NAMED}
     for name, token in {**known, **settings, **(entries if isinstance(entries, Mapping) else {})}.items():
@@ -122,7 +122,7 @@ def _special(entry: Any, text: str) -> AddedToken:
 
 
 def _token(entry: Any, where: str) -> AddedToken:
-    """A token from its text, or from a JSON object that says how it is matched."""
+    """A token from its text, or from a JSON object with its matching rules."""
     if isinstance(entry, str):
         return AddedToken(entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("content"), str):

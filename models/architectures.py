@@ -1,7 +1,7 @@
-"""The architectures that this decoder knows: papers, what makes them, and what state they carry.
+"""Catalogue of the architectures that this decoder supports: papers, config words, and states.
 
-One row for each, under the ids of the literature's short names. What a word of a row computes is said in its
-file under `kvjax/models/mixers`; `docs/architectures.md` has what the rows cost.
+One row each, under the short names of the literature. The equations of a row's words are in their
+files under `kvjax/models/mixers`; `docs/architectures.md` has the costs of the rows.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvjax.base.errors import InputError
 
 
 class ArchitectureInfo(NamedTuple):
-    """What is known of an architecture.
+    """A row of the catalogue of architectures.
 
     about: what it does, in one line. state: what a row of the cache keeps. words: what makes it in a
     `Config`. training: the shipped file of `kvjax train` that trains one, "" without one. aliases: other
-    names that `architecture` takes.
+    names that `architecture` accepts.
     """
 
     id: str
@@ -32,7 +32,7 @@ class ArchitectureInfo(NamedTuple):
 
     @property
     def year(self) -> int | None:
-        """When its preprint appeared; None where there is none."""
+        """The year of its preprint; None without one."""
         return 2000 + int(self.arxiv[:2]) if self.arxiv else None
 
 

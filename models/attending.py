@@ -1,4 +1,4 @@
-"""How a layer's projections meet keys: rotation, what the new tokens offer, and attention over both."""
+"""Attention of a layer: rotation, the keys and values of new tokens, and attention over them and the past."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array
 def new_keys(
     layer: Layer, k: Float[Array, "B K T F"] | None, v: Float[Array, "B K T V"] | None, pos: Int[Array, "B T"]
 ) -> Keys:
-    """What the new tokens offer: the layer's own rotated keys and values, or those that it takes."""
+    """Keys and values of the new tokens: the layer's own rotated ones, or those taken from another."""
     slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
     if slots is not None:
         k, v = slots.k, slots.v
-        # One position later, a key is hidden from its own token alone.
+        # Shifted by one position, a key is hidden only from its own token.
         pos = jnp.where(pos >= 0, pos + 1, -1) if slots.above else pos
     if values is not None:
         v = values.v
@@ -63,7 +63,7 @@ def published_by(
     v: Float[Array, "B K S V"] | None,
     scores: AttentionLogits | None,
 ) -> Left:
-    """Slots and logits of a layer that has attended, as far as other layers take them."""
+    """The slots and logits that a layer publishes after attention, if other layers take them."""
     both = {"slots": LayerSlots(state, k, v), "logits": scores}
     return {name: thing for name, thing in both.items() if name in layer.publishes}
 
@@ -85,10 +85,10 @@ def attend_new(
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits).
 
-    past sets of fewer rows are what rows have in common. more: (out, lse) of what was attended elsewhere,
-    which joins the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
-    stores; logits only where the layer publishes them. in_order: as of `attend_sets`; in_places: whether the
-    new tokens stand one behind the other, padding behind them; on: as of `causal_attention`.
+    past sets with fewer rows are shared by rows. more: (out, lse) of parts attended elsewhere, which are
+    merged into the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
+    stores; logits only if the layer publishes them. in_order: as of `attend_sets`; in_places: whether the new
+    tokens have consecutive positions, followed by padding; on: as of `causal_attention`.
     """
     if in_places and not (past or more or mass):
         out = _whole_rows(layer, x, q, new, implementation, on)
@@ -106,7 +106,7 @@ def _whole_rows(
     layer: Layer, x: Projected, q: Float[Array, "B N T H"], new: Keys, implementation: str | None,
     on: OnMesh | None,
 ) -> Float[Array, "B N T V"] | None:  # fmt: skip
-    """Attention of new tokens to nothing but themselves, where a library's kernel can do it; else None."""
+    """Attention of new tokens to themselves alone, if a library's kernel can compute it; else None."""
     slots = layer.taken.get("slots")
     shares = "logits" in layer.publishes or "logits" in layer.taken or (slots is not None and slots.above)
     if shares or x.extra is not None or layer.mixer.clip is not None or layer.config.attention_softcap:
@@ -135,14 +135,14 @@ def attend_sets(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...], AttentionLogits | None]:
     """`attend_new` as one part of a union: (out, lse, masses, logits).
 
-    in_order: whether every query stands at its own key's place or before it, so that later keys and those
-    outside of its window may be left out. on: where its rules split the tokens, in order, devices meet each
-    other's keys as `split_attention` says.
+    in_order: whether every query has the index of its own key or a smaller one, so that later keys and those
+    outside its window may be skipped. on: if its rules split the tokens, devices exchange keys as
+    `split_attention` says.
     """
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     shares = "logits" in layer.publishes or "logits" in layer.taken
     if mass or shares or layer.mixer.clip is not None or (x.expand is not None and x.expand.rows is not None):
-        # Such sets are attended at once, or computed from each other.
+        # Such sets are attended to jointly, or computed from each other.
         sets = [for_rows(keys, rows) for keys in sets]
     q = q if x.expand is None else x.expand.queries(q)
     extra, scores = [] if x.extra is None else [x.extra], None
@@ -150,7 +150,7 @@ def attend_sets(
         scale=layer.scale, window=layer.window, softcap=layer.config.attention_softcap,
         implementation=implementation,
     )  # fmt: skip
-    # A prefill that ends early has one query over keys that are not only its own.
+    # A prefill that ends early has one query over keys of other tokens, too.
     at_once = shares or not in_order or q.shape[2] != new.k.shape[2]
     if on is not None and not at_once and on.token_axes(q.shape[2]):
         sets = [for_rows(keys, rows) for keys in sets]
@@ -176,7 +176,7 @@ def _apart(
     layer: Layer, x: Projected, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"], *,
     on: OnMesh, **options: Any,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:  # fmt: skip
-    """Attends where tokens are split over devices: stored slots are sent, and expanded there if possible."""
+    """Attention with tokens split over devices: stored slots are sent, and expanded there if possible."""
     expand, mine = x.expand, layer.slots
     if expand is not None and expand.rows is not None:
         sets, expand = expand.sets(sets), None
@@ -199,7 +199,7 @@ def _of_lists(mass: tuple[Reduction, ...], masses: tuple[Masses, ...], heads: in
 
 
 def in_lists(mass: tuple[Reduction, ...], masses: Masses, heads: int) -> Masses:
-    """Masses of more heads than a layer stores, in the `heads` lists that it stores."""
+    """Masses per query head reduced to the `heads` KV heads that a layer stores."""
     return tuple(
         one.over(m.reshape(m.shape[0], heads, -1, m.shape[-1]), 2)
         for one, m in zip(mass, masses, strict=True)
@@ -216,9 +216,9 @@ def attend_at_once(
     mass: tuple[Reduction, ...] = (),
     products: Products | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...], AttentionLogits]:
-    """Attention by whole maps of logits, a layer's own or those it takes: (out, lse, masses, logits).
+    """Attention by whole maps of logits, the layer's own or taken ones: (out, lse, masses, logits).
 
-    products: as of `logits`, of all sets.
+    products: as of `logits`, for all sets.
     """
     taken = layer.taken.get("logits")
     if taken is None:
@@ -233,7 +233,7 @@ def attend_at_once(
 
 
 def _rescored(x: Projected, taken: Float[Array, "B N T S"], q: Array, keys: Keys) -> Array:
-    """The mixer's logits from those of another layer, -inf where theirs are: [B, K, G, T, S]."""
+    """The mixer's logits computed from another layer's, -inf where those are: [B, K, G, T, S]."""
     assert x.rescore is not None
     hidden = jnp.isneginf(taken)
     scores = jnp.where(hidden, NEG_INF, x.rescore(jnp.where(hidden, 0.0, taken), q, keys.k))

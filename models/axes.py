@@ -1,4 +1,4 @@
-"""The logical axes of every parameter, and where a mesh's rules put them."""
+"""The logical axes of every parameter, and its sharding by a mesh's rules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvjax.state.axes import axes_of_state
 
 _E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
 
-# Of the layers' parameters, every mixer and feed-forward names its own (`LayerPart.axes`).
+# Every mixer and feed-forward names the axes of its own parameters (`LayerPart.axes`).
 _TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,)}
 
 
 def axes_of(part: LayerPart, name: str, shape: tuple[int, ...]) -> Axes:
-    """The logical axes of a layer's parameter; all None for one that its class does not name.
+    """The logical axes of a layer's parameter; all None if its class does not name it.
 
-    Raises InputError where the class names more axes than the parameter has, or fewer.
+    Raises InputError if the class names more or fewer axes than the parameter has.
 
     >>> from kvjax.models.mixers.attention import ATTENTION
     >>> axes_of(ATTENTION, "o", (64, 32)), axes_of(ATTENTION, "k_bias", (32,))
@@ -46,7 +46,7 @@ def axes_of(part: LayerPart, name: str, shape: tuple[int, ...]) -> Axes:
 
 
 def heads_of(config: Config, layer: int) -> dict[str, int]:
-    """How many heads a layer has for each of the axes that hold some; 0 where it has none."""
+    """How many heads a layer has along each head axis; 0 if it has none."""
     mixer = mixer_of(config, layer)
     slots = mixer.slots(config)
     if slots is not None:
@@ -56,9 +56,9 @@ def heads_of(config: Config, layer: int) -> dict[str, int]:
 
 
 def whole_axes(config: Config, layer: int, on: OnMesh) -> frozenset[str]:
-    """The axes of heads that a layer cannot split: their number does not divide over the devices.
+    """The head axes that a layer cannot split, because the number of heads does not divide over the devices.
 
-    KV heads that are fewer than the devices stay whole as well, and every device holds all of them.
+    If there are fewer KV heads than devices they stay whole, too, and every device holds all of them.
     """
     heads = heads_of(config, layer)
     return frozenset(axis for axis, count in heads.items() if count % on.devices(axis))
@@ -99,9 +99,9 @@ def left_whole(config: Config, on: OnMesh) -> tuple[str, ...]:
 
 
 def without_axes(config: Config, on: OnMesh) -> tuple[str, ...]:
-    """Parameters and states that stay whole because no class names axes for them: sentences per class.
+    """Sentences per class on parameters and states that stay whole because no class names axes for them.
 
-    Empty where the rules split no weights.
+    Empty if the rules split no weights.
     """
     if not any(on.devices(axis) > 1 for axis in (_E, _H, _K, _M, _X)):
         return ()
@@ -135,7 +135,7 @@ def _states_without_axes(config: Config) -> tuple[str, ...]:
 
 
 def note_whole(config: Config | BlockConfig, on: OnMesh) -> None:
-    """Warns (UserWarning) of what `left_whole` and `without_axes` name."""
+    """Warns (UserWarning) of everything in `left_whole` and `without_axes`."""
     whole = (*left_whole(config, on), *without_axes(config, on)) if isinstance(config, Config) else ()
     if whole:
         warnings.warn(". ".join(whole), UserWarning, stacklevel=3)
@@ -161,7 +161,7 @@ def _part(config: Config, layer: int, name: str) -> LayerPart:
 def weight_shardings(
     config: Config, groups: tuple[Group, ...], on: OnMesh
 ) -> Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding]:
-    """Where every parameter goes, by path and shape; InputError as of `check_rules`."""
+    """The sharding of every parameter, by path and shape; InputError as of `check_rules`."""
     check_rules(config, on)
 
     def place(path: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
@@ -178,7 +178,7 @@ def weight_shardings(
 
 
 def param_shardings(params: Params, config: Config, on: OnMesh) -> Params:
-    """Where the rules place every parameter, as a tree like theirs. InputError as of `check_rules`."""
+    """The sharding of every parameter by rules, as a tree. InputError as of `check_rules`."""
     sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
     groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
     place = weight_shardings(config, groups, on)
@@ -186,5 +186,5 @@ def param_shardings(params: Params, config: Config, on: OnMesh) -> Params:
 
 
 def spread_params(params: Params, config: Config, on: OnMesh) -> Params:
-    """Parameters as the rules place them. InputError as of `check_rules`."""
+    """Parameters placed by the rules. InputError as of `check_rules`."""
     return jax.device_put(params, param_shardings(params, config, on))

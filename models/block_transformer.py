@@ -1,9 +1,9 @@
-"""The Block Transformer's weights: two decoders, one over blocks of tokens, one over the tokens of a block.
+"""The Block Transformer's weights: a decoder over blocks of tokens, and one over the tokens of a block.
 
 Both are ordinary decoders. A block of L tokens becomes one input of the *block decoder*, the concatenation of
 L narrow embeddings. Instead of logits, the block decoder's output for a block is the first inputs of the
-*token decoder* for the next block; that decoder attends within its own block alone. What both keep of their
-past is written in `kvjax/api/block_transformer.py`.
+*token decoder* for the next block; that decoder attends within its own block alone. Their caches are in
+  `kvjax/api/block_transformer.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvjax.models.transformer import forward as decoder_forward
 class BlockConfig:
     """Sizes of a Block Transformer (Ho et al., 2024, arXiv:2406.02657).
 
-    blocks: the block decoder, whose vocabulary is what it says about the next block: `prefix` inputs of the
-    token decoder's width. tokens: the token decoder, over the text's vocabulary. length: tokens per block.
+    blocks: the block decoder, whose output has `prefix` inputs of the token decoder's width for the next
+    block in place of logits. tokens: the token decoder, over the text's vocabulary. length: tokens per block.
 
-    Raises ValueError where the two do not fit each other.
+    Raises ValueError if the two do not fit each other.
     """
 
     blocks: Config
@@ -69,17 +69,17 @@ class BlockConfig:
 
     @property
     def max_positions(self) -> int:
-        """Tokens of as many blocks as the block decoder has positions."""
+        """The tokens of as many blocks as the block decoder has positions."""
         return self.blocks.max_positions * self.length
 
     @property
     def inside(self) -> int:
-        """Most inputs of the token decoder in one block: the prefix, and all tokens but the last."""
+        """The most inputs of the token decoder in one block: the prefix, and all tokens but the last."""
         return self.prefix + self.length - 1
 
 
 def _check_inputs(name: str, config: Config) -> None:
-    """ValueError for layers that read what a decoder of vectors is not given."""
+    """ValueError for layers that need inputs which a decoder of vectors does not have."""
     for i in range(config.layers):
         slots = mixer_of(config, i).slots(config)
         if slots is not None and (slots.ids or slots.fixed):
@@ -101,17 +101,17 @@ class Groups(NamedTuple):
 
 
 def layout_of(config: Config | BlockConfig) -> ModuleType:
-    """The module whose plan, check_groups, shapes and regroup know the tree of a config's parameters."""
+    """The module whose plan, check_groups, shapes and regroup apply to a config's parameters."""
     return decoder if isinstance(config, Config) else sys.modules[__name__]
 
 
 def plan(config: BlockConfig, stacked: bool | None = None) -> Groups:
-    """How the layers are stacked, in each decoder as `kvjax.models.params.plan` says."""
+    """How the layers of each decoder are stacked, by `kvjax.models.params.plan`."""
     return Groups(decoder.plan(config.blocks, stacked), decoder.plan(config.tokens, stacked))
 
 
 def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Groups:
-    """`groups`, unless they do not fit one of the decoders: then ValueError."""
+    """Returns `groups`; ValueError if they do not fit one of the decoders."""
     if not isinstance(groups, Groups):
         raise ValueError(f"groups must be Groups(blocks, tokens), a stack for each decoder, got {groups}")
     decoder.check_groups(config.blocks, groups.blocks)
@@ -123,7 +123,7 @@ def shapes(config: BlockConfig, groups: Groups | None = None) -> Params:
     """The tree of parameter shapes: both decoders', the narrow embedding, and the first block's prefix."""
     groups = groups or plan(config)
     blocks = decoder.shapes(config.blocks, groups.blocks)
-    del blocks["embed"]  # its inputs come as vectors
+    del blocks["embed"]  # its inputs are vectors
     return {
         "embed": (config.vocab, config.blocks.d_model // config.length),
         "start": (config.prefix, config.tokens.d_model),
@@ -156,7 +156,7 @@ def regroup(params: Params, groups: Groups) -> Params:
 
 
 def forward(params: Params, tokens: Int[Array, "B T"], config: BlockConfig) -> Float[Array, "B T V"]:
-    """Logits of every token without a cache: all blocks at once, then the inside of all blocks at once."""
+    """Logits of every token without a cache: first all blocks at once, then the insides of all blocks."""
     b, t = tokens.shape
     n, whole = config.length, -(-t // config.length)
     padded = jnp.pad(tokens, ((0, 0), (0, (whole + 1) * n - t)))
@@ -169,22 +169,22 @@ def forward(params: Params, tokens: Int[Array, "B T"], config: BlockConfig) -> F
     x = jnp.concatenate([jnp.concatenate([start, said], 1), inside], 2)
     x = x.reshape(b * (whole + 1), config.inside, -1)
     logits = decoder_forward(params["tokens"], x, config.tokens)[:, config.prefix - 1 :]
-    # Entry i of a block is what is said of its token i: the logits of token t stand at t + 1.
+    # Entry i of a block predicts its token i, so the logits of token t are at t + 1.
     return logits.reshape(b, (whole + 1) * n, -1)[:, 1 : t + 1]
 
 
 def block_inputs(params: Params, tokens: Int[Array, "B T"], config: BlockConfig) -> Float[Array, "B M D"]:
-    """One input per whole block: the narrow embeddings of its tokens side by side."""
+    """One input per whole block: the narrow embeddings of its tokens, concatenated."""
     b, t = tokens.shape
     return params["embed"][tokens].reshape(b, t // config.length, -1)
 
 
 def embedded(params: Params, tokens: Int[Array, "*s"], config: BlockConfig) -> Float[Array, "*s D"]:
-    """The token decoder's inputs of tokens."""
+    """The token decoder's input vectors of tokens."""
     table = params["tokens"]["embed"]
     return table[tokens] * jnp.asarray(config.tokens.embed_scale, table.dtype)
 
 
 def prefix_of(params: Params, said: Float[Array, "B S"], config: BlockConfig) -> Float[Array, "B P D"]:
-    """The token decoder's first inputs of a block, from what the block decoder said before it."""
+    """The token decoder's first inputs of a block, from the block decoder's previous output."""
     return said.reshape(said.shape[0], config.prefix, -1).astype(params["start"].dtype)

@@ -1,7 +1,7 @@
-"""The process of a chat template: renders a request from standard input, within limits.
+"""Chat template sandbox: a process that renders a request from standard input, within limits.
 
-A template is a program from the network. Jinja's sandbox keeps it from everything but its arguments; this
-process, which imports nothing of kvjax, bounds its time, its memory and what it writes.
+A template is a program from the network. Jinja's sandbox restricts it to its arguments; this
+process, which imports nothing of kvjax, limits its time, its memory and its output.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def _refuse(message: str) -> NoReturn:
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML, which templates of conversations do not want."""
+    """Replaces Jinja's own filter, which escapes HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render(template: str, values: dict[str, Any], most: int) -> str:
-    """The rendered text; TemplateError beyond `most` characters."""
+    """The rendered text; TemplateError if it exceeds `most` characters."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -61,7 +61,7 @@ def render(template: str, values: dict[str, Any], most: int) -> str:
 
 
 def _bound(seconds: int, megabytes: int) -> None:
-    """Sets resource limits on this process, where the system has them."""
+    """Sets resource limits on this process, if the system supports them."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -1,9 +1,9 @@
-"""Text without spaces before punctuation, where a checkpoint asks for it: `clean_up_tokenization_spaces`.
+"""Removes spaces before punctuation, for checkpoints with `clean_up_tokenization_spaces`.
 
-Made for WordPiece, whose tokens say nothing of spaces; the tokens of a BPE hold them, and cleaning would
-take spaces that the model wrote. A tokenizer's decoder does it, so whatever decodes with the tokenizer
-shows what transformers shows, and a saved tokenizer.json goes on doing it. What counts or compares written
-text takes `uncleaned`.
+It is made for WordPiece, whose tokens do not include spaces; the tokens of a BPE do, and cleaning would
+remove spaces that the model generated. The tokenizer's decoder does it, so everything that decodes with the
+tokenizer shows what transformers shows, and a saved tokenizer.json keeps doing it. Code that counts or
+compares generated text uses `uncleaned`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tokenizers import Tokenizer, decoders
 # In the order of transformers 5.2.0, `_decode` in tokenization_utils_tokenizers.py.
 _REPLACED = [(" " + text, text) for text in (".", "?", "!", ",")]
 _REPLACED += [(" ' ", "'")] + [(" " + text, text) for text in ("n't", "'m", "'s", "'ve", "'re")]
-# No token has it, so the decoder joins tokens by spaces, as `tokenizers` does without a decoder.
+# No token contains it, so the decoder joins tokens by spaces, as `tokenizers` does without a decoder.
 _NO_PREFIX = "\0" * 8
-# A match begins with a space and has at most three more characters. " ' " may make one with what stands
-# before it (" n ' t" is "n't"), and the space that ends it may begin " .", which comes first.
+# A match begins with a space and has at most three more characters. " ' " may form one with the text before
+# it (" n ' t" is "n't"), and its last space may begin " .", which is replaced first.
 _OPEN = re.compile(r"(( +[^ ]{0,2}){1,2}|')$")
 
 
 def clean_spaces(tokenizer: Tokenizer) -> None:
-    """Has the tokenizer decode to cleaned text: "a , b" becomes "a, b"; ids stay as they are."""
+    """Makes the tokenizer decode to cleaned text: "a , b" becomes "a, b"; ids are unchanged."""
     if not cleans_spaces(tokenizer):
         first = tokenizer.decoder or decoders.WordPiece(prefix=_NO_PREFIX, cleanup=False)
         steps = [first, decoders.Fuse(), *(decoders.Replace(old, new) for old, new in _REPLACED)]
@@ -39,7 +39,7 @@ def cleans_spaces(tokenizer: Any) -> bool:
 
 
 def uncleaned(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """What decodes ids, special tokens included, to the text as it was written."""
+    """A function that decodes ids, special tokens included, to the text as it was generated."""
     if (first := _first_step(tokenizer)) is None:
         return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     decoder = decoders.Sequence([])
@@ -58,7 +58,7 @@ def settled(text: str) -> str:
 
 
 def _first_step(tokenizer: Any) -> Any:
-    """The decoder before `clean_spaces`, as JSON; None where nothing is cleaned."""
+    """The decoder before `clean_spaces`, as JSON; None if nothing is cleaned."""
     if not isinstance(tokenizer, Tokenizer) or tokenizer.decoder is None:
         return None
     steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])

@@ -11,7 +11,7 @@ from kvjax.models.layers import ACTIVATIONS
 from kvjax.ops.base.rope import Rope
 
 if TYPE_CHECKING:
-    # Both modules import this one.
+    # A late import: both modules import this one.
     from kvjax.models.feed_forward import FeedForward
     from kvjax.models.mixer import Mixer
 else:
@@ -25,19 +25,19 @@ Positive = Annotated[float, Range(0, above=True)]
 class Config:
     """Sizes and constants of a decoder; names follow the alphabet of `kvjax`.
 
-    windows: per layer, the number of newest tokens a query sees, or None for all. rope_local: the rotation
-    of the windowed layers where it differs. norm_offset: RMSNorm multiplies by (offset + weight).
-    norms: "pre" (before attention and MLP), "post" (after, OLMo 2) or "both" (Gemma). qk_norm: "" or
-    "head" (RMSNorm over H) or "full" (over all heads together). query_scale: logits multiply by this.
-    residual_scale: what mixers and feed-forwards add to the hidden state multiplies by this, logit_scale: the
-    last logits do (Granite; muP, arXiv:2203.03466).
+    windows: per layer, the number of newest tokens a query sees, or None for all. rope_local: the rotation of
+    the windowed layers, if it differs. norm_offset: RMSNorm multiplies by (offset + weight). norms: "pre"
+    (before attention and MLP), "post" (after, OLMo 2) or "both" (Gemma). qk_norm: "" or "head" (RMSNorm over
+    H) or "full" (over all heads together). query_scale: the factor on attention logits. residual_scale: the
+    factor on what mixers and feed-forwards add to the hidden state, logit_scale: the factor on the last
+    logits (Granite; muP, arXiv:2203.03466).
 
-    mixers: what mixes the tokens of each layer, words of `kvjax.models.mixers`; empty means attention with
-    the heads above in every layer. mlps: the feed-forward of each layer, words of
-    `kvjax.models.feed_forward`; empty means the gated MLP of width d_ff. inputs: per layer, a layer
-    below whose input its mixer takes instead of its own, so that both stand side by side; or None.
+    mixers: the mixer of each layer, words of `kvjax.models.mixers`; empty means attention with the heads
+    above in every layer. mlps: the feed-forward of each layer, words of `kvjax.models.feed_forward`; empty
+    means the gated MLP of width d_ff. inputs: per layer, a lower layer whose input its mixer takes instead of
+    its own, so that both run in parallel; or None.
 
-    Raises InputError for a value that its field does not allow, ValueError where sizes do not go together.
+    Raises InputError for a value that its field does not allow, ValueError if sizes are inconsistent.
     """
 
     vocab: Count
@@ -102,7 +102,7 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """What attention logits multiply by, unless a mixer has a scale of its own."""
+        """The factor on attention logits, unless a mixer has its own."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def window(self, layer: int) -> int | None:

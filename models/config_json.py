@@ -1,8 +1,8 @@
 """A `Config` as JSON and back: plain fields, and for every layer the words for its mixer and feed-forward.
 
-A class is found by its name among those that are defined (`LayerPart.registered`); no name in a file makes
-anything be imported. Importing this module imports every file of `kvjax.models.mixers`, so that a new mixer
-needs no entry in a list. Own mixers are found where the module that defines them was imported.
+A class is looked up by name among those already defined (`LayerPart.registered`); no name in a file causes an
+import. Importing this module imports every file of `kvjax.models.mixers`, so that a new mixer needs no entry
+in a list. A user's own mixers are found if their module was imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MLPS: dict[str, type[FeedForward]] = FeedForward.registered
 
 
 def config_to_json(config: Config | BlockConfig) -> dict[str, Any]:
-    """The fields of a config as JSON takes them; a layer's words as {"word": its name, field: value, ...}.
+    """The fields of a config as JSON data; a layer's words as {"word": its name, field: value, ...}.
 
     >>> from kvjax.models.mixers.attention import Attention
     >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
@@ -115,7 +115,7 @@ def _read(data: Mapping[str, Any], words: Mapping[str, Any], what: str) -> Any:
             f"{name!r} is no {what}{hint}: expected one of {', '.join(sorted(words))}, or import the module "
             "that defines it first"
         )
-    # JSON knows lists only; words hold tuples.
+    # JSON has only lists; words hold tuples.
     given = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
     try:
         return words[name](**given)

@@ -1,4 +1,4 @@
-"""Encoders: from the tokens of a context to the hidden states that a decoder's cross-attention reads."""
+"""Encoders: from the tokens of a context to the hidden states for a decoder's cross-attention."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def encode(
     lengths: Int[Array, "B"] | None = None,
     chunk: int | None = None,
 ) -> Keys:
-    """Hidden states of a context behind the encoder's last norm, as one list [B, 1, S, D] with its positions.
+    """Hidden states of a context after the encoder's last norm, [B, 1, S, D], with their positions.
 
     tokens are right-padded, `lengths` of them real; a row may be empty. The encoder is any model: a causal
     decoder (XC-Cache, arXiv:2404.15420) or one of `Bidirectional` layers (CEPE, arXiv:2402.16617). chunk:
-    every `chunk` tokens are encoded by themselves, all in parallel, with positions from 0 in each (CEPE's
-    passages); positions in the context go on.
+    every `chunk` tokens are encoded separately, in parallel, with positions from 0 in each (CEPE's passages);
+    positions in the context continue across chunks.
     """
     b, s = tokens.shape
     lengths = jnp.full((b,), s, jnp.int32) if lengths is None else lengths

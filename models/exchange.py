@@ -1,6 +1,6 @@
-"""What layers exchange: who takes what from whom, and so what every layer has to publish.
+"""Exchange between layers: which layer takes what from which, and so what each layer publishes.
 
-Nothing else is handed from layer to layer, so nothing else is kept alive while the layers run.
+Nothing else is passed between layers, so nothing else is kept alive while the layers run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvjax.models.mixers.attention import mixer_of
 
 
 def takes_of(config: Config, layer: int) -> dict[str, Take]:
-    """What a layer takes, by what it is to the layer; "input" is what its whole mixer runs on.
+    """What a layer takes from others: {role in this layer: Take}; "input" is the input of its mixer.
 
     >>> from kvjax.models.mixers.attention import Attention
     >>> sizes = dict(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
@@ -23,7 +23,7 @@ def takes_of(config: Config, layer: int) -> dict[str, Take]:
     {'slots': Take(name='slots', layer=0)}
     """
     takes = mixer_of(config, layer).takes
-    # A layer has its own values at hand; its own input is there before it runs.
+    # A layer has its own values at hand; its own input is available before it runs.
     takes = {key: take for key, take in takes.items() if take.layer != layer or take.name == "input"}
     below = config.inputs[layer] if config.inputs else None
     return takes if below is None else takes | {"input": Take("input", below)}
@@ -32,9 +32,9 @@ def takes_of(config: Config, layer: int) -> dict[str, Take]:
 def published(
     config: Config, more: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 ) -> dict[int, frozenset[str]]:
-    """The names that each layer publishes, for the layers from which others take something.
+    """The names that layers publish, for each layer from which others take something.
 
-    more: what layers take beside what their mixers do.
+    more: what layers take in addition to their mixers' takes.
 
     >>> from kvjax.models.mixers.attention import Attention
     >>> sizes = dict(vocab=32, d_model=16, layers=3, heads=2, kv_heads=1, head_dim=8, d_ff=32)
@@ -50,5 +50,5 @@ def published(
 
 
 def taken(takes: Mapping[str, Take], things: Mapping[Take, Any]) -> dict[str, Any]:
-    """What a layer takes of all `things` that were published so far."""
+    """The subset of all published `things` that a layer takes."""
     return {key: things[take] for key, take in takes.items()}

@@ -1,4 +1,4 @@
-"""Keys and values that are computed from what is stored, before they are attended to."""
+"""Keys and values that are computed from what is stored, before attention."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from kvjax.ops.attention.union import Keys, Products
 
 
 class Expand(NamedTuple):
-    """How a layer attends whose stored slots are not its keys and values.
+    """How a layer attends if its stored slots are not its keys and values.
 
-    queries: from rotated queries to those that meet the computed keys. keys: from stored keys and values to
-    the computed ones; of fewer rows than there are queries, where copies have slots in common. outputs: a
-    single query may attend to the stored slots instead, and its output is then outputs(what it got); None
-    where stored slots cannot be attended to. rows: where given, `keys` takes rows(stored keys, stored values)
-    of every token beside those of the token before it. turn: where given, computed keys turn by turn(keys,
-    positions of their slots). products: where given, how a single query meets stored slots.
+    queries: maps rotated queries to those for the computed keys. keys: maps stored keys and values to the
+    computed ones; they may have fewer rows than the queries, if copies share slots. outputs: if given, a
+    single query may attend to the stored slots instead, and `outputs` maps its result to the output; None if
+    stored slots cannot be attended to. rows: if given, `keys` takes rows(stored keys, stored values) of every
+    token concatenated with those of the token before it. turn: if given, computed keys are rotated by
+    turn(keys, positions of their slots). products: if given, the products of a single query with stored
+    slots.
     """
 
     queries: Callable[[Array], Array]
@@ -38,7 +39,7 @@ class Expand(NamedTuple):
         return [self._computed(s) for s in stored]
 
     def _computed(self, stored: Keys) -> Keys:
-        """The heads that are computed from the lists of one set; those of a list stand at its positions."""
+        """The computed heads of one set; the heads computed from a KV head's slots have its positions."""
         made = stored._replace(**_named(self.keys(stored.k, stored.v)))
         each = made.k.shape[1] // stored.k.shape[1]
         if each > 1:
@@ -50,7 +51,7 @@ class Expand(NamedTuple):
 
 
 def _of_heads(x: Array | None, each: int) -> Array | None:
-    """What every list has for each of the heads that are computed from it; one for all lists stays one."""
+    """Repeats a per-KV-head array for each of the `each` heads computed from it; size-1 axes stay."""
     return x if x is None or x.shape[1] == 1 else jnp.repeat(x, each, axis=1)
 
 
@@ -59,7 +60,7 @@ def _named(pair: tuple[Array, Array]) -> dict[str, Array]:
 
 
 def with_previous(sets: Sequence[Keys]) -> list[Keys]:
-    """Every slot's k and v beside those of the token before it, in whichever set; zeros for token 0.
+    """Every slot's k and v concatenated with those of the previous token, from any set; zeros for token 0.
 
     No token may be missing: positions index a table that has as many places as there are slots.
     """

@@ -1,4 +1,4 @@
-"""Feed-forwards: the gated MLP, and a mixture of experts that tokens choose."""
+"""Feed-forwards: the gated MLP, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvjax.ops.base.dtypes import wide
 
 
 class FeedForward(LayerPart):
-    """What every feed-forward offers; one is a frozen dataclass of this."""
+    """The interface of feed-forwards, which are frozen dataclasses."""
 
     def check(self, config: Config) -> None:
-        """Raises ValueError where it does not fit the model."""
+        """Raises ValueError if it does not fit the model."""
 
     def shapes(self, config: Config) -> Shapes:
-        """Name and shape of every parameter; empty where there is no feed-forward."""
+        """Name and shape of every parameter; empty without a feed-forward."""
         raise NotImplementedError
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
@@ -68,7 +68,7 @@ class MLP(FeedForward):
 
 @dataclasses.dataclass(frozen=True)
 class NoMLP(FeedForward):
-    """No feed-forward, for layers that have a mixer alone, such as Mamba's."""
+    """No feed-forward, for layers with a mixer alone, such as Mamba's."""
 
     def shapes(self, config: Config) -> Shapes:
         return {}
@@ -76,14 +76,14 @@ class NoMLP(FeedForward):
 
 @dataclasses.dataclass(frozen=True)
 class MoE(FeedForward):
-    """`top` of `experts` gated MLPs of width `width` per token, and `shared` more that every token visits.
+    """Mixture of experts: `top` of `experts` gated MLPs of width `width` per token, and a `shared` one.
 
     scores: "softmax" over all experts (Mixtral, arXiv:2401.04088; Qwen3-MoE; DeepSeek-V2, arXiv:2405.04434)
-    or "sigmoid" with a learned bias that only the choice sees (DeepSeek-V3, arXiv:2412.19437, eq. 12-16).
+    or "sigmoid" with a learned bias that affects only the choice (DeepSeek-V3, arXiv:2412.19437, eq. 12-16).
     normalise: chosen weights sum to one. scale: they are then multiplied by this. groups, top_groups: experts
-    lie in equal groups, and only those of the best `top_groups` can be chosen (by the best expert of a group,
-    or for "sigmoid" by the sum of its best two). shared: width of the shared expert; shared_gate: it
-    multiplies by sigmoid(x w) (Qwen3-Next).
+    are in equal groups, and only those of the best `top_groups` can be chosen (by the best expert of a group,
+    or for "sigmoid" by the sum of its best two). shared: width of the expert that all tokens use, 0 for none;
+    shared_gate: its output is multiplied by sigmoid(x w) (Qwen3-Next).
 
     No token is dropped: tokens are sorted by expert and each expert's rows are one ragged matrix product.
     """
@@ -157,7 +157,7 @@ class MoE(FeedForward):
             rank = per.max(-1) if soft else jax.lax.top_k(per, 2)[0].sum(-1)
             _, best = jax.lax.top_k(rank, self.top_groups)
             open_groups = jax.nn.one_hot(best, self.groups, dtype=dtype).sum(1) > 0
-            # The published routers fill with zero, below every score but not below a biased one.
+            # The published routers fill with zero, which is below every score but not below a biased one.
             choice = jnp.where(
                 jnp.repeat(open_groups, self.experts // self.groups, 1), choice, jnp.zeros((), dtype)
             )
@@ -168,7 +168,7 @@ class MoE(FeedForward):
         return chosen.astype(jnp.int32), weight * jnp.asarray(self.scale, dtype)
 
     def score(self, p: Params, x: Float[Array, "R D"]) -> Float[Array, "R E"]:
-        """What the router gives every expert for every token, in promote(float32, x)."""
+        """The router's score of every expert for every token, in promote(float32, x)."""
         dtype = wide(x)
         logits = x.astype(dtype) @ p["router"].astype(dtype)
         if "router_shift" in p:
@@ -176,7 +176,7 @@ class MoE(FeedForward):
         return jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
 
     def balance(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, ""]:
-        """How unequally experts are used: E / top * sum_e f_e P_e, 1 where all are used alike.
+        """The load balancing loss E / top * sum_e f_e P_e, which is 1 if all experts are used equally.
 
         f_e is the share of tokens that choose expert e, P_e its mean share of the scores (Switch
         Transformers, arXiv:2101.03961, eq. 4-6, over the top chosen as in DeepSeek-V2, arXiv:2405.04434,
@@ -216,8 +216,8 @@ class MoE(FeedForward):
 class ClampedMoE(MoE):
     """Experts of gpt-oss (arXiv:2508.10925), with biases everywhere and SwiGLU between limits.
 
-    h = (clip(u, -limit, limit) + 1) * c sigmoid(alpha c) with c = min(g, limit), of an expert's gate g and
-    up u. The router's bias is part of its scores, for the choice as for the weights.
+    h = (clip(u, -limit, limit) + 1) * c sigmoid(alpha c) with c = min(g, limit), for an expert's gate g and
+    up projection u. The router's bias is part of its scores, for both the choice and the weights.
     """
 
     limit: float = 7.0
@@ -248,7 +248,7 @@ class ClampedMoE(MoE):
 def fed(
     mlp: FeedForward, p: Params, x: Float[Array, "B T D"], config: Config, on: OnMesh | None
 ) -> Float[Array, "B T D"]:
-    """mlp(p, x, config); experts sort tokens, so where rules split these every device sorts its own."""
+    """Computes mlp(p, x, config); if rules split tokens, every device sorts its own tokens by expert."""
     names = () if on is None else on.token_axes(x.shape[1])
     if on is None or not names or not isinstance(mlp, MoE):
         return mlp(p, x, config)

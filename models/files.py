@@ -1,6 +1,6 @@
-"""Files of a checkpoint directory: JSON, safetensors, and directories that appear whole or not at all.
+"""Files of a checkpoint directory: JSON, safetensors, and atomic writes of directories.
 
-What the tensors mean is the business of `hf.py`.
+`hf.py` says what the tensors mean.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvjax.models.small_floats import SMALL_FLOATS, SmallFloats
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What parameters are stored in, by their names in safetensors."""
 
-# Rows of a tensor that are in memory at once when two are compared.
+# How many rows of a tensor are in memory at once when two are compared.
 _ROWS = 256
 
-# What the library says of a file that ends too early.
+# The library's messages for a file that ends too early.
 _ENDS_EARLY = ("header too small", "invalid header length", "not fully covered")
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """`path` as an existing, readable directory.
 
-    Raises InputError where it is missing, is a file, or may not be read.
+    Raises InputError if it is missing, is a file, or may not be read.
     """
     folder = Path(path)
     try:
@@ -54,7 +54,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; InputError names the file and the place where it is broken."""
+    """The JSON object in a file; InputError names the file and the place of an error."""
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain_name(name: Any, by: Path, field: str) -> str:
-    """The name of a file beside the one that names it. InputError for a path, or anything but a name."""
+    """The name of a file beside `by`, which names it. InputError for a path, or anything but a name."""
     if isinstance(name, str) and re.fullmatch(r"[^/\\\0:]{1,255}", name) and name.strip(". "):
         return name
     raise InputError(
@@ -82,7 +82,7 @@ def plain_name(name: Any, by: Path, field: str) -> str:
 
 
 class Opened(Protocol):
-    """An open file of tensors: what it gives for a name is indexed by a tuple of slices."""
+    """An open file of tensors; indexing a tensor takes a tuple of slices."""
 
     def get_slice(self, name: str) -> Any: ...
 
@@ -90,7 +90,7 @@ class Opened(Protocol):
 class Stored(NamedTuple):
     """A tensor in an open file (safetensors, or GGUF decoded): its name there, dtype and shape.
 
-    Nothing of it is read yet.
+    Its numbers are not read yet.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self, *index: slice) -> np.ndarray:
-        """A copy of the piece that one slice (step 1) per leading dimension picks; no other rows are read."""
+        """A copy of the piece given by one slice (step 1) per leading dimension; no other rows are read."""
         spans = [s.indices(n) for s, n in zip(index, self.shape, strict=False)]
         return self.file.get_slice(self.name)[tuple(slice(start, stop) for start, stop, _ in spans)]
 
@@ -116,9 +116,9 @@ class Stored(NamedTuple):
 def save_safetensors(
     arrays: dict[str, np.ndarray], path: str | os.PathLike[str], metadata: dict[str, str]
 ) -> None:
-    """Writes one safetensors file, for those to read who may read any new file of this user.
+    """Writes one safetensors file with the permissions that any new file of this user gets.
 
-    The library's own writer leaves files that nobody else can read.
+    The library's own writer creates files that only the user can read.
     """
     Path(path).touch()
     mode = os.stat(path).st_mode
@@ -129,7 +129,7 @@ def save_safetensors(
 def open_safetensors(path: Path) -> safe_open:
     """An open safetensors file whose header fits its size.
 
-    Raises InputError where it is missing, is something else, or was cut short.
+    Raises InputError if it is missing, is something else, or was cut short.
     """
     try:
         return safe_open(path, framework="np")
@@ -177,11 +177,11 @@ _OURS = re.compile(
 def atomic_folder(
     path: str | os.PathLike[str], marker: str, together: bool = False, overwrite: bool = False
 ) -> Iterator[Path]:
-    """A temporary directory that becomes `path` when the block ends, or vanishes when it raises.
+    """A temporary directory that is renamed to `path` when the block ends, or removed if it raises.
 
     An existing `path` is replaced if it is empty, or with `overwrite` if it is an older save of the same
     kind, which has the file `marker`. together: whether all hosts write to it, in a folder that they share.
-    Raises InputError where it holds something else or cannot be written.
+    Raises InputError if it holds something else or cannot be written.
     """
     target = Path(path).absolute()
     begin = partial(_begun, target, marker, overwrite)
@@ -208,7 +208,7 @@ def atomic_folder(
 
 
 def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool = False) -> None:
-    """InputError where a model may not be written to `path`: it holds something that would be lost."""
+    """InputError if a model may not be written to `path`, because something there would be lost."""
     target = Path(path).absolute()
     names = _names_in(target)
     if names == []:
@@ -228,9 +228,9 @@ def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool
 
 
 def _names_in(target: Path) -> list[str] | None:
-    """The names in a folder; none of a folder that is not there, and None of what is no folder.
+    """The names in a folder; empty if it does not exist, and None if it is not a folder.
 
-    Another call may put a new folder in its place meanwhile: then the new one is listed.
+    Another call may replace the folder meanwhile: then the new one is listed.
     """
     while True:
         try:
@@ -243,7 +243,7 @@ def _names_in(target: Path) -> list[str] | None:
                 return []
             if target.is_symlink():
                 return None
-        except NotADirectoryError:  # the path, or a folder above it
+        except NotADirectoryError:  # the path, or a folder above it, is a file
             return None if os.path.lexists(target) else []
         except OSError as error:
             raise InputError(f"{target} cannot be read ({error.strerror}): choose another place") from error
@@ -266,18 +266,18 @@ def _beside(target: Path) -> Path:
 
 
 def _put(temporary: Path, target: Path, marker: str, overwrite: bool) -> None:
-    """Renames a complete folder into place, then removes the older one; on failure the older one stays."""
+    """Renames a complete folder to its target, then removes the older one; on failure the older one stays."""
     while True:
         old = None
         if target.exists():
             check_replaceable(target, marker, overwrite)
             old = _beside(target)
-            with contextlib.suppress(FileNotFoundError):  # where another call was first
+            with contextlib.suppress(FileNotFoundError):  # another call was first
                 target.rename(old)
         try:
             temporary.rename(target)
         except OSError as error:
-            # Another call's complete folder: it is replaced in turn.
+            # Another call's complete folder, which is replaced in turn.
             there = error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             if not there and old is not None and old.exists():
                 old.rename(target)

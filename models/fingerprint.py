@@ -1,4 +1,4 @@
-"""A model's fingerprint: a short name of everything that its caches and its scores depend on."""
+"""Fingerprints: a short hash of everything that a model's caches and scores depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.models.layers import Params
 
-# Arrays of fewer numbers are summed by NumPy: to compile a program for their shape would take longer.
+# Smaller arrays are summed by NumPy: compiling a program for their shape would take longer.
 _SMALL = 2**18
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 
@@ -22,13 +22,13 @@ _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 def fingerprint(config: object, params: Params) -> str:
     """16 hexadecimal digits that name a config and every bit, dtype, name and shape of its parameters.
 
-    Of every array two sums over all its numbers are taken, where the array lies:
+    For every array two sums over all its numbers are computed, on its own device:
 
         sum_i m_i and sum_i (2 i + 1) m_i, mod 2^32, with m_i = mix(bits_i xor 0x9E3779B9 i),
 
     mix being the finaliser of MurmurHash3, and SHA-256 joins them. A stacked run of layers is an array of its
-    own, so another stacking, whose caches are laid out otherwise, has another fingerprint; where the arrays
-    lie changes nothing.
+    own, so another stacking, whose caches have another layout, has another fingerprint; the placement of
+    arrays does not matter.
 
     >>> fingerprint("config", {"w": np.zeros(3, np.float32)}) == fingerprint("config", {"w": np.zeros(3)})
     False
@@ -42,13 +42,13 @@ def fingerprint(config: object, params: Params) -> str:
     return digest.hexdigest()[:16]
 
 
-# A field of a config or of its words that came after caches and fits were saved: at its default it is not
-# part of what they say they belong to, so they go on fitting their model.
+# A field of a config or of its words that was added after caches and fits had been saved: at its default
+# value it is left out of fingerprints, so that those caches and fits still match their model.
 ADDED = {"added later": True}
 
 
 def described(word: Any) -> str:
-    """The `repr` of a config, without fields that were added later and are at their default.
+    """The `repr` of a config, without fields that were added later and have their default value.
 
     >>> b = dataclasses.field(default=0, metadata=ADDED)
     >>> one = dataclasses.make_dataclass("One", [("a", int), ("b", int, b)])
@@ -70,7 +70,7 @@ def described(word: Any) -> str:
 
 
 def _sums(x: Any) -> Any:
-    """uint32 [2]: the two sums of an array; a small one is fetched, a large one summed where it lies."""
+    """uint32 [2]: the two sums of an array; a small one is fetched, a large one summed on its device."""
     if x.size < _SMALL and getattr(x, "is_fully_addressable", True):
         held = np.ascontiguousarray(x)[..., None]
         return _mixed_sums(held.view(_UNSIGNED[held.dtype.itemsize]), np)
@@ -84,7 +84,7 @@ def _sums_on_device(x: jax.Array) -> jax.Array:
 
 
 def _mixed_sums(bits: Any, xp: ModuleType) -> Any:
-    # The number of an element from its indices along the axes: to flatten a sharded array would gather it.
+    # The index of an element from its indices along the axes: flattening a sharded array would gather it.
     number = xp.zeros((1,) * bits.ndim, xp.uint32)
     for axis, size in enumerate(bits.shape):
         stride = math.prod(bits.shape[axis + 1 :]) % 2**32

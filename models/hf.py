@@ -1,8 +1,8 @@
 """Hugging Face directories to models and back: config.json, safetensors shards, tokenizer files.
 
 Weights go block by block from the files into the stacked arrays of the plan, each device reading only the
-rows it holds, so that the model is never in memory twice. Which files say what is in `hf_config.py`,
-`hf_config_out.py`, `hf_tensors.py` and `tokenizer.py`.
+rows it holds, so that the model is never in memory twice. The contents of the files are handled in
+`hf_config.py`, `hf_config_out.py`, `hf_tensors.py` and `tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def load_hf(
 
     sharding: where the parameters go: one `jax.sharding.Sharding` for all, a function (path, shape) ->
     Sharding with paths such as "embed" or "layers.0.q", or a tree of Shardings like the parameters. groups:
-    how layers are stacked, `plan(config)` unless given. progress: a bar for models beyond 1 GB. on_mesh: by
-    rules places the parameters, and all caches of the model, in place of sharding.
+    how layers are stacked, `plan(config)` unless given. progress: shows a bar for models larger than 1 GB.
+    on_mesh: places the parameters, and all caches of the model, by rules, instead of `sharding`.
 
-    Raises InputError that says what is wrong with the directory, naming tensors that are missing, extra or
-    wrongly shaped, before any weight is read.
+    Raises InputError, before any weight is read, that says what is wrong with the directory, naming tensors
+    that are missing, extra or wrongly shaped.
 
     >>> from kvjax.io.load import SHIPPED
     >>> load_hf(SHIPPED / "recall-tiny")(jnp.zeros((1, 4), jnp.int32)).shape
@@ -119,7 +119,7 @@ def assemble(
 ) -> Model:
     """The model of a config whose tensors are stored under Hugging Face names; all else as of `load_hf`.
 
-    Raises InputError where tensors are missing, extra or wrongly shaped, before any is read.
+    Raises InputError if tensors are missing, extra or wrongly shaped, before any is read.
     """
     stored = match(config, found)
     layers = check_groups(config, groups or plan(config))
@@ -130,7 +130,7 @@ def assemble(
 
 
 def check_dtype(dtype: Any) -> np.dtype:
-    """The dtype of a model's parameters; InputError unless it is a float that models run in."""
+    """The dtype of a model's parameters; InputError unless it is a supported float."""
     with contextlib.suppress(TypeError):
         if (known := jnp.dtype(dtype)).name in _FLOATS:
             return known
@@ -143,7 +143,7 @@ def _contents(folder: Path) -> str:
 
 
 def _headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the directory, from its one file, the shards of its index, or all its safetensors."""
+    """Every tensor of the directory: from a single file, the shards of its index, or all its safetensors."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return read_header(single)
@@ -180,7 +180,7 @@ def _headers(folder: Path) -> dict[str, Stored]:
 
 
 def _untie(config: Config, found: Mapping[str, Stored]) -> Config:
-    """`config` untied where the checkpoint has an output matrix that differs from the embeddings."""
+    """`config` untied if the checkpoint has an output matrix that differs from the embeddings."""
     by_short = {short_name(name): tensor for name, tensor in found.items()}
     embed, unembed = (by_short.get(name) for name in (top_names(config)[0], "lm_head.weight"))
     if not config.tied or embed is None or unembed is None:
@@ -189,7 +189,7 @@ def _untie(config: Config, found: Mapping[str, Stored]) -> Config:
 
 
 def _blocks(start: int, stop: int) -> Iterator[slice]:
-    """[start, stop) in pieces small enough to be in memory beside what they are copied to."""
+    """[start, stop) in pieces small enough to be in memory beside the array that they are copied to."""
     return (slice(i, min(i + _BLOCK_ROWS, stop)) for i in range(start, stop, _BLOCK_ROWS))
 
 
@@ -229,7 +229,7 @@ Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | View, Part
 
 
 def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
-    """(leaf, layer, expert) -> the stored tensors it lies in, and where."""
+    """(leaf, layer, expert) -> the stored tensors that hold it, and where."""
     places: Places = {}
     for name, tensor in tensors(config).items():
         for part in tensor.parts:
@@ -267,7 +267,7 @@ def _read_leaf(
 def _gather(
     out: np.ndarray, held: list[tuple[Stored | View, Part]], index: tuple[slice, ...], columns: int
 ) -> None:
-    """Fills `out` with the piece `index` of a layer's parameter from every tensor that it lies in."""
+    """Fills `out` with the piece `index` of a layer's parameter, from every tensor that holds part of it."""
     first, last, _ = index[-1].indices(columns)
     for tensor, part in held:
         start, stop = max(first, part.columns.start), min(last, part.columns.stop)
@@ -281,7 +281,7 @@ def _copy(
 ) -> None:
     """Fills `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
 
-    A transposed copy of a large matrix in one piece would miss the processor's cache at every step.
+    A transposed copy of a large matrix in one piece would miss the processor's cache all the time.
     """
     rows, *columns = index[::-1] if transpose else index
     target = out.T if transpose else out
@@ -297,9 +297,10 @@ def _copy(
 
 
 def _read(stored: Stored | View, *index: slice) -> np.ndarray:
-    """`stored.read` where the tensor may have more axes than the parameter, all of length one.
+    """`stored.read` for a tensor that may have more axes than the parameter, all of length one.
 
-    Such are a convolution's single input channel, and what a decay was broadcast along when it was saved.
+    Such axes are a convolution's single input channel, and those along which a decay was broadcast when
+    saved.
     """
     thin = [axis for axis, n in enumerate(stored.shape) if n == 1][: len(stored.shape) - len(index)]
     rest = iter(index)
@@ -325,20 +326,20 @@ def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
 def save_hf(
     model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES, overwrite: bool = False
 ) -> None:
-    """Writes a model as a Hugging Face directory that transformers loads; appears whole or not at all.
+    """Writes a model as a Hugging Face directory that transformers loads, atomically.
 
     Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index.
     overwrite: whether it may replace an older save at `path`. For Kimi Linear, transformers needs its
     authors' code too, which is not written.
 
-    Raises InputError where `path` holds something else or cannot be written, or where no class of
-    transformers computes what the model's config says.
+    Raises InputError if `path` holds something else or cannot be written, or if no class of transformers
+    computes what the model's config says.
     """
     check_single(model, "no class of transformers computes it, use kvjax.io.checkpoint.save_checkpoint")
     data = config_to_hf(model.config)
     dtype = model.params["embed"].dtype
     stops = list(model.stop_ids)
-    # Absent, the classes would fill in ids of their own vocabulary.
+    # Without them, the classes would fill in ids of their own vocabulary.
     data |= {"bos_token_id": _special_id(model, "bos_token"), "pad_token_id": _special_id(model, "pad_token")}
     data |= {"eos_token_id": stops if len(stops) > 1 else next(iter(stops), None), "torch_dtype": dtype.name}
     sizes = {hf_name(name, model.config): tensor.shape for name, tensor in tensors(model.config).items()}
@@ -363,7 +364,7 @@ def _special_id(model: Model, name: str) -> int | None:
 
 
 def _split(sizes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, list[str]]:
-    """File name -> its tensors, in order, no file beyond `limit` bytes unless a single tensor is."""
+    """File name -> its tensors, in order; no file exceeds `limit` bytes unless a single tensor does."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, shape in sizes.items():

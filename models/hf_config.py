@@ -36,7 +36,7 @@ _SCALED = {
 }
 
 
-# No decoder is nearly as deep, and the words of all layers of a mistyped number would fill the memory.
+# No decoder is nearly as deep, and a mistyped number would fill the memory with the words of its layers.
 _MOST_LAYERS = 10_000
 
 
@@ -119,7 +119,7 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     return name, full | FAMILIES[name].spell(full)
 
 
-# Null means "none" for these, not "the default".
+# For these, null means "none", not "the default".
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -131,10 +131,10 @@ def _activation(data: Json) -> str:
 
 
 def _ropes(family: str, data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
-    """(rotation, rotation of the windowed layers where it differs), from any of the spellings."""
+    """(rotation, rotation of the windowed layers if it differs), from any of the spellings."""
     scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
     full, local = scaling, {}
-    # Where all layers are of one kind, transformers 5 writes empty flat parameters beside those of kinds.
+    # If all layers are of one kind, transformers 5 writes empty flat parameters beside those per kind.
     if {"full_attention", "sliding_attention"} & scaling.keys():
         full, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
     rope = _rope(family, full, data, head_dim)
@@ -149,7 +149,7 @@ def _ropes(family: str, data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
 
 def _rope(family: str, params: Json, data: Json, head_dim: int) -> Rope:
     kind = params.get("rope_type", params.get("type", "default"))
-    # What Phi-3 called it at first.
+    # Phi-3's first name for it.
     kind = "longrope" if kind in ("su", "yarn") and "long_factor" in params else kind
     if kind != "default" and kind not in _SCALED:
         raise InputError(
@@ -174,7 +174,7 @@ def _rope(family: str, params: Json, data: Json, head_dim: int) -> Rope:
         return Rope(**out, factor=float(params["factor"]))
     longest = data["max_position_embeddings"]
     original = data.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
-    # The dynamic kind grows from the model's own length, whatever else the file says.
+    # The dynamic kind extends the model's own length, whatever else the file says.
     out["original_max"] = int(longest if kind == "dynamic" or not original else original)
     out["factor"] = float(params.get("factor") or longest / out["original_max"])
     if kind == "longrope":
@@ -203,6 +203,6 @@ def _long_rope(out: dict[str, Any], params: Json, head_dim: int) -> LongRope:
 
 
 def _reach(rope: Rope, positions: int) -> int:
-    """Longest prompt: the kinds that stretch the original length reach beyond what config.json may say."""
+    """The longest prompt: kinds that stretch the original length may exceed what config.json says."""
     stretched = int(rope.factor * rope.original_max) if rope.kind in ("dynamic", "yarn") else 0
     return max(positions, stretched)

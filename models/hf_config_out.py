@@ -1,4 +1,4 @@
-"""A `Config` to the config.json of Hugging Face checkpoints, the way back from `kvjax.models.hf_config`."""
+"""Converts a `Config` to the config.json of Hugging Face checkpoints; inverts `kvjax.models.hf_config`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.ops.base.long_rope import LongRope
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
-# transformers 5.24 refuses an int in these.
+# transformers 5.24 refuses an int in these fields.
 _FLOATS = (
     "rms_norm_eps",
     "layer_norm_epsilon",
@@ -38,7 +38,7 @@ _FLOATS = (
 def config_to_hf(config: Config) -> dict[str, Any]:
     """config.json of a model, in the spelling that transformers 4 and 5 both read.
 
-    Raises InputError where no class of transformers computes what `config` says.
+    Raises InputError if no class of transformers computes what `config` says.
     """
     if config.family not in FAMILIES:
         raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(SUPPORTED)}")
@@ -69,7 +69,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         ) from error
     data |= {name: float(data[name]) for name in _FLOATS if data.get(name) is not None}
     back = config_from_hf(data)
-    # A longer reach than the model asked for is no loss.
+    # More positions than the model asked for do no harm.
     fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]
     lost = [f"{n} = {getattr(config, n)!r}" for n in fields if getattr(config, n) != getattr(back, n)]
     if lost:
@@ -90,11 +90,11 @@ def _rope_fields(config: Config) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.rotary_dim is not None:
         share = rope.rotary_dim / config.head_dim
-        # Readers round down, so a quotient that came out a hair too small would lose a channel.
+        # Readers round down, so a quotient that is slightly too small would lose a channel.
         exact = int(share * config.head_dim) == rope.rotary_dim
         fields["partial_rotary_factor"] = share if exact else float(np.nextafter(share, 1))
     if isinstance(rope, LongRope):
-        # Phi-3's class looks here.
+        # Phi-3's class reads it here.
         fields["original_max_position_embeddings"] = rope.original_max
     if FAMILIES[config.family].local_rope != "own":
         # gpt-oss is scaled unless its file says that it is not.

@@ -1,7 +1,7 @@
-"""Experts that a checkpoint holds in one tensor per layer, under the names of single ones.
+"""Experts that a checkpoint stores in one tensor per layer, presented as one tensor per expert.
 
 transformers 5 keeps gate_up_proj [experts, 2 F, D] and down_proj [experts, D, F] in memory, and published
-checkpoints of Qwen3.5 hold them so; others hold a gate_proj, an up_proj and a down_proj of every expert.
+checkpoints of Qwen3.5 store them so; others have a gate_proj, an up_proj and a down_proj for every expert.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Stands where `Stored` has an open file."""
+    """Plays the role of an open file in `Stored`."""
 
     rows: dict[str, Rows]
 
@@ -40,9 +40,9 @@ class Pieces(NamedTuple):
 
 
 def experts_apart(found: Mapping[str, Stored], expected: Container[str]) -> dict[str, Stored]:
-    """The tensors of a checkpoint, those of all experts cut into single ones where these are expected.
+    """The tensors of a checkpoint, with those of all experts split into single ones if these are expected.
 
-    expected: the names that the model has, without prefix. Nothing is read.
+    expected: the model's names, without prefix. Nothing is read.
     """
     out, pieces = {}, Pieces({})
     for name, tensor in found.items():

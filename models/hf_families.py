@@ -1,4 +1,4 @@
-"""Every family of Hugging Face checkpoints that is loaded and saved, by its `model_type`."""
+"""Every supported family of Hugging Face checkpoints, by its `model_type`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _write_gemma(config: Config) -> dict[str, Any]:
 
 
 def _turning(flags: Sequence[bool]) -> tuple[Attention, ...]:
-    """Attention in every layer, of which some turn with positions and some do not."""
+    """Attention in every layer, with or without rotation by position."""
     return () if all(flags) else tuple(Attention(rotates=flag) for flag in flags)
 
 
@@ -79,7 +79,7 @@ def _turns(config: Config) -> list[bool]:
 
 
 def _given_turns(data: Json) -> list[bool]:
-    """Which layers of SmolLM3 turn; its key names those that do, whatever it is called."""
+    """Which layers of SmolLM3 rotate; despite its name, the key lists those that do."""
     every, layers = data["no_rope_layer_interval"], data["num_hidden_layers"]
     given = data.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
     if len(given) < layers:
@@ -96,7 +96,7 @@ def _write_smollm3(config: Config) -> dict[str, Any]:
 
 
 def _exaone4(data: Json, rope: Rope) -> dict[str, Any]:
-    """Where there is a width of windows, layers without one do not turn."""
+    """If there is a window, layers without a window do not rotate."""
     windows, layers = _EXAONE_WINDOWS.read(data), data["num_hidden_layers"]
     some = data["sliding_window"] is not None
     turning = [not some or bool(windows and windows[i]) for i in range(layers)]
@@ -108,7 +108,7 @@ def _write_exaone4(config: Config) -> dict[str, Any]:
 
 
 def _spell_exaone4(data: Json) -> dict[str, Any]:
-    """Since transformers 5.24 a pattern of 0 stands beside no windows."""
+    """Since transformers 5.24 a pattern of 0 means no windows."""
     return {"sliding_window_pattern": 1} if data["sliding_window_pattern"] == 0 else {}
 
 
@@ -239,7 +239,8 @@ FAMILIES: dict[str, Family] = {
         fused={"self_attn.qkv_proj.weight": ("q", "k", "v"), "mlp.gate_up_proj.weight": ("gate", "up")},
     ),
     "olmo2": Family("Olmo2ForCausalLM", _SIZES | {"rms_norm_eps": 1e-5}, _olmo),
-    # Only full layers rotate scaled, as in the paper (arXiv:2512.13961); in transformers 5.2 all layers do.
+    # Only full layers use the scaled rotation, as in the paper (arXiv:2512.13961); in transformers 5.2 all
+    # layers do.
     "olmo3": Family(
         "Olmo3ForCausalLM", _SIZES | {"rms_norm_eps": 1e-5, "sliding_window": 4096}, _olmo,
         windows=in_layers(lambda data, i: (i + 1) % 4 != 0), local_rope="unscaled",

@@ -1,4 +1,4 @@
-"""What is known of a family of Hugging Face checkpoints: one `Family` is all that a `model_type` needs."""
+"""Families of Hugging Face checkpoints: one `Family` holds everything that is specific to a `model_type`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Json = Mapping[str, Any]
 
 
 class Piece(NamedTuple):
-    """A parameter inside a tensor: which rows are its columns.
+    """A parameter inside a tensor: which rows of the tensor are its columns.
 
-    expert: of which expert or head, where the parameter has an axis of them. at: the first of its columns
-    that are there, where it lies in several tensors. shape: the tensor's, where it is not that of the rows
-    and what a row holds. turned: its columns are columns of the tensor. stacked: the tensor has the axis of
-    experts too, in front.
+    expert: of which expert or head, if the parameter has an axis for them. at: the parameter's first column
+    in this tensor, if it is split over several. shape: the tensor's shape, if it is not (rows, inputs).
+    turned: whether its columns are columns of the tensor. stacked: whether the tensor has the expert axis
+    too, in front.
     """
 
     leaf: str
@@ -35,22 +35,20 @@ class Piece(NamedTuple):
 class Family(NamedTuple):
     """A `model_type`: its class in transformers, its config.json, and its tensors.
 
-    config.json. defaults: values that it may leave out. spell: settings that are called otherwise in it, as
-    the others call them. read: fields of `Config` beside the sizes, rotation
-    and windows that all families spell alike. write: the way back. windows: which layers see one.
-    local_rope: the rotation of windowed layers, where it is not that of the others: "own" parameters (Gemma
-    3), or "unscaled", without the scaling of the others (OLMo 3). partial_rotary: `partial_rotary_factor` is
-    obeyed; all other classes rotate whole heads. paired: channels turn in pairs of neighbours. activation:
-    the key of the activation. within: other names of a
+    config.json. defaults: values that it may leave out. spell: translates settings with other names to the
+    common names. read: fields of `Config` beside the sizes, rotation and windows that all families spell
+    alike. write: the inverse. windows: which layers have one. local_rope: the rotation of windowed layers, if
+    it differs: "own" parameters (Gemma 3), or "unscaled", without the scaling of the others (OLMo 3).
+    partial_rotary: `partial_rotary_factor` is obeyed; all other classes rotate whole heads. paired:
+    neighbouring channels rotate in pairs. activation: the key of the activation. within: other names of a
     `model_type`: of models with vision, whose text_config is of this family, and of the family itself.
 
     Tensors. top: the prefix of all but lm_head, and the names of the embedding and of the last norm. norms:
-    the names of the norms before attention, behind it, before the feed-forward and behind it, where they are
-    not Llama's, OLMo's or Gemma's. fused: tensors of a layer that hold several parameters, stacked by rows.
-    pieces: (config, layer) -> the names of
-    that layer's tensors, each with the parameters in it, for layers that are not attention and an MLP alone.
-    ignored: prefixes of tensors that the decoder has no use for. more_layers: checkpoints may hold layers
-    above the last, which predict further tokens (DeepSeek-V3).
+    the names of the norms before attention, after it, before the feed-forward and after it, if they are not
+    Llama's, OLMo's or Gemma's. fused: tensors of a layer that hold several parameters, stacked by rows.
+    pieces: (config, layer) -> the names of that layer's tensors, each with the parameters in it, for layers
+    other than attention and an MLP. ignored: prefixes of tensors that the decoder has no use for.
+    more_layers: checkpoints may hold layers above the last, which predict further tokens (DeepSeek-V3).
     """
 
     architecture: str

@@ -11,7 +11,7 @@ from kvjax.models.model import Model
 
 
 def fetcher(model: Model) -> Callable[[str], np.ndarray]:
-    """Full tensor name -> the tensor as the checkpoint keeps it."""
+    """A function from a full tensor name to the tensor as the checkpoint stores it."""
     params, table, layer_at = model.params, tensors(model.config), []
     for group in params["layers"]:
         layer_at += [(group, i) for i in range(next(iter(group.values())).shape[0])]

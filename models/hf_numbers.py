@@ -1,4 +1,4 @@
-"""Numbers of a config.json: which settings are numbers, which of them must be above zero."""
+"""Checks of numbers in a config.json: which settings are numbers, and which must be positive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 
-# Settings of some or all families that make no sense at zero or below.
+# Settings of some or all families that must be above zero.
 _POSITIVE = (
     "rope_theta",
     "rope_local_base_freq",
@@ -22,7 +22,7 @@ _POSITIVE = (
 
 
 def check_numbers(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """InputError where a setting whose default is a number, or that must be above zero, is something else."""
+    """InputError if a setting is not a number although its default is, or not positive but must be."""
     names = [name for name, default in defaults.items() if is_number(default)]
     for name in dict.fromkeys((*names, *_POSITIVE)):
         value = data.get(name)
@@ -35,12 +35,12 @@ def check_numbers(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> None:
 
 
 def _is_pattern(value: Any) -> bool:
-    """Whether layers with windows and without are given as letters (Exaone 4)."""
+    """Whether layers with and without windows are given as letters (Exaone 4)."""
     return isinstance(value, str) and bool(value) and {*value} <= {"L", "G"}
 
 
 def size(data: Mapping[str, Any], key: str) -> int:
-    """A setting that counts something; InputError unless it is a positive whole number."""
+    """A setting that is a count; InputError unless it is a positive integer."""
     value = data.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json gives {key} = {value!r}, expected a positive whole number")
@@ -48,10 +48,10 @@ def size(data: Mapping[str, Any], key: str) -> int:
 
 
 def int_if_whole(x: float) -> int | float:
-    """Makes x an int where it is whole: transformers 5.24 refuses a float in a field of whole numbers."""
+    """Converts whole floats to int: transformers 5.24 refuses a float in an integer field."""
     return int(x) if float(x).is_integer() else x
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number."""
+    """Whether a JSON value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""A rotation in the words of config.json."""
+"""A rotation as settings of config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.ops.base.rope import Rope
 
 
 def scaling_fields(rope: Rope) -> dict[str, Any]:
-    """rope_scaling of a rotation."""
+    """The rope_scaling of a rotation."""
     out: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default":
         out["factor"] = rope.factor

@@ -1,8 +1,8 @@
-"""Which tensor of a Hugging Face checkpoint holds which parameters: one table, read in both directions.
+"""Which tensor of a Hugging Face checkpoint holds which parameters: one table for loading and saving.
 
-A checkpoint's matrices multiply from the left, ours from the right, so a tensor is the transposes of one or
-more parameters stacked by rows (Phi-3 keeps q, k and v in one). Names are those inside the decoder, without
-the prefixes (`model.`, `language_model.`) that depend on the class which saved them.
+A checkpoint's matrices multiply from the left, ours from the right, so a tensor consists of one or more
+transposed parameters stacked by rows (Phi-3 has q, k and v in one). Names are those inside the decoder,
+without the prefixes (`model.`, `language_model.`) that depend on the class which saved them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvjax.models.hf_family import Piece
 from kvjax.models.params import layer_shapes, shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
-# So many layers that a checkpoint lacks are listed tensor by tensor.
+# Up to this many missing layers are listed tensor by tensor.
 _MISSING_LAYERS = 1024
 _NO_PARAMETERS = ("rotary_emb.inv_freq",)
 
@@ -28,10 +28,10 @@ _NO_PARAMETERS = ("rotary_emb.inv_freq",)
 class Part(NamedTuple):
     """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop).
 
-    rows: which of those rows are its columns, in order, where it does not have them all in theirs. expert:
-    which expert's or head's it is, where the leaf has an axis of them. at: the first of the leaf's columns
-    that are there, where it lies in several tensors. turned: "rows" are columns. stacked: the tensor has the
-    axis of experts too, in front.
+    rows: which of those rows are its columns, in order, if not all of them. expert: which expert or head it
+    belongs to, if the leaf has an axis for them. at: the leaf's first column in this tensor, if it is split
+    over several. turned: whether "rows" are columns. stacked: whether the tensor has the expert axis too, in
+    front.
     """
 
     leaf: str
@@ -46,12 +46,12 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> slice:
-        """The leaf's columns that are there."""
+        """The leaf's columns in this tensor."""
         return slice(self.at, self.at + (self.stop - self.start if self.rows is None else len(self.rows)))
 
 
 class View(NamedTuple):
-    """The matrix in which a part has rows: of one expert, or transposed, where the tensor is stored so."""
+    """The matrix of a part: of one expert, or transposed, if the tensor is stored so."""
 
     stored: Stored
     expert: int | None = None
@@ -63,7 +63,7 @@ class View(NamedTuple):
         return shape[::-1] if self.turned else shape
 
     def read(self, *index: slice) -> np.ndarray:
-        """As of `Stored`."""
+        """As `Stored.read`."""
         spans = [*index, *(slice(None),) * (len(self.shape) - len(index))]
         spans = spans[::-1] if self.turned else spans
         if self.expert is None:
@@ -74,14 +74,14 @@ class View(NamedTuple):
 
 
 def view(stored: Stored, part: Part) -> Stored | View:
-    """Where to read a part of a tensor."""
+    """The matrix from which a part of a tensor is read."""
     if part.turned or part.stacked:
         return View(stored, part.expert if part.stacked else None, part.turned)
     return stored
 
 
 class Tensor(NamedTuple):
-    """A tensor that a checkpoint must hold: its shape there, and the parameters in it."""
+    """A tensor of a checkpoint: its shape there, and the parameters in it."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -120,7 +120,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 
 def top_names(config: Config) -> tuple[str, str]:
-    """What the embedding and the last norm are called."""
+    """The names of the embedding and of the last norm."""
     _, embed, norm = FAMILIES[config.family].top
     return f"{embed}.weight", f"{norm}.weight"
 
@@ -137,7 +137,7 @@ def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ..
         shape = (*inner, total) if first.turned else (total, *inner)
         return Tensor((lead, *shape) if first.stacked else shape, parts)
     inner = sizes[first.leaf][0 if first.expert is None else 1 : -1]
-    # A convolution over single channels has an axis of one input channel.
+    # A depthwise convolution has an axis for its single input channel.
     return Tensor((total, 1, *inner) if first.leaf == "conv" else (total, *inner), parts)
 
 
@@ -158,7 +158,7 @@ def _layer_table(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _norms(config: Config) -> tuple[str, str, str, str]:
-    """What the norms before and behind attention and the feed-forward are called."""
+    """The names of the norms before and after attention and the feed-forward."""
     named = FAMILIES[config.family].norms
     if named is not None:
         return named
@@ -169,7 +169,7 @@ def _norms(config: Config) -> tuple[str, str, str, str]:
 
 
 def _in_halves(tensor: Tensor, config: Config) -> Tensor:
-    """A tensor whose rows are heads of channels that turn in pairs of neighbours, which ours do not."""
+    """Reorders the rows of a tensor from heads that rotate in neighbouring pairs to ours."""
     [part] = tensor.parts
     if part.leaf.removesuffix("_bias").removesuffix("_norm") not in ("q", "k"):
         return tensor
@@ -202,9 +202,9 @@ def short_name(name: str) -> str:
 
 
 def check_layers(data: Mapping[str, Any], found: Mapping[str, Stored]) -> None:
-    """InputError where config.json gives far more layers than the tensors name, before any is thought of.
+    """InputError if config.json gives far more layers than the tensors name, before anything is allocated.
 
-    A few layers more are left to `match`, which names the tensors that are missing.
+    A few missing layers are left to `match`, which names the missing tensors.
     """
     text = data.get("text_config")
     given = (text if isinstance(text, Mapping) else data).get("num_hidden_layers")
@@ -218,7 +218,7 @@ def check_layers(data: Mapping[str, Any], found: Mapping[str, Stored]) -> None:
 
 
 def refuse_doubles(found: Mapping[str, Stored]) -> None:
-    """InputError where a tensor stands under two prefixes, unless both hold the same numbers."""
+    """InputError if a tensor occurs under two prefixes, unless both hold the same numbers."""
     names: dict[str, str] = {}
     for name, tensor in found.items():
         first = names.setdefault(short_name(name), name)
@@ -230,10 +230,10 @@ def refuse_doubles(found: Mapping[str, Stored]) -> None:
 
 
 def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The stored tensor of every name in `tensors(config)`, where `found` holds them all and no others.
+    """The stored tensor of every name in `tensors(config)`, if `found` holds exactly these.
 
     Raises InputError that lists what is missing, what is extra and what has another shape or an unknown
-    dtype. Buffers that are no parameters, and the vision half of Gemma 3, are passed over.
+    dtype. Buffers that are not parameters, and the vision half of Gemma 3, are ignored.
     """
     expected = tensors(config)
     stored = {short_name(name): tensor for name, tensor in found.items() if not _passed_over(name, config)}
@@ -279,7 +279,7 @@ def _passed_over(name: str, config: Config) -> bool:
 
 
 def _beyond(name: str, config: Config) -> bool:
-    """Whether a tensor is of a layer behind the last: such layers predict further tokens (DeepSeek-V3)."""
+    """Whether a tensor is of a layer after the last: these predict further tokens (DeepSeek-V3)."""
     parts = name.split(".")
     return parts[0] == "layers" and parts[1].isdigit() and int(parts[1]) >= config.layers
 

@@ -1,4 +1,4 @@
-"""Which layers of a Hugging Face model see a window, from config.json and back."""
+"""Which layers of a Hugging Face model have a window, from config.json and back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvjax.models.hf_numbers import size
 
 
 class Windows(NamedTuple):
-    """read: config.json -> the window of every layer, () where none has one. write: the way back."""
+    """read: config.json -> the window of every layer, () for none. write: the inverse."""
 
     read: Callable[[Mapping[str, Any]], tuple[int | None, ...]]
     write: Callable[[Config], dict[str, Any]]
 
 
 def in_layers(slides: Callable[[Mapping[str, Any], int], bool], switch: str = "") -> Windows:
-    """Windows in the layers that `layer_types` names or, where it is absent, in those that slide.
+    """Windows in the layers that `layer_types` names or, without it, in those for which `slides` is true.
 
-    slides: (config.json, layer) -> whether it has a window. switch: a setting without which none has one.
+    slides: (config.json, layer) -> whether it has a window. switch: a setting that enables windows.
     """
 
     def read(data: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -38,7 +38,7 @@ def in_layers(slides: Callable[[Mapping[str, Any], int], bool], switch: str = ""
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
         if switch:
             return {"sliding_window": _width(config), "layer_types": kinds, switch: any(windows)}
-        # Classes without a switch need a width even where no layer has a window: their default then.
+        # Classes without a switch need a width even if no layer has a window: then their default.
         width = {"sliding_window": _width(config)} if any(windows) else {}
         return {**width, "layer_types": kinds}
 

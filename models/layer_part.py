@@ -1,4 +1,4 @@
-"""What mixers and feed-forwards share: a name in config JSON, and the logical axes of their parameters."""
+"""Shared by mixers and feed-forwards: a name in config JSON, and the logical axes of their parameters."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from kvjax.mesh.rules import AXES
 
 
 class LayerPart:
-    """A mixer or a feed-forward. Defining a class registers its name, by which config JSON finds it.
+    """A mixer or a feed-forward. Defining a class registers its name for config JSON.
 
-    A base for others, which no config names, is defined with `class Base(Mixer, abstract=True)`.
+    A base class, which no config names, is defined with `class Base(Mixer, abstract=True)`.
 
-    axes: one logical axis (`kvjax.mesh.rules.AXES`), or None for one that is never split, per axis of every
-    parameter in `shapes`. Norms and the biases of matrices need no entry. registered: every class by name.
+    axes: for every parameter in `shapes`, one logical axis (`kvjax.mesh.rules.AXES`) per array axis, or None
+    for one that is never split. Norms and the biases of matrices need no entry. registered: every class by
+    name.
     """
 
     axes: ClassVar[dict[str, Axes]] = {}
     registered: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, abstract: bool = False, **more: Any) -> None:
-        """Raises InputError for a second class of one name, and for axes that no rules know."""
+        """Raises InputError for a second class with the same name, and for unknown axes."""
         super().__init_subclass__(**more)
         unknown = sorted({axis for axes in cls.axes.values() for axis in axes if axis} - {*AXES})
         if unknown:
@@ -32,7 +33,7 @@ class LayerPart:
             cls.registered = {}
         elif not abstract:
             first = cls.registered.setdefault(cls.__name__, cls)
-            # A cell that runs again, or a module that is loaded anew, defines the same class once more.
+            # A cell that runs again, or a reloaded module, defines the same class once more.
             if _source(first) != _source(cls):
                 raise InputError(
                     f"{cls.__module__} and {first.__module__} both define a {cls.__name__}, and config JSON "
@@ -41,7 +42,7 @@ class LayerPart:
             cls.registered[cls.__name__] = cls
 
     def axes_of(self, name: str) -> Axes | None:
-        """The logical axes of a parameter; None where the class names none."""
+        """The logical axes of a parameter; None if the class names none."""
         if name in self.axes:
             return self.axes[name]
         if name.endswith(("_norm", "_norm_bias")):
@@ -49,11 +50,11 @@ class LayerPart:
         matrix = self.axes.get(name.removesuffix("_bias"))
         if matrix is None:
             return None
-        # Where a product's rows are split, every device would add the bias once.
+        # If a product's rows are split, every device would add the bias once.
         return (None if matrix[-1] == "embed" else matrix[-1],)
 
 
 def _source(kind: type) -> tuple[str, str]:
-    """The file, or module without one, that defines a class, and its name there."""
+    """The file (or module without one) that defines a class, and its name there."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file or kind.__module__, kind.__qualname__

@@ -1,4 +1,4 @@
-"""What mixers and feed-forwards are made of: norms, linear maps, activations."""
+"""Building blocks of mixers and feed-forwards: norms, linear maps, activations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def last_axis(weight: Array, like: Array) -> Array:
-    """A vector as a weight on the last axis of `like`."""
+    """A vector reshaped to broadcast along the last axis of `like`."""
     return weight.reshape((1,) * (like.ndim - weight.ndim) + weight.shape)
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) -> Array:
-    """RMSNorm (arXiv:1910.07467) in promote(float32, x): x / rms(x) * (offset + weight), or no weight."""
+    """RMSNorm (arXiv:1910.07467) in promote(float32, x): x / rms(x) * (offset + weight), weight optional."""
     y = x.astype(wide(x))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     if weight is not None:
@@ -38,7 +38,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) ->
 
 
 def group_norm(p: Params, name: str, x: Array, groups: int, eps: float) -> Array:
-    """GroupNorm (arXiv:1803.08494) of equal parts of the last axis, weight p[name], bias p[name_bias].
+    """GroupNorm (arXiv:1803.08494) over equal parts of the last axis, weight p[name], bias p[name_bias].
 
     With one group it is LayerNorm (arXiv:1607.06450).
     """
@@ -56,22 +56,22 @@ def l2_norm(x: Array, eps: float = 1e-6) -> Array:
 
 
 def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-    """`linear` for results that are cut into heads.
+    """`linear` for results that are split into heads.
 
-    The barrier is for steps of one token: without it, XLA for TPUs copies the weights at every step, into a
-    layout that puts the heads in front.
+    The barrier is for steps of one token: without it, XLA for TPUs copies the weights at every step into a
+    layout with the heads first.
     """
     y = linear(p, name, x)
     return jax.lax.optimization_barrier(y) if x.shape[1] == 1 else y
 
 
 def linear(p: Params, name: str, x: Array) -> Array:
-    """Computes x W + b with W = p[name], and b = p[name_bias] where there is one.
+    """Computes x W + b with W = p[name], and b = p[name_bias] if there is one.
 
     XLA for GPUs computes one row times a small matrix as products that it writes to memory and then sums. A
-    second row, of zeros, makes it a matrix product, which it does not write out. XLA for CPUs computes the
-    gradient of a product with more axes from a transposed copy of what lies behind it, activation and all,
-    which takes twice as long as the gradient of one matrix.
+    second row, of zeros, makes it a matrix product, which avoids that. XLA for CPUs computes the gradient of
+    a product with more axes from a transposed copy of the following operations' gradient, which takes twice
+    as long as with a single matrix.
     """
     flat = x.reshape(-1, x.shape[-1])
     if platform() == "gpu" and len(flat) == 1:

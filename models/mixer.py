@@ -1,20 +1,20 @@
-"""Mixers: what carries tokens' information to later tokens in one layer, and how it meets its past.
+"""Mixers: the part of a layer that carries information from tokens to later tokens, and its memory.
 
 A mixer is a frozen dataclass, static and hashable. It knows its parameters and its equation; it does not know
-where its past is stored. That is known to the `Memory` it is handed: `attend` appends slots and attends to
-them, `recur` fetches a recurrent state, steps it and puts it back. So one mixer serves training without a
-cache, a prefill and a decode step.
+where its past is stored. The `Memory` passed to it does: `attend` appends slots and attends to them, `recur`
+fetches a recurrent state, steps it and stores it. So one mixer serves training without a cache, a prefill and
+a decode step.
 
 Layers exchange things by name. A mixer declares in `takes` what it needs from which layer; every layer then
-publishes exactly what others take from it (`kvjax.models.exchange`), and finds what it asked for in
-`Layer.taken`. These names are published:
+publishes exactly what others take from it (`kvjax.models.exchange`), and gets what it takes in `Layer.taken`.
+These names are published:
 
-* "input": the hidden state that came into the layer;
+* "input": the layer's input, a hidden state;
 * "slots": the layer's past and its new keys and values, as `LayerSlots`;
 * "logits": its attention logits, as `AttentionLogits`;
 * "picks": the slots that its read picked, for layers above it in the same step;
-* "values": the values of its new tokens, in the shape that its mixer computes them in;
-* "tokens" and "embedding": what the decoder was given and its table of embeddings, from layer None.
+* "values": the values of its new tokens, in the shape in which its mixer computes them;
+* "tokens" and "embedding": the decoder's input and its embedding table, from layer None.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kvjax.ops.base.rope import Rope
 from kvjax.state.axes import say_state_axes
 from kvjax.state.cache import GroupState
 
-# Attention logits over each set of keys, -inf where a key is not visible.
+# Attention logits over each set of keys, -inf for invisible keys.
 AttentionLogits = tuple[Float[Array, "B N T _"], ...]
-# What a layer leaves beside its output: "collected" for the memory, and what it publishes, by its name.
+# What a layer returns beside its output: "collected" for the memory, and what it publishes, by name.
 Left = dict[str, Any]
 
 
 class Take(NamedTuple):
-    """What is taken from which layer; layer None is the decoder itself."""
+    """A published name and the layer that publishes it; layer None is the decoder itself."""
 
     name: str
     layer: int | None
@@ -54,9 +54,9 @@ class Take(NamedTuple):
 class LayerSlots(NamedTuple):
     """One layer's slots, for the layers that read them: its past and what it just projected.
 
-    state: what its group holds, in which it stands alone. k, v: its new keys, rotated, and values (None: the
-    first channels of the keys); both None in a step, where the state holds them already. above: the layer
-    stands above the reader, which then sees no key of its own token.
+    state: the state of its group, in which it is the only layer. k, v: its new keys, rotated, and values
+    (None: the first channels of the keys); both None in a step, where the state holds them already. above:
+    whether the layer is above the reader, which then does not see the key of its own token.
     """
 
     state: GroupState
@@ -66,7 +66,7 @@ class LayerSlots(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Which layer is speaking: its group, its index inside it (traced when stacked) and its constants.
+    """A layer: its group, its index inside it (traced when stacked) and its constants.
 
     pos: positions of the layer's queries. publishes: the names that other layers take from it. taken: what it
     takes itself, by the keys of its mixer's `takes`.
@@ -90,19 +90,20 @@ class Layer(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What attention logits multiply by."""
+        """The factor on attention logits."""
         return self.slots.scale
 
 
 class SlotShape(NamedTuple):
-    """What one token costs in a layer that keeps slots.
+    """The shape of one token's slot in a layer that keeps slots.
 
-    heads: lists of slots. key, value: channels per slot. shared: no values are stored, because they are the
-    first `value` channels of the keys or, if `value` is 0, those of another layer. scale: what logits
-    multiply by. factors: keys are computed from what is stored, so a query cannot be compared with it
-    directly. expands: but scores can look at what `Mixer.met` computes. fixed: the slots are filled before
-    any token is read, and tokens add nothing to them (a context). ids: the stored values are the digits of
-    token ids, which no codec may round, and a token's key is made from its own slot and the one before it.
+    heads: stored KV heads. key, value: channels per slot. shared: whether no values are stored, because they
+    are the first `value` channels of the keys or, if `value` is 0, those of another layer. scale: the factor
+    on logits. factors: whether keys are computed from what is stored, so that queries cannot be compared with
+    it directly. expands: if so, whether scores can use what `Mixer.met` computes. fixed: whether the slots
+    are filled before any token is read, and tokens add nothing to them (a context). ids: whether the stored
+    values are the digits of token ids, which no codec may round, and a token's key is computed from its own
+    slot and the one before it.
     """
 
     heads: int
@@ -119,11 +120,10 @@ class SlotShape(NamedTuple):
 class Projected(NamedTuple):
     """A layer's queries, keys and values of its new tokens, before rotation, and the input they came from.
 
-    k is None where the layer reads another one's slots, v where the values are the first channels of the keys
-    or another layer's. expand: how to attend where keys and values are not stored as they are attended to.
-    extra: keys and values outside the sequence, which every query sees. rescore: the layer's logits
-    [B, N, T, S], computed from the logits that it takes from another layer, its own rotated queries and its
-    stored keys.
+    k is None if the layer reads another layer's slots, v if the values are the first channels of the keys or
+    another layer's. expand: how to attend if keys and values are not stored as they are attended to. extra:
+    keys and values outside the sequence, which every query sees. rescore: the layer's logits [B, N, T, S],
+    computed from the logits that it takes from another layer, its own rotated queries and its stored keys.
     """
 
     q: Float[Array, "B N T H"]
@@ -135,18 +135,19 @@ class Projected(NamedTuple):
     rescore: Callable[[Array, Array, Array], Array] | None = None
 
 
-# A recurrent layer's state: arrays by name, or `StackedState` for the parts that `Mixer.in_place` names.
+# A recurrent layer's state: arrays by name, or `StackedState` for the parts in `Mixer.in_place`.
 RecurrentState = dict[str, Any]
 # (the layer's state or None, which tokens are real) -> (output, new state).
 Step = Callable[[RecurrentState | None, Bool[Array, "B T"]], tuple[Array, RecurrentState]]
 
 
 class Narrowing(NamedTuple):
-    """A prompt gets narrower behind layer `after`: the layers above run for some of its tokens.
+    """A prompt is narrowed after layer `after`: the layers above run for only some of its tokens.
 
-    choose: from what the layer's group collected, and where its tokens stand, to the indices of the tokens
-    that go on, in their order, and which of these entries are any. The layer is the last of its group. below:
-    from what a lower group collected, and these, to what is left of it. then: where it gets narrower again.
+    choose: from what the layer's group collected, and the positions of its tokens, to the indices of the
+    tokens that go on, in order, and which of these entries are in use. The layer is the last of its group.
+    below: from what a lower group collected, and these indices, to the part that is kept. then: the next
+    narrowing.
     """
 
     after: int
@@ -156,10 +157,10 @@ class Narrowing(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What passed through a layer.
+    """The intermediate results of a layer.
 
-    read: what its mixer was given, mixed: what it added to the hidden state, fed: what its feed-forward was
-    given; None where it has none. out: what left the layer.
+    read: its mixer's input, mixed: what the mixer added to the hidden state, fed: its feed-forward's input;
+    None without one. out: the layer's output.
     """
 
     mixer: Mixer
@@ -172,21 +173,21 @@ class Passed(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """How a layer meets its past. attend and recur return (output, the group's new state, what is left).
+    """How a layer uses its past. attend and recur return (output, the group's new state, what it leaves).
 
     pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output [B, N, T,
-    V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed slots of
-    the layer or of the one that it reads; empty where nothing filled them. last: index of each row's last new
-    token, where only its logits are wanted and no layer is observed; layers that keep nothing of their inputs
+    V]. recur: (layer, step, state) with the output of the step. held: (layer, state) -> the fixed slots of
+    the layer or of the one that it reads; empty if nothing filled them. last: index of each row's last new
+    token, if only its logits are needed and no layer is observed; layers that keep nothing of their inputs
     are then run for that token alone. implementation: of recurrences, as in `kvjax.ops.base.dispatch.form`.
-    narrow: where upper layers run for fewer tokens. remat: for a gradient, what lies inside a layer is
-    computed anew instead of kept. on_mesh: by whose rules rows of hidden states are split between layers, and
-    rows and heads of recurrences. segments: which of its row's texts a token is of, where no layer's state
-    goes on from one to the next. passes: where layers read slots from above, how many passes without and then
-    with a gradient stand for the fixed point; None: as many as reach it. look: what to collect of every
-    layer. takes: what a memory has layers take from each other beside what their mixers do, by the first
-    layer of a group. ahead: called with what enters a group of layers and the state of the next one, which
-    starts to bring what that one will need.
+    narrow: from where on upper layers run for fewer tokens. remat: whether the gradient recomputes the inside
+    of a layer instead of storing it. on_mesh: the mesh whose rules split rows of hidden states between
+    layers, and rows and heads of recurrences. segments: the index of each token's text in its row, if rows
+    pack several texts and no state continues from one to the next. passes: if layers read slots from above,
+    how many passes without and then with a gradient approximate the fixed point; None: as many as reach it.
+    look: what to collect from every layer. takes: what layers take from each other for the memory, beside
+    their mixers' takes, by the first layer of a group. ahead: called with a group's input and the state of
+    the next group, to start copying what that one will need.
     """
 
     pos: Int[Array, "B T"]
@@ -206,19 +207,19 @@ class Memory(NamedTuple):
 
 
 class Mixer(LayerPart):
-    """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
+    """The interface of mixers, which are frozen dataclasses that override what they need.
 
-    grows: the parts of its state that hold something of every token, [B, S, ...]: they get room as slots do,
-    and the part "count" says how much of it is used. untaught: parameters that no gradient reaches, because
-    they are learned in another way.
+    grows: the parts of its state with an entry per token, [B, S, ...]: they get room like slots, and the part
+    "count" says how much is used. untaught: parameters without a gradient, because they are learned in
+    another way.
 
     state_axes: one logical axis, or None, for the axes of every part of `state`, the first ones at least; ()
     for a part that every device holds whole. A name has the same axes in all mixers.
 
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
-    and gives as `StackedState`, which a kernel writes where they lie. in_segments: whether texts of one
-    row are kept apart, so that a state starts anew where `Memory.segments` change; unless it is said, a layer
-    without a state does so, because attention hides other texts by their positions.
+    and returns as `StackedState`, which a kernel updates in place. in_segments: whether texts packed in one
+    row are separated, so that a state starts anew where `Memory.segments` change; by default true for a layer
+    without a state, because attention hides other texts by their positions.
     """
 
     state_axes: ClassVar[dict[str, Axes]] = {}
@@ -241,15 +242,15 @@ class Mixer(LayerPart):
 
     @property
     def takes(self) -> dict[str, Take]:
-        """What the layer needs of others, by what it is to the layer.
+        """What the layer takes from other layers: {role in this layer: Take(published name, source layer)}.
 
         The keys "slots" (read in place of slots of its own), "slot values" (the values of those slots, beside
-        keys of its own) and "logits" (attended with in place of its own) have a meaning to `Memory.attend`.
+        keys of its own) and "logits" (attended with in place of its own) are known to `Memory.attend`.
         """
         return {}
 
     def source_of(self, key: str) -> int | None:
-        """The layer from which it takes `key`; None where it does not."""
+        """The layer from which it takes `key`; None if it does not."""
         take = self.takes.get(key)
         return None if take is None else take.layer
 
@@ -260,10 +261,10 @@ class Mixer(LayerPart):
         return frozenset({"logits"} if "slots" in self.takes else {"slots", "logits"})
 
     def check(self, config: Config) -> None:
-        """Raises ValueError where it does not fit the model."""
+        """Raises ValueError if it does not fit the model."""
 
     def check_takes(self, config: Config, layer: int) -> None:
-        """Raises ValueError where another layer has nothing of what this one takes, or not in time."""
+        """Raises ValueError if another layer does not have what this one takes, or not in time."""
         for name, at in self.takes.values():
             if at is None:
                 continue
@@ -289,7 +290,7 @@ class Mixer(LayerPart):
         self._check_slots(config, layer)
 
     def _check_slots(self, config: Config, layer: int) -> None:
-        """ValueError where a layer reads slots unlike those that it attends to, or fewer than it sees."""
+        """ValueError if a layer reads slots that differ from its own, or that see fewer tokens."""
         values, source = self.source_of("slot values"), self.source_of("slots")
         if values is not None and values > layer:
             raise ValueError(f"layer {layer} reads the values of layer {values} above it")
@@ -310,7 +311,7 @@ class Mixer(LayerPart):
         raise NotImplementedError
 
     def slots(self, config: Config) -> SlotShape | None:
-        """The slots that the layer attends to; None where it keeps a state of constant size instead."""
+        """The slots that the layer attends to; None if it keeps a state of constant size instead."""
         return None
 
     def slots_of(self, config: Config) -> SlotShape:
@@ -322,29 +323,29 @@ class Mixer(LayerPart):
     def met(
         self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B X S"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
-        """Keys and values of one layer as its queries meet them, of stored ones [B, X, S, ...], K >= X.
+        """Keys and values as the layer's queries attend to them, from stored ones [B, X, S, ...], K >= X.
 
-        Asked only where `SlotShape.expands`.
+        Called only if `SlotShape.expands`.
         """
         raise NotImplementedError
 
     def rope(self, config: Config, layer: int) -> Rope:
-        """How queries and stored keys turn with their positions."""
+        """How queries and stored keys are rotated by their positions."""
         return Rope(kind="none")
 
     def query_heads(self, config: Config) -> int:
-        """Heads that ask, in a layer with slots."""
+        """The number of query heads, in a layer with slots."""
         return config.heads
 
     def state(self, config: Config) -> Shapes:
-        """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere.
+        """Name and shape of a row's state if the layer keeps no slots; empty otherwise.
 
-        Those that grow are given as of no token, (0, ...).
+        Parts that grow are given for zero tokens, (0, ...).
         """
         return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        """(output, new state, what the layer leaves)."""
+        """(output, new state, what the layer leaves for others)."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A model as the API hands it around: config, parameters, tokenizer."""
+"""A model as the API passes it around: config, parameters, tokenizer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Model:
         chat_template: the checkpoint's Jinja template of conversations, or None.
         stop_ids: token ids that end a text.
         special_tokens: texts of special tokens by their names, such as "bos_token".
-        name: what reports call the model.
-        on_mesh: the mesh that the weights lie on, with the rules by which they and all caches are split;
-            None on one device.
+        name: what reports call the model. on_mesh: the mesh of the weights, with the rules that split them
+            and all caches; None on one device.
 
     >>> import kvjax
     >>> kvjax.load("recall-tiny")([[1, 2, 3]]).shape
@@ -53,49 +52,50 @@ class Model:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     name: str = "model"
     on_mesh: OnMesh | None = None
-    # What made it of another model, and that one's fingerprint; a changed copy was made by nothing.
+    # The word that rewrote another model into this one, and that model's fingerprint; not copied by
+    # dataclasses.replace.
     made_by: Any = dataclasses.field(init=False, default=None, repr=False)
     made_of: str = dataclasses.field(init=False, default="", repr=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What caches and scores say they belong to; see `kvjax.models.fingerprint`.
+        """The identity that caches and scores record; see `kvjax.models.fingerprint`.
 
-        Computed when it is first asked for, once per model. On two busy CPU cores that took 3 ms for the 3 MB
-        of recall-tiny; for 100 MB, 0.1 s of float32 or 0.5 s of bfloat16, and 0.5 s once to compile it.
+        Computed on first use, once per model. On two busy CPU cores that took 3 ms for the 3 MB of
+        recall-tiny; for 100 MB, 0.1 s of float32 or 0.5 s of bfloat16, and 0.5 s once to compile it.
         """
         if self.made_by is not None:
-            # Another machine makes the same weights but for rounding, and their caches are the same.
+            # Another machine makes the same weights up to rounding, and their caches are interchangeable.
             return hashlib.sha256(f"{self.made_of} {self.made_by!r}".encode()).hexdigest()[:16]
         return fingerprint(self.config, self.params)
 
     @functools.cached_property
     def signature(self) -> str:
-        """What fitted arrays say they belong to: the config, and the signs of the embedding's first 256 rows.
+        """The identity recorded by fitted arrays: the config, and signs of the embedding's first 256 rows.
 
-        Unlike the fingerprint it is the same in every dtype and however layers are stacked; weights that were
-        trained on have another one, as long as their embedding moved.
+        Unlike the fingerprint it is the same in every dtype and however layers are stacked; after further
+        training it differs if the embedding has changed.
         """
         signs = np.signbit(np.asarray(self.params["embed"][:256].astype("float32")))
         return hashlib.sha256(described(self.config).encode() + np.packbits(signs).tobytes()).hexdigest()[:16]
 
     @functools.cached_property
     def models_made(self) -> dict[Any, Model]:
-        """The models that methods made of this one, by their `make` or by the groups of their layers.
+        """The models that methods derived from this one, by their `make` or by the groups of their layers.
 
         They live as long as this one.
         """
         return {}
 
     def remade(self, make: Any, config: Config, params: Params) -> Model:
-        """What a method's `make` makes of this model: its config and parameters, and all else of this one."""
+        """The model with a method's rewritten config and parameters, and everything else of this one."""
         new = dataclasses.replace(self, config=config, params=params)
         object.__setattr__(new, "made_by", make)
         object.__setattr__(new, "made_of", self.fingerprint)
         return new
 
     def regrouped(self, groups: tuple[Group, ...]) -> Model:
-        """The same model with its layers stacked otherwise."""
+        """The same model with its layers stacked differently."""
         new = dataclasses.replace(self, params=regroup(self.params, check_groups(self.config, groups)))
         object.__setattr__(new, "made_by", self.made_by)
         object.__setattr__(new, "made_of", self.made_of)
@@ -105,13 +105,13 @@ class Model:
         self, tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]]
     ) -> Float[Array, "B T V"]:
         config = self.config
-        # A dynamic rotation grows with the text: its stretched length is no end.
+        # A dynamic rotation grows with the text: its stretched length is not a limit.
         positions = math.inf if config.rope.kind == "dynamic" else config.max_positions
         return _forward(self.params, whole_text(tokens, config.vocab, positions), config)
 
 
 def check_single(model: Any, what: str) -> None:
-    """InputError where `what` needs a model of one decoder, and this one is of two or none at all."""
+    """InputError if `what` needs a model of one decoder, and this is not one."""
     if not hasattr(model, "config"):
         raise InputError(f"model is {model!r:.80}, expected what kvjax.load returns: load it first")
     if not isinstance(model.config, Config):

@@ -1,4 +1,4 @@
-"""Parameters: their shapes, their first values, and how equal layers are stacked."""
+"""Parameters: their shapes, their initial values, and how equal layers are stacked."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Group(NamedTuple):
 
 
 def layer_kind(config: Config, layer: int) -> tuple[object, ...]:
-    """What must be equal in layers that are stacked."""
+    """The properties that must be equal in stacked layers."""
     beside = config.inputs[layer] if config.inputs else None
     return config.window(layer), mixer_of(config, layer), mlp_of(config, layer), beside
 
 
 def apart(config: Config) -> frozenset[int]:
-    """The layers from which others take anything: they stand alone in their groups."""
+    """The layers from which others take anything; each is alone in its group."""
     return frozenset(published(config))
 
 
@@ -39,8 +39,8 @@ def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
     """How the layers are stacked: in maximal runs of equal layers on TPU, one by one elsewhere.
 
     XLA on CPU and GPU copies a layer's slice of stacked weights at every step; on TPU one scan over the stack
-    compiles fast and copies nothing. The first two layers always stand apart, because several methods
-    leave them alone, and so do layers that others read.
+    compiles fast and copies nothing. The first two layers are never stacked, because several methods exempt
+    them, nor are layers that others read.
     """
     if stacked is None:
         stacked = jax.default_backend() == "tpu"
@@ -55,7 +55,7 @@ def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
 
 
 def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """`groups`, unless they miss or repeat a layer or stack layers of different kinds: then ValueError."""
+    """Returns `groups`; ValueError if they miss or repeat a layer or stack layers of different kinds."""
     if [i for g in groups for i in range(g.first, g.first + g.size)] != list(range(config.layers)):
         raise ValueError(
             f"groups must name layers 0 to {config.layers - 1} once each and in order, got {groups}"
@@ -113,7 +113,7 @@ def init(
     return regroup(out, check_groups(config, groups or plan(config)))
 
 
-# Random numbers cost a third of a second per shape to compile, so one flat draw serves all equal layers.
+# Random numbers take a third of a second per shape to compile, so one flat draw serves all equal layers.
 @functools.partial(jax.jit, static_argnames=("sizes", "config", "dtype"))
 def _draw(key: Array, sizes: tuple[tuple[str, tuple[int, ...]], ...], config: Config, dtype: str) -> Params:
     count = sum(math.prod(shape) for _, shape in sizes if len(shape) >= 2)
@@ -135,7 +135,7 @@ def _draw(key: Array, sizes: tuple[tuple[str, tuple[int, ...]], ...], config: Co
 
 
 def _decays(name: str, shape: tuple[int, ...]) -> Array:
-    """a_log = log of 1 .. 16; dt_bias such that softplus gives 0.001 .. 0.1, evenly in the logarithm."""
+    """a_log = log of 1 .. 16; dt_bias such that softplus gives 0.001 .. 0.1, log-uniformly."""
     share = jnp.linspace(0.0, 1.0, math.prod(shape)).reshape(shape)
     if name == "a_log":
         return jnp.log(1 + 15 * share)

@@ -1,4 +1,4 @@
-"""Names of the parameters' leaves, on which devices each of them goes, and how it lies there."""
+"""Placement: names of the parameters' leaves, their devices, and their memory layout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvjax.base.errors import InputError
 from kvjax.models.layers import Params
 from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
-# Rows of the tiles that stacked matrices of bfloat16 are multiplied in, where these are not the default of 8.
+# Rows of the tiles in which stacked bfloat16 matrices are multiplied, if not the default of 8.
 TILE_ROWS = {"tpu7x": 16}
 
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Params, below: str = "") -> Params:
-    """The tree with f(path, leaf) at every leaf; paths read "embed" or "layers.0.q" (0: the group).
+    """The tree with f(path, leaf) at every leaf; paths are "embed" or "layers.0.q" (0: the group).
 
-    A tree in the tree, such as one of two decoders, puts its name before its paths: "blocks.layers.0.q".
+    Paths in a nested tree, such as one of two decoders, begin with its name: "blocks.layers.0.q".
     """
     out: Params = {}
     for name, leaf in tree.items():
@@ -43,7 +43,7 @@ def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], j
     """A user's `sharding` as a function (path, shape) -> Sharding, None for the default device.
 
     It may be None, one Sharding for all, such a function, or a tree of Shardings like `tree`. InputError for
-    anything else, where that tree has none for a parameter, and where a Sharding does not divide its shape.
+    anything else, if that tree lacks a parameter, and if a Sharding does not divide its shape.
     """
     choose = _chosen(tree, sharding)
 
@@ -55,7 +55,7 @@ def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], j
             raise InputError(f"the sharding of {path} is {where!r}, {_EXPECTED}")
         try:
             where.shard_shape(shape)
-        except (ValueError, IndexError) as error:  # an index error where it names more axes than there are
+        except (ValueError, IndexError) as error:  # an IndexError if it names more axes than there are
             raise InputError(
                 f"{path} of shape {list(shape)} cannot be divided as {where}: leave that axis whole, or give "
                 "a function (path, shape) -> Sharding that does"
@@ -92,9 +92,9 @@ def _chosen(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], Any
 
 
 def weight_layout(generation: str, x: Any) -> Layout | None:
-    """How the layers' matrices x [..., D, F] are to lie on a TPU; None where that is the default.
+    """The layout of the layers' matrices x [..., D, F] on a TPU; None for the default.
 
-    Where matrices lie in other tiles than these, XLA copies those of all layers at every call.
+    With other tiles, XLA would copy the matrices of all layers at every call.
 
     >>> weight_layout("tpu7x", jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)).tiling
     ((16, 128), (2, 1))
@@ -106,7 +106,7 @@ def weight_layout(generation: str, x: Any) -> Layout | None:
 
 
 def laid_out(x: jax.Array) -> jax.Array:
-    """Puts x on its devices, in the layout in which they multiply it."""
+    """Moves x to its devices, in the layout in which it is multiplied."""
     kind = next(iter(x.devices())).device_kind
     layout = weight_layout(GENERATIONS.get(kind, ""), x)
     return x if layout is None else jax.device_put(x, Format(layout, x.sharding))

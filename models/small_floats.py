@@ -1,6 +1,6 @@
-"""Tensors of a safetensors file in floats of 8 bits, which numpy lacks: read from the bytes of the file.
+"""8-bit float tensors of a safetensors file, which numpy lacks: read from the bytes of the file.
 
-The safetensors library checks the head of the file; its numpy reader has no such dtypes.
+The safetensors library checks the header of the file; its numpy reader has no such dtypes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SMALL_FLOATS: dict[str, Any] = {
 
 
 class SmallFloats:
-    """The tensors of small floats in a file whose head the library has checked."""
+    """The 8-bit float tensors in a file whose header the library has checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @cached_property
     def _head(self) -> tuple[int, dict[str, Any]]:
-        """(where the numbers start, what the head says of each tensor)."""
+        """(offset of the numbers, the header's entry of each tensor)."""
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             return 8 + length, json.loads(file.read(length))

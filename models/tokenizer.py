@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and stop ids, read from the files of a checkpoint and written back to them."""
+"""Tokenizer, chat template and stop ids, read from and written to the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _JSON = ("tokenizer_config.json", "config.json", "generation_config.json")
 
 
 class Text(NamedTuple):
-    """What a checkpoint says about text; the fields are those of `Model`."""
+    """The text data of a checkpoint; the fields are those of `Model`."""
 
     tokenizer: Tokenizer | None
     chat_template: str | None
@@ -36,7 +36,7 @@ class Text(NamedTuple):
 def read_text(folder: Path) -> Text:
     """Reads the tokenizer's files of a checkpoint; each of them may be absent.
 
-    Raises InputError where one is present and broken.
+    Raises InputError if one is present and broken.
     """
     settings, config, generation = (
         read_json(folder / name) if (folder / name).is_file() else {} for name in _JSON
@@ -53,7 +53,7 @@ def read_text(folder: Path) -> Text:
 
 
 def _as_ids(value: Any, tokenizer: Tokenizer | None, folder: Path) -> list[int]:
-    """The ids of an eos_token_id: a number, a token's text, or a list of them; -1 is none."""
+    """The ids of an eos_token_id: a number, a token's text, or a list of them; -1 means none."""
     if isinstance(value, list):
         return [i for each in value for i in _as_ids(each, tokenizer, folder)]
     if isinstance(value, str) and tokenizer is not None:
@@ -68,7 +68,7 @@ def _as_ids(value: Any, tokenizer: Tokenizer | None, folder: Path) -> list[int]:
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template; of several named ones the default."""
+    """The chat template; of several named ones, the default one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -89,7 +89,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def write_text(model: Model, folder: Path) -> None:
-    """Writes the tokenizer's files of a model, as far as it has them."""
+    """Writes the tokenizer's files of a model, if it has any."""
     stops = list(model.stop_ids)
     if stops:
         _write_json(
@@ -129,7 +129,7 @@ def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bo
             f"messages are {messages!r:.60}, expected a list of dicts: [{{'role': 'user', 'content': 'Hi'}}]"
         )
     special = {name: text for name, text in model.special_tokens.items() if name != _REPEAT}
-    # transformers 5.24 leaves out what is None, too: templates would write "None", or fail.
+    # transformers 5.24 drops None values, too: templates would print "None", or fail.
     given = [{key: x for key, x in message.items() if x is not None} for message in messages]
     values = {
         "messages": given, "add_generation_prompt": add_generation_prompt, "tools": None,
@@ -151,7 +151,7 @@ def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bo
 
 
 def _answered(asked: str) -> dict[str, str]:
-    """The answer of the sandbox's process; see `kvjax.models.chat_sandbox`."""
+    """The sandbox's response; see `kvjax.models.chat_sandbox`."""
     homes = dict.fromkeys(str(Path(package.__file__ or "").parents[1]) for package in (jinja2, markupsafe))
     command = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_sandbox.py")), *homes]
     try:
@@ -163,7 +163,7 @@ def _answered(asked: str) -> dict[str, str]:
     try:
         return json.loads(ran.stdout)
     except ValueError:
-        # The system ends a process beyond its CPU seconds.
+        # The system ends a process that exceeds its CPU seconds.
         slow = ran.returncode in (-24, -9)
         return {
             "error": f"it ran for more than {SECONDS} seconds"
@@ -175,8 +175,8 @@ def _answered(asked: str) -> dict[str, str]:
 def chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
     """Token ids of a conversation, `messages` being dicts with "role" and "content", ready to be answered.
 
-    A key whose value is None, such as the content beside tool calls, is one that the message lacks.
-    Raises InputError where the model has no tokenizer or no chat template, or the template refuses.
+    A key with value None, such as the content beside tool calls, is dropped from the message. Raises
+    InputError if the model has no tokenizer or no chat template, or the template refuses.
 
     >>> from kvjax.io.load import load  # doctest: +SKIP
     >>> model = load("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP

@@ -1,8 +1,8 @@
 """One functional decoder: embedding, layers of mixer and feed-forward, logits.
 
-The file knows nothing of caches or methods: every layer's mixer meets its past through a `Memory` that the
-caller supplies, together with a state that only that memory understands. What layers take from each other is
-moved here, whatever it is; `kvjax.models.exchange` says who takes what.
+The file knows nothing of caches or methods: every layer's mixer accesses its past through a `Memory` that the
+caller supplies, together with a state that only that memory understands. This file moves what layers take
+from each other; `kvjax.models.exchange` says which layer takes what.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from kvjax.ops.base.packed_sequences import segment_numbers, segment_offsets
 from kvjax.state.axes import pinned_to
 from kvjax.state.cache import NOTHING
 
-# Ids, or the vectors that a decoder is given in their place.
+# Token ids, or vectors given to a decoder instead.
 IdsOrVectors = Int[Array, "B T"] | Float[Array, "B T D"]
 # New keys and values of a layer, as in `LayerSlots`.
 NewSlots = tuple[Array | None, Array | None]
 
 
 class Positions(NamedTuple):
-    """Where the new tokens stand: pos [B, T] (-1 on padding), length [B] tokens so far, these included."""
+    """The positions of new tokens: pos [B, T] (-1 on padding), length [B] tokens so far, these included."""
 
     pos: Int[Array, "B T"]
     length: Int[Array, "B"]
 
 
 class Ran(NamedTuple):
-    """What the layers made of new tokens, and what they published for each other.
+    """The layers' results for new tokens, and what they published for each other.
 
-    x: the hidden state of every new token, of each row's last one alone where a prefill `ends_early`, or of
-    those that went on where it got narrower. pos: the positions of these. states, collected: one per group,
+    x: the hidden state of every new token, of only each row's last one if a prefill `ends_early`, or of those
+    that went on if the prompt was narrowed. pos: the positions of these. states, collected: one per group,
     the latter on a leading axis of its layers.
     """
 
@@ -72,8 +72,8 @@ def block(
 ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
     """One decoder layer: x + mixer, then x + feed-forward, with the family's norms around them.
 
-    A layer may have a "perturbation" [B, T, D] among its parameters, zeros that are added behind the mixer:
-    the gradient with respect to it is that with respect to the hidden states there.
+    A layer may have a "perturbation" [B, T, D] among its parameters, zeros that are added after the mixer:
+    the gradient with respect to it equals that with respect to the hidden states there.
     """
     config = layer.config
 
@@ -90,7 +90,7 @@ def block(
             mixed = layer.taken.get("input", x)
             read = norm("attn_norm", mixed)
             if layer.mixer.state(config):
-                # What goes from token to token goes through all of them, on every device.
+                # Mixing between tokens needs all tokens of a row, on every device.
                 read = pinned_to(read, memory.on_mesh, "batch", None, None)
             out, state, left = layer.mixer(p, read, layer, memory, state)
             added = scaled(norm("attn_post_norm", out))
@@ -117,7 +117,7 @@ def stack(
     """All layers, one group after the other.
 
     A group's state is carried whole through its layers (never as scan inputs and outputs, which would make a
-    second cache). above: the slots of layers that are read from below, which come before these layers run.
+    second cache). above: the slots of layers that lower layers read, given before those layers run.
     """
     x = tokens
     if x.ndim == 2:
@@ -130,7 +130,7 @@ def stack(
     for g, (p, state) in enumerate(zip(params["layers"], held, strict=True)):
         size = next(iter(p.values())).shape[0]
         if ahead is not None and g + 1 < len(held):
-            # The loop comes to it next.
+            # The next iteration uses it.
             held[g + 1] = ahead(x, held[g + 1])
         names = publishes.get(first, frozenset())
         if "input" in names:
@@ -158,7 +158,7 @@ def stack(
             things |= {Take(name, first): left[name] for name in names - {"input"}}
             out = jax.tree.map(lambda y: y[None], left.get("collected"))
         else:
-            # A layer that publishes stands alone, so these leave only what the memory collects.
+            # A layer that publishes is alone in its group, so these leave only what the memory collects.
             (x, state), left = jax.lax.scan(run, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
             out = left.get("collected")
         new_states.append(state)
@@ -170,10 +170,10 @@ def stack(
 
 
 def ends_early(config: Config, first: int) -> bool:
-    """Whether layers `first` and above can be run for the last token alone, where only its logits are wanted.
+    """Whether layers `first` and above can run for the last token alone, if only its logits are needed.
 
-    That is so where all of them read slots from below, or project keys and values from the input of layer
-    `first` or of one below it (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
+    They can if all of them read slots from below, or project keys and values from the input of layer `first`
+    or of one below it (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
     """
     mixers = [mixer_of(config, i) for i in range(first, config.layers)]
     below = ((m.source_of("slots"), m.source_of("kv input")) for m in mixers)
@@ -190,9 +190,9 @@ def _last_only(x: Float[Array, "B T D"], memory: Memory) -> tuple[Float[Array, "
 def _narrowed(
     x: Float[Array, "B T D"], memory: Memory, collected: list[Any], first: int
 ) -> tuple[Float[Array, "B M D"], Memory, list[Any]]:
-    """The tokens that go on to layer `first` and above, and what is left of what all groups collected.
+    """The tokens that go on to layer `first` and above, and the matching part of what all groups collected.
 
-    ValueError where stacked layers run beyond.
+    ValueError if stacked layers extend beyond the narrowing.
     """
     narrow = memory.narrow
     assert narrow is not None
@@ -213,10 +213,10 @@ def _narrowed(
 def decode_layers(
     params: Params, tokens: IdsOrVectors, config: Config, memory: Memory, states: tuple[GroupState, ...]
 ) -> Ran:
-    """`stack`, also where layers read slots from above (LCKV, arXiv:2405.10637).
+    """`stack`, also for layers that read slots from above (LCKV, arXiv:2405.10637).
 
-    There a token sees the keys of earlier tokens only, so they are a fixed point of the stack: T - 1 passes
-    reach it from any start, since every pass settles one token more. A single token sees its past alone.
+    There a token sees only the keys of earlier tokens, so they are a fixed point of the stack: T - 1 passes
+    reach it from any start, since every pass settles one token more. A single token sees only its past.
     `Memory.passes` are the paper's approximation for training: some passes without a gradient, then the rest.
     """
     first, state_of = 0, {}
@@ -247,13 +247,13 @@ def decode_layers(
         still, learned = memory.passes or (0, t)
         new = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=still)[0]
         new = jax.lax.stop_gradient(new) if memory.passes else new
-        # The last pass stands behind the loop.
+        # The last pass runs after the loop.
         new = jax.lax.scan(lambda x, _: (once(x), None), new, None, length=learned - 1)[0]
     return stack(params, tokens, config, memory, states, above(new))
 
 
 def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Array, "*b V"]:
-    """Logits in promote(float32, x), behind the last norm."""
+    """Logits in promote(float32, x), after the last norm."""
     x = rms_norm(x, params["norm"], config.norm_eps, config.norm_offset)
     w = params["embed"].T if config.tied else params["unembed"]
     y = jnp.matmul(x, w, preferred_element_type=wide(x))
@@ -304,9 +304,9 @@ def hidden(
 ) -> Float[Array, "B T D"]:
     """The last layer's output for every token, before the last norm, without a cache.
 
-    context: what `kvjax.models.encoder.encode` made of one. segments: a row holds several texts, numbered
-    from left to right; tokens see their own text alone, and its positions start at 0. remat: as in `Memory`.
-    Raises ValueError where a layer would carry something from one segment to the next (`carrying`).
+    context: the result of `kvjax.models.encoder.encode`. segments: a row holds several texts, numbered from
+    left to right; tokens see only their own text, and its positions start at 0. remat: as in `Memory`. Raises
+    ValueError if a layer would carry something from one segment to the next (`carrying`).
     """
     return run_layers(params, tokens, config, lengths, context, segments=segments, remat=remat).x
 
@@ -324,7 +324,7 @@ def run_layers(
     passes: tuple[int, int] | None = None,
     look: Callable[[Passed], Any] | None = None,
 ) -> Ran:
-    """Runs all layers as `hidden` does, and returns with the output whatever the layers collected.
+    """Runs all layers as `hidden` does, and also returns what the layers collected.
 
     on_mesh, passes and look: as in `Memory`.
     """
@@ -358,7 +358,7 @@ def run_layers(
 
 
 def carrying(config: Config) -> list[int]:
-    """The layers through which one text of a row would tell the next something."""
+    """The layers that would carry information from one text of a row to the next."""
 
     def apart(mixer: Mixer) -> bool:
         return not mixer.state(config) if mixer.in_segments is None else mixer.in_segments
@@ -369,9 +369,9 @@ def carrying(config: Config) -> list[int]:
 def _in_segments(
     config: Config, segments: Int[Array, "B T"], pos: Int[Array, "B T"]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """What tokens turn by, from 0 in every segment, and positions by which segments see themselves alone.
+    """Rotation positions, from 0 in every segment, and positions that hide segments from each other.
 
-    Segments stand two rows' lengths apart, so a window of one row's length hides all others.
+    Segments are two rows' lengths apart, so a window of one row's length hides all others.
     """
     if layers := carrying(config):
         raise ValueError(

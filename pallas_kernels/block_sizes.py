@@ -1,7 +1,7 @@
 """Slots per step of the kernels that stream a cache, by TPU generation: `block_sizes.json`.
 
-`kvjax aot --tune` writes the table from the compiler's figures. What it does not have is left to the rule of
-the operation that asks.
+`kvjax aot --tune` writes the table from the compiler's figures. For missing entries the calling operation has
+a rule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 TABLE = Path(__file__).with_name("block_sizes.json")
-# As jax names the devices, at run time and in a mesh that programs are compiled for ahead of time.
+# Device names of jax, at run time and in a mesh for ahead-of-time compilation.
 GENERATIONS = {
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -26,9 +26,9 @@ GENERATIONS = {
 
 
 def tuned(operation: str, payload: str, width: int, generation: str | None = None) -> int | None:
-    """Slots per step of `operation` over rows of `width` channels in `payload`; None where it is not known.
+    """Slots per step of `operation` over rows of `width` channels in `payload`; None if not in the table.
 
-    generation: that of the device which is compiled for, unless given.
+    generation: that of the target device, unless given.
 
     >>> tuned("stacked_decode", "bfloat16", 7, "v5e") is None
     True
@@ -44,12 +44,12 @@ def tuned_sizes() -> dict[tuple[str, str, str, int], int]:
 
 
 def cores_for(lists: int) -> int:
-    """Over how many TensorCores a kernel splits `lists`: a v5p device has two, which need as many each."""
+    """Over how many TensorCores a kernel splits `lists` KV heads: two on a v5p, if they divide."""
     return 2 if here() == "v5p" and lists % 2 == 0 else 1
 
 
 def here() -> str:
-    """The generation of the mesh's devices, or of the first device; "" where that is no TPU of the table."""
+    """The generation of the mesh's devices, or of the first device; "" if it is not a TPU in the table."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = device.device_kind if device else jax.devices()[0].device_kind
     return GENERATIONS.get(kind, "")

@@ -1,4 +1,4 @@
-"""Short numbers in pairs in 32-bit words, inside a kernel: TPUs load no float16."""
+"""Pairs of short numbers in 32-bit words, inside a kernel: TPUs cannot load float16."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 
 def halves(words: Any) -> tuple[Any, Any]:
-    """(low, high) halves of words as float32: short numbers, as `kvjax.ops.base.bit_packing.short` says.
+    """(low, high) halves of words as float32: short numbers of `kvjax.ops.base.bit_packing.short`.
 
-    A NaN there is some finite number here.
+    A NaN there becomes some finite number here.
 
-    The low half must not be negative. It holds scales, which are not, and leaving its sign out saves
+    The low half must not be negative. It holds scales, which are not, and ignoring its sign saves
     instructions.
     """
     bits = jax.lax.bitcast_convert_type(words, jnp.int32)
@@ -25,14 +25,14 @@ def halves(words: Any) -> tuple[Any, Any]:
 
 
 def _widened(bits: Any) -> Any:
-    """float32 of a float16 whose exponent and fraction have been shifted to where a float32 has its own.
+    """The float32 of a float16 whose exponent and fraction are already shifted to their float32 places.
 
     The exponents differ in their offset: 15 and 127. A float16 below 2^-14 is subnormal, it has no implied
     leading one; read as if it had one, it is 2^-14 too large. The smaller of both readings is the right one.
-    Of the largest exponent the first four bits of the fraction are a number that is added to it, so all such
-    numbers are finite: what lies in words that no token wrote must not spoil sums that give it no weight.
+    For the largest exponent, the first four bits of the fraction are added to the exponent, so all such
+    numbers are finite: unwritten words must not spoil sums in which their weight is 0.
     """
     normal, small = (jax.lax.bitcast_convert_type(bits + (n << 23), jnp.float32) for n in (112, 113))
-    # The largest exponent's own bits leave to the left, and 143, that of 2^16, takes their place.
+    # The largest exponent's own bits are shifted out, and 143, that of 2^16, replaces them.
     large = jax.lax.bitcast_convert_type((bits << 4) + 0x4F800000, jnp.float32)
     return jnp.where(bits >= (31 << 23), large, jnp.minimum(normal, small - 2.0**-14))

@@ -1,11 +1,11 @@
-"""What the GPU kernels of decoding share: a softmax over one part of a list, to be merged with the others.
+"""Shared by the GPU decode kernels: a softmax over one part of a KV head, to be merged with the others.
 
-A list is split over many programs, since a decoding step has too few lists to fill a GPU: Flash-Decoding (Dao
-et al., 2023). `kvjax.ops.decode.partial_gpu` decides the splits and merges their results.
+A KV head is split over many programs, since a decode step has too few heads to fill a GPU: Flash-Decoding
+(Dao et al., 2023). `kvjax.ops.decode.partial_gpu` decides the splits and merges their results.
 
 The kernels are lowered by Pallas' Triton backend, which newer releases of jax call deprecated: the one that
-replaces it takes no GPU before Hopper in jax 0.10, and multiplies 64 rows at once where a decoding step has 4
-to 16.
+replaces it supports no GPU before Hopper in jax 0.10, and multiplies 64 rows at once, while a decode step has
+4 to 16.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 NEG_INF = float("-inf")
-SMALLEST = 16  # of a product on the matrix units
+SMALLEST = 16  # the smallest product on the matrix units
 
 
 class Cut(NamedTuple):
-    """How a list is cut.
+    """How a KV head is split.
 
-    block: what a step visits, a power of two from 16; blocks: steps of a split, of which there are `splits`;
-    warps, stages: of the compiler; queries: rows of q that are real.
+    block: units per step, a power of two from 16; blocks: steps per split, of which there are `splits`;
+    warps, stages: for the compiler; queries: rows of q that are real.
     """
 
     block: int
@@ -46,7 +46,7 @@ class Running(NamedTuple):
 
 
 def nothing_yet(queries: int, widths: Sequence[int]) -> Running:
-    """A softmax before its first logit; `widths`: of the pieces of its values."""
+    """A softmax before its first logit; `widths`: those of the pieces of its values."""
     return Running(
         jnp.full((queries,), NEG_INF, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
@@ -55,7 +55,7 @@ def nothing_yet(queries: int, widths: Sequence[int]) -> Running:
 
 
 def weigh(r: Running, *logits: Any) -> tuple[Running, list[Any]]:
-    """`r` with logits [R, S] taken in, -inf where hidden, and their weights, whose values are to be added."""
+    """Updates `r` with logits [R, S], -inf where hidden; returns it and the weights for adding values."""
     top = r.top
     for z in logits:
         top = jnp.maximum(top, z.max(1))
@@ -69,7 +69,7 @@ def weigh(r: Running, *logits: Any) -> tuple[Running, list[Any]]:
 
 
 def finish(r: Running, out: Any, lse: Any, i: Any, split: Any, queries: int) -> None:
-    """Writes the part of list i: out [I, C, Q, V] of the real queries, and lse [I, C, R]."""
+    """Writes the part of head i: out [I, C, Q, V] of the real queries, and lse [I, C, R]."""
     count, first = r.top.shape[0], 0
     safe = jnp.where(r.total == 0.0, 1.0, r.total)
     lse[i, split] = jnp.where(r.total == 0.0, NEG_INF, r.top + jnp.log(safe))
@@ -81,7 +81,7 @@ def finish(r: Running, out: Any, lse: Any, i: Any, split: Any, queries: int) -> 
 
 
 def keep_logits(logits: Any, i: Any, z: Any, slot: Any, live: Any, queries: int) -> None:
-    """Writes logits z [R, S] of the real queries to [I, Q, S], where their slots count, for the mass."""
+    """Writes logits z [R, S] of the real queries to [I, Q, S], where slots are live, for the mass."""
     rows = jnp.arange(z.shape[0])
     plt.store(logits.at[i, *grid(rows, slot)], z, mask=(rows < queries)[:, None] & live[None])
 
@@ -101,12 +101,12 @@ def product(a: Any, b: Any, contract: int) -> Any:
 
 
 def trips(length: Any, first: Any, cut: Cut) -> Any:
-    """Steps of a split that begins at `first` of a list's `length`."""
+    """How many steps a split has that begins at `first` of a head's `length`."""
     return jnp.clip(pl.cdiv(length - first, cut.block), 0, cut.blocks)
 
 
 def call(kernel: Any, cut: Cut, shapes: Sequence[tuple[int, ...]], name: str, interpret: bool) -> Any:
-    """The Pallas call of a program for every split of every list; shapes: of its results, float32."""
+    """The Pallas call with a program for every split of every head; shapes: of its float32 results."""
     return pl.pallas_call(
         kernel,
         grid=(shapes[0][0], cut.splits),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# Of its megabyte, what a table of pages may take: there are lengths and other numbers beside it.
+# The part of its megabyte that a page table may take, since lengths and other numbers need space too.
 TABLE_BYTES = 2**19
 
 
 def split(x: Any, size: int) -> tuple[Any, Any]:
-    """(x // size, x % size) of x >= 0; of a power of two without the instructions that a sign takes.
+    """(x // size, x % size) of x >= 0; for a power of two without the instructions for signs.
 
     >>> split(13, 4), split(13, 5)
     ((3, 1), (2, 3))

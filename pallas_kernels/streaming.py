@@ -1,8 +1,7 @@
-"""What the TPU kernels of decoding share: slots that come through two buffers, and a running softmax.
+"""Shared by the TPU decode kernels: slots streamed through two buffers, and a running softmax.
 
-A grid step of axis 1 works on one list of slots, in steps. Every step is copied from HBM while the step
-before it is computed. The last step of a list starts the first copy of the next list, so that memory
-never idles.
+A grid step of axis 1 processes one KV head, in steps. Every step is copied from HBM while the step before it
+is computed. The last step of a head starts the first copy of the next head, so that memory never idles.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from jax.experimental import pallas as pl
 
 LANES, SUBLANES = 128, 8
 NEG_INF = float("-inf")
-# copies(ahead, s, slot, act) calls act with every copy of step s into buffer `slot`: of this list, or of
-# the next one if `ahead`.
+# copies(ahead, s, slot, act) calls act with every copy of step s into buffer `slot`: of this head, or of the
+# next one if `ahead`.
 Copies = Callable[[Any, Any, Any, Callable[[Any], None]], None]
 
 
@@ -34,9 +33,9 @@ class Running(NamedTuple):
 
 
 def spec_of_list(lists: int, per_core: int, *shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
-    """A grid step's list's part of an operand [lists, *shape], or that of the list `ahead` places later.
+    """The part of an operand [heads, *shape] for a grid step's head, or for the head `ahead` places later.
 
-    The grid is (core, list of the core). Where there is no later list, it is the last one's.
+    The grid is (core, head of the core). If there is no later head, it is the last one's.
     """
 
     def at(core: Any, j: Any, *_: Any) -> tuple[Any, ...]:
@@ -54,9 +53,9 @@ def wait(copy: Any) -> None:
 
 
 def pick(ahead: Any, own: Any, other: Any) -> Any:
-    """`own` of this list, or `other` of the next one if `ahead`.
+    """`own` for this head, or `other` for the next one if `ahead`.
 
-    To choose between scalars takes fewer instructions than to write the copies of many pages twice.
+    Choosing between scalars takes fewer instructions than emitting the copies of many pages twice.
     """
     return (own, other)[ahead] if isinstance(ahead, int) else jnp.where(ahead, other, own)
 
@@ -71,8 +70,8 @@ def stream(
 ) -> None:
     """Calls visit(s, slot) for all steps s of `span` in order, once their copies are in buffer `slot`.
 
-    turn: int32 [1] in SMEM, which buffer is the next. begin_next: first step of the next list; more: whether
-    this core has a next list. For a step that does not exist, `copies` must call nothing.
+    turn: int32 [1] in SMEM, the index of the next buffer. begin_next: first step of the next head; more:
+    whether this core has a next head. For a step that does not exist, `copies` must call nothing.
     """
     begin, steps = span[0], jnp.maximum(span[1] - span[0], 0)
     head, none = pl.program_id(1) == 0, steps == 0
@@ -99,7 +98,7 @@ def stream(
 
 
 def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], None]) -> None:
-    """whole() where all of `most` pieces are live, one(n) for n < live otherwise."""
+    """Calls whole() if all of `most` pieces are live, else one(n) for n < live."""
     pl.when(live >= most)(whole)
 
     @pl.when(live < most)
@@ -110,8 +109,8 @@ def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], N
 def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any, axis: int = 0) -> None:
     """Writes zeros into the slots from `live` on, of `most` pieces of `size` slots each.
 
-    Their weight is zero, but memory behind a list may hold NaN, and zero times NaN is NaN. axis: of a
-    piece, on which its slots lie.
+    Their weight is zero, but memory after a head's end may hold NaN, and zero times NaN is NaN. axis: the
+    slot axis of a piece.
     """
     shape = (size, 1) if axis == 0 else (1, size)
 
@@ -166,7 +165,7 @@ def finish(r: Running, out: Any, lse: Any) -> None:
 def spread(scores: Any, lse: Any, mass: Any, span: tuple[Any, Any], block: int) -> None:
     """Writes mass [1, 1, S], the probability of every slot summed over the queries, block by block of `span`.
 
-    scores [R, S]: the logits that were folded, -inf where hidden. lse [1, R, 128]: what `finish` wrote.
+    scores [R, S]: the logits that were folded, -inf where hidden. lse [1, R, 128]: the result of `finish`.
     """
     base = lse[0][:, :1]
     base = jnp.where(base == NEG_INF, 0.0, base)

@@ -1,4 +1,4 @@
-"""Logits of keys that are yet to turn: rotary position embedding inside the kernels of decoding."""
+"""Logits of keys that are not rotated yet: rotary position embedding inside the decode kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.pallas_kernels.streaming import LANES, product
 
 
 class Turning(NamedTuple):
-    """Channels that turn: the pairs (i, i + half) of the 2 half channels from `start`, times `amplitude`."""
+    """The rotated channels: pairs (i, i + half) of the 2 half channels from `start`, times `amplitude`."""
 
     start: int
     half: int
@@ -24,9 +24,9 @@ def turned_logits(
 ) -> Any:
     """Computes q k' [R, tokens] of rotated keys: codes [pages, page, W] in the scales among `numbers`.
 
-    A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens lie along
-    lanes, and the channels of a pair in registers of their own, so that nothing but the keys is moved.
-    turns [half, 128] int32: what one step of the phase turns a pair by, in 2^-32 of a turn.
+    A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens are along
+    lanes, and the channels of a pair in separate registers, so that only the keys are moved. turns [half,
+    128] int32: the angle of a pair per step of the phase, in units of 2^-32 of a full turn.
     """
     codes, numbers = _filled(codes, numbers)
     (pages, page, _), kind = codes.shape, codes.dtype
@@ -51,13 +51,13 @@ def logits_of_channels(q: Any, keys: Any, phase: Any, turns: Any, turning: Turni
 
 
 def turned(a: Any, b: Any, waves: tuple[Any, Any]) -> list[Any]:
-    """The two channels of every pair, turned."""
+    """The two channels of every pair, rotated."""
     cos, sin = waves
     return [a * cos - b * sin, b * cos + a * sin]
 
 
 def _filled(codes: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same with pages that fill the lanes: smaller ones are taken together."""
+    """The same with pages that fill the lanes, by joining smaller ones."""
     pages, page, width = codes.shape
     many = max(LANES // page, 1)
     taken = {
@@ -69,7 +69,7 @@ def _filled(codes: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:
-    """Keys [page, W] of page n, but for the scales of its tokens."""
+    """Keys [page, W] of page n, without the scales of its tokens."""
     if "channel_scale" not in numbers:
         return codes
     scales, zeros = numbers["channel_scale"][n], numbers["channel_zero"][n]
@@ -82,8 +82,8 @@ def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:
 def waves(units: Any, kind: Any, amplitude: float) -> tuple[Any, Any]:
     """Computes amplitude (cos, sin) of angles, exact in float32 or, for bfloat16 keys, to 3e-4.
 
-    units: int32, in 2^-32 of a turn: a whole phase times what one step of it turns a pair by, which wraps as
-    angles do and so loses nothing at late positions.
+    units: int32, in units of 2^-32 of a full turn: an integer phase times the angle per step, which wraps as
+    angles do and so loses no precision at late positions.
     """
     half_turns = units.astype(jnp.float32) * 2.0**-31
     square = half_turns * half_turns

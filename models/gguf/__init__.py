@@ -1,1 +1,1 @@
-"""GGUF files, the form of llama.cpp: metadata, tensors and tokenizer for the Hugging Face loader."""
+"""GGUF files, the format of llama.cpp: metadata, tensors and tokenizer for the Hugging Face loader."""

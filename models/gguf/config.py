@@ -1,7 +1,7 @@
-"""Metadata of a GGUF file as the config.json that the same model has on the Hugging Face hub.
+"""Metadata of a GGUF file, converted to the config.json that the model has on the Hugging Face hub.
 
-What llama.cpp knows of an architecture without being told (windows of every second layer, gates of experts)
-is written out here.
+Settings that llama.cpp derives from the architecture (windows of every second layer, gates of experts)
+are written out here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ATTENTION = {
 
 
 def config_of(file: Gguf) -> Json:
-    """The config.json of a file's model. Raises InputError for an architecture that is not read."""
+    """The config.json of a file's model. Raises InputError for an unsupported architecture."""
     if (kind := file.get("general.type", "model")) != "model":
         raise InputError(
             f"{file.path} is a GGUF of the type {kind!r}, expected a whole model: give the model's file"
@@ -49,7 +49,7 @@ def config_of(file: Gguf) -> Json:
 
 
 def _attention(file: Gguf) -> Json:
-    """Sizes of attention and of dense feed-forwards, and how they rotate."""
+    """Sizes of attention and of dense feed-forwards, and their rotation."""
     data = {name: _same(file, key, file.need(key)) for name, key in _ATTENTION.items()}
     heads = data["num_attention_heads"]
     data["num_key_value_heads"] = _same(
@@ -66,7 +66,7 @@ def _attention(file: Gguf) -> Json:
 
 
 def _same(file: Gguf, key: str, value: Any) -> Any:
-    """The value of a key that may have one entry per layer, where all layers have the same."""
+    """The value of a key that may have one entry per layer, if all layers have the same."""
     if not isinstance(value, list):
         return value
     if len(set(value)) == 1:
@@ -117,7 +117,7 @@ def _gemma3(file: Gguf) -> Json:
 
 
 def _gemma(file: Gguf, large: int) -> Json:
-    """What both have. Files do not say the scale of queries: models of `large` layers (27B) have another."""
+    """Gemma settings. Files lack the scale of queries: models with `large` layers (27B) have another."""
     data = _attention(file)
     if (scale := file.of("attention.scale")) is not None:
         scalar = float(scale) ** -2
@@ -153,7 +153,7 @@ _SIGMOID = 2
 
 
 def _deepseek2(file: Gguf) -> Json:
-    """DeepSeek-V2 or, where sigmoids choose experts, V3. Newer files name sizes of heads apart (`_mla`)."""
+    """DeepSeek-V2 or, if sigmoids choose experts, V3. Newer files give sizes of heads separately (`_mla`)."""
     third = file.of("expert_gating_func", 1) == _SIGMOID
     rotated = file.need("rope.dimension_count")
     rank = file.need("attention.kv_lora_rank")

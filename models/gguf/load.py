@@ -1,4 +1,4 @@
-"""Loads a model from a GGUF file: by the Hugging Face loader, which is given other files."""
+"""Loads a model from a GGUF file, through the Hugging Face loader with converted files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def load_gguf(
     progress: bool = True,
     on_mesh: OnMesh | None = None,
 ) -> Model:
-    """Loads a GGUF file, of a split one any of its files; arguments as of `kvjax.models.hf.load_hf`.
+    """Loads a GGUF file, or any file of a split one; arguments as of `kvjax.models.hf.load_hf`.
 
     Weights are decoded a few rows at a time into `dtype`, so that the model is never in memory twice. The
-    tokenizer, the chat template and the ids that end an answer are those of its metadata.
+    tokenizer, the chat template and the stop ids come from its metadata.
 
-    Raises InputError that says what is wrong with the file, before any weight is read: an architecture, a
-    type of weights or a tokenizer that is not read, a file cut short, tensors that do not fit its metadata.
+    Raises InputError, before any weight is read, that says what is wrong with the file: an unsupported
+    architecture, weight type or tokenizer, a file cut short, tensors that do not fit its metadata.
     """
     dtype = check_dtype(dtype)
     file = open_gguf(Path(path))
@@ -57,13 +57,13 @@ def config_of_gguf(file: Gguf) -> Config:
 
 
 def text_of_gguf(file: Gguf) -> Text:
-    """What an open file says about text. Raises InputError as `load_gguf` does."""
+    """The text data of an open file. Raises InputError as `load_gguf` does."""
     with _named(file):
         return text_of(file)
 
 
 def check_gguf(path: str | os.PathLike[str], shown: str) -> None:
-    """Raises InputError, which names the file as `shown`, where `load_gguf` would not read it."""
+    """Raises InputError, which names the file as `shown`, if `load_gguf` would refuse it."""
     try:
         file = open_gguf(Path(path))
         config = config_of_gguf(file)
@@ -76,7 +76,7 @@ def check_gguf(path: str | os.PathLike[str], shown: str) -> None:
 
 @contextlib.contextmanager
 def _named(file: Gguf) -> Iterator[None]:
-    """Has errors about a config.json name the file instead, as do those of values of a wrong type."""
+    """Makes errors about a config.json, and about values of a wrong type, name the GGUF file instead."""
     try:
         yield
     except InputError as error:

@@ -1,4 +1,4 @@
-"""How texts are split before byte-pair merges, by the names that GGUF files give to published tokenizers."""
+"""How texts are split before byte-pair merges, by the pre-tokenizer names in GGUF files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REST_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Words that start anew at a capital, with or without an ending after an apostrophe."""
+    """Words that start anew at a capital letter, with or without an apostrophe ending."""
     words = (f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}", f"{_BEFORE}{_UPPER}+{_LOWER}*{ending}")
     return "|".join((*words, digits)) + _REST_SLASH
 
@@ -35,11 +35,11 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\u
 
 
 class Split(NamedTuple):
-    """Patterns that isolate pieces, one after the other, and what else a tokenizer of that name does.
+    """Patterns that isolate pieces, one after the other, and further settings of a pre-tokenizer.
 
-    whole_words: a piece that is a token stays one, whatever merges say. bos: whether texts start with the
-    first token where the file does not say. nfc: whether texts are normalised first, as their tokenizer.json
-    says (llama.cpp does not).
+    whole_words: whether a piece that is a token stays one, whatever merges say. bos: whether texts start with
+    the beginning-of-text token if the file does not say. nfc: whether texts are normalised first, as their
+    tokenizer.json says (llama.cpp does not).
     """
 
     patterns: tuple[str, ...]
@@ -73,7 +73,7 @@ SPLITS: dict[str, Split] = {
 
 
 def split_of(name: str, path: object) -> Split:
-    """What a file's name of its pre-tokenizer means. Raises InputError for one that is not read."""
+    """The split for a file's pre-tokenizer name. Raises InputError for an unsupported one."""
     if name in SPLITS:
         return SPLITS[name]
     raise InputError(

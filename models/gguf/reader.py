@@ -1,6 +1,6 @@
-"""Opens a GGUF file, or the several that one was split into: metadata and where each tensor lies.
+"""Opens a GGUF file, or all files of a split one: metadata, and where each tensor is.
 
-The `gguf` package reads the head; numbers stay in the mapped file until a tensor is decoded.
+The `gguf` package reads the header; numbers stay in the mapped file until a tensor is decoded.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """Names of the files that one was split into."""
 
-# Its number in the format.
+# Its code in the format.
 _FLOAT_32 = 6
-# What the package raises for a head that makes no sense.
+# The package's exceptions for an invalid header.
 _WRONG = (ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError)
 
 
 class Held(NamedTuple):
-    """A tensor of a GGUF file: its numbers as they lie there, [..., rows, bytes or numbers of a row].
+    """A tensor of a GGUF file with its undecoded numbers, [..., rows, bytes or numbers of a row].
 
-    kind: the package's name of how they are encoded. shape: as decoded, the outermost axis first.
+    kind: the package's name of their encoding. shape: as decoded, the outermost axis first.
     """
 
     data: np.ndarray
@@ -43,12 +43,12 @@ class Gguf(NamedTuple):
     tensors: dict[str, Held]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata key: a number, a truth value, a text or a list."""
+        """The value of a metadata key: a number, a boolean, a text or a list."""
         if key not in self.fields:
             return default
         try:
             value = self.fields[key].contents()
-            # 1e-5 is meant, and not the float32 nearest to it.
+            # 1e-5 is meant, not the float32 nearest to it.
             return float(str(np.float32(value))) if self.fields[key].types[0] == _FLOAT_32 else value
         except _WRONG as error:
             raise InputError(
@@ -64,7 +64,7 @@ class Gguf(NamedTuple):
         return self.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """`of` for a key that must be there. Raises InputError."""
+        """`of` for a required key. Raises InputError."""
         value = self.of(key)
         if value is None:
             raise InputError(
@@ -74,7 +74,7 @@ class Gguf(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that is, or says it is, of GGUF."""
+    """Whether a path is a GGUF file, by content or by name."""
     if not path.is_file():
         return False
     try:
@@ -87,8 +87,8 @@ def is_gguf(path: Path) -> bool:
 def open_gguf(path: Path) -> Gguf:
     """Opens a GGUF file; of a split one any of its files may be named.
 
-    Raises InputError where the `gguf` package is missing, and for a file that is no GGUF, is cut short, or
-    has other files missing.
+    Raises InputError if the `gguf` package is missing, and for a file that is not GGUF, is cut short, or
+    belongs to a split with missing files.
     """
     first = _open_one(path)
     count = first.get("split.count", 0)
@@ -160,9 +160,9 @@ def _held(tensor: Any) -> Held:
 
 
 def _reader_class() -> Any:
-    """The package's reader over a plain array, whose slices cost less, with checks of the file's end.
+    """The package's reader over a plain array, whose slices are cheaper, with checks of the file's end.
 
-    Without these checks, a file that ends early is read as if it were whole, or without end.
+    Without these checks, a truncated file would be read as if it were whole, or without end.
     """
     try:
         from gguf import GGUFReader
@@ -188,7 +188,7 @@ _PLAIN = ("F64", "F32", "F16")
 
 
 def decodes(kind: str) -> bool:
-    """Whether the package decodes a type of weights, asked with one block of zeros."""
+    """Whether the package decodes a weight type, tested with one block of zeros."""
     import gguf
 
     if kind in _PLAIN:
@@ -202,7 +202,7 @@ def decodes(kind: str) -> bool:
 
 
 def decoded(data: np.ndarray, kind: str) -> np.ndarray:
-    """The numbers of a piece of a tensor, whole rows of it, in float32 (float64 and float16 as they are)."""
+    """The numbers of whole rows of a tensor, in float32 (float64 and float16 unchanged)."""
     if kind in _PLAIN:
         return data
     import gguf
@@ -211,7 +211,7 @@ def decoded(data: np.ndarray, kind: str) -> np.ndarray:
 
 
 def check_kinds(file: Gguf) -> None:
-    """InputError where a tensor is of a type that the package knows and does not decode."""
+    """InputError if a tensor has a type that the package knows but does not decode."""
     kinds = {tensor.kind: name for name, tensor in file.tensors.items()}
     unread = [kind for kind in kinds if not decodes(kind)]
     if not unread:

@@ -1,7 +1,7 @@
-"""How a GGUF file says that positions rotate, as the `rope_scaling` of a config.json.
+"""Rotation settings of a GGUF file, as the `rope_scaling` of a config.json.
 
-Llama 3's factors are stored as one number per frequency (`rope_freqs.weight`), from which the settings that
-made them are found again; Phi-3's in two such tensors.
+Llama 3's factors are stored as one number per frequency (`rope_freqs.weight`), from which the original
+settings are recovered; Phi-3's in two such tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _CLOSE = 1e-6
 
 
 def rope_fields(file: Gguf, rotated: int) -> dict[str, Any]:
-    """`rope_theta` and, where the rotation is scaled, `rope_scaling`; rotated: of a head's channels.
+    """`rope_theta` and, if the rotation is scaled, `rope_scaling`; rotated: how many of a head's channels.
 
-    Raises InputError for a scaling that is not read.
+    Raises InputError for an unsupported scaling.
     """
     theta = float(file.of("rope.freq_base", 10000.0))
     if theta <= 0:
@@ -45,7 +45,7 @@ def _scaling(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
     kind = str(file.of("rope.scaling.type", ""))
     factor = file.of("rope.scaling.factor", file.of("rope.scale_linear"))
     if kind in ("", "none", "linear"):
-        # Old files name a factor alone.
+        # Old files give only a factor.
         factor = float(factor or 1.0)
         return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -68,7 +68,7 @@ def _yarn(file: Gguf, factor: float) -> dict[str, Any]:
         "beta_slow": "rope.scaling.yarn_beta_slow",
     }
     out |= {name: file.of(key) for name, key in names.items() if file.of(key) is not None}
-    # A tenth of mscale_all_dim, which then stands in for mscale, too: the ratio of both is 1.
+    # A tenth of mscale_all_dim, which then replaces mscale, too: the ratio of both is 1.
     if weight := file.of("rope.scaling.yarn_log_multiplier"):
         out |= {"mscale": 10 * float(weight), "mscale_all_dim": 10 * float(weight)}
     return out
@@ -95,7 +95,7 @@ def _longrope(file: Gguf) -> dict[str, Any]:
 
 
 def _amplitude(file: Gguf) -> float:
-    """What cos and sin are multiplied by where a file does not say."""
+    """The factor on cos and sin if a file does not give it."""
     longest, original = file.need("context_length"), file.need("rope.scaling.original_context_length")
     return LongRope(
         factor=longest / original, original_max=original, short_factor=(1.0,), long_factor=(1.0,)
@@ -121,7 +121,7 @@ def _llama3(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
     slope, base = _ramp(pace, share)
     original = int(file.of("rope.scaling.original_context_length", 8192))
     found = np.array([factor, -base * original / slope, (1 - base) * original / slope])
-    # Where several give the same: those of Llama 3, or short numbers.
+    # If several give the same result: those of Llama 3, or short numbers.
     for numbers in ((round(factor, 3), 1.0, 4.0), found.round(3), found):
         factor, low, high = (float(n) for n in numbers)
         smooth = np.clip((original * pace - low) / (high - low), 0, 1)
@@ -142,7 +142,7 @@ def _ramp(pace: np.ndarray, share: np.ndarray) -> tuple[float, float]:
     if inside.sum() > 1:
         slope, base = np.polyfit(pace[inside], share[inside], 1)
         return float(slope), float(base)
-    # Too few to tell: any line that is 0 and 1 where the shares are.
+    # Too few points for a fit: any line that is 0 and 1 where the shares are.
     zero = pace[share <= 10 * _CLOSE].max(initial=0.0)
     one = pace[share >= 1 - 10 * _CLOSE].min(initial=2 * float(pace.max()) + zero)
     if not inside.any():

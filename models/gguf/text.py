@@ -13,7 +13,7 @@ from kvjax.models.gguf.reader import Gguf
 from kvjax.models.tokenizer import Text
 
 _KEY = "tokenizer.ggml."
-# Kinds of tokens: those of `gguf.TokenType`.
+# Kinds of tokens, as in `gguf.TokenType`.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NAMES = {
     "bos_token": "bos_token_id",
@@ -24,13 +24,13 @@ _NAMES = {
     "mask_token": "mask_token_id",
 }
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# They end an answer in models whose files name no such token.
+# These end an answer in models whose files name no such token.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 _SPACE = "▁"
 
 
 def text_of(file: Gguf) -> Text:
-    """What a file says about text. Raises InputError for a tokenizer that is not read, or is broken."""
+    """The text data of a file. Raises InputError for an unsupported or broken tokenizer."""
     template = file.get("tokenizer.chat_template")
     model = file.get(f"{_KEY}model")
     if model in (None, "none", "no_vocab"):
@@ -80,7 +80,7 @@ def _byte_level(
 def _sentence_piece(
     file: Gguf, tokens: list[str], kinds: Sequence[int], unknown: int | None
 ) -> tuple[Tokenizer, bool]:
-    """BPE whose merges follow from scores: of two neighbours those join first whose token scores highest."""
+    """BPE with merges derived from scores: neighbours whose token scores highest merge first."""
     scores = _numbers(file, "scores", len(tokens))
     if scores is None:
         raise InputError(f"{file.path} has a SentencePiece tokenizer without {_KEY}scores: convert it again")
@@ -106,7 +106,7 @@ def _sentence_piece(
 def _merges(
     tokens: list[str], scores: Sequence[float], kinds: Sequence[int], usual: set[str]
 ) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the highest score first; of equal scores the first token."""
+    """Every way to build a token from two others, highest score first; of equal scores the first token."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     for i, (token, score, kind) in enumerate(zip(tokens, scores, kinds, strict=True)):
         if kind != 1:
@@ -125,9 +125,9 @@ def _vocab(file: Gguf, tokens: list[str]) -> dict[str, int]:
 
 
 def _add_tokens(tokenizer: Tokenizer, file: Gguf, tokens: list[str], kinds: Sequence[int]) -> None:
-    """Tokens that are matched in the text as it stands, before all else; those for control are special.
+    """Adds tokens that are matched in the text before anything else; control tokens are special.
 
-    Spaces behind Phi-3's, which its file does not tell of, belong to them.
+    Phi-3's tokens include following spaces, which its file does not say.
     """
     strips = file.architecture == "phi3" and file.get(f"{_KEY}model") == "llama"
     keep = ("<unk>", "<s>", "<|endoftext|>")
@@ -147,7 +147,7 @@ def _add_tokens(tokenizer: Tokenizer, file: Gguf, tokens: list[str], kinds: Sequ
 def _add_ends(
     tokenizer: Tokenizer, file: Gguf, tokens: list[str], ids: dict[str, int | None], bos: bool
 ) -> None:
-    """Has texts start and end with the tokens that the file says."""
+    """Makes texts start and end with the tokens that the file says."""
     wanted = {
         "bos_token": bool(file.get(f"{_KEY}add_bos_token", bos)),
         "eos_token": bool(file.get(f"{_KEY}add_eos_token", False)),
@@ -180,7 +180,7 @@ def _id(file: Gguf, key: str, count: int) -> int | None:
 
 
 def _numbers(file: Gguf, key: str, count: int) -> list[Any] | None:
-    """A list of one number per token. Raises InputError where it has another length."""
+    """A list of one number per token. Raises InputError if it has another length."""
     values = file.get(f"{_KEY}{key}")
     if values is None:
         return None

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under their Hugging Face names, decoded as they are read, a few rows at a time.
 
-What the conversion to GGUF changed is undone here: rows of Llama's q and k in another order, Gemma's norms
-with one added, experts stacked into one tensor, Mamba's decay as a number below zero.
+Changes of the conversion to GGUF are undone here: reordered rows of Llama's q and k, one added to Gemma's
+norms, experts stacked into one tensor, Mamba's decay as a number below zero.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ _WHOLE = {
 _MLP = re.compile(r"mlp\.(shared_experts?\.)?(gate|up|down)_proj")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
-# They carry no weights of the model.
+# Tensors that hold no weights of the model.
 _PASSED_OVER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _ROTATIONS = ".attn_rot_embd"
 
 
 class Decoded(NamedTuple):
-    """A tensor as a checkpoint on the hub has it, decoded where it is read.
+    """A tensor as a checkpoint on the hub has it, decoded when it is read.
 
-    rows: which rows of the file's tensor are its rows, in order, where they are others. undo: what is done
-    to its numbers. shape: that of the checkpoint, with as many numbers.
+    rows: which rows of the file's tensor are its rows, in order, if they differ. undo: a function that
+    reverses the conversion of its numbers. shape: that of the checkpoint, with as many numbers.
     """
 
     held: Held
@@ -86,17 +86,17 @@ class Decoded(NamedTuple):
         return (out if self.undo is None else self.undo(out))[:, *index[1:]]
 
     def _small(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Vectors, and convolutions, which have more axes here than there."""
+        """Vectors, and convolutions, which have more axes here than in the file."""
         out = decoded(np.ascontiguousarray(self.held.data), self.held.kind)
         out = out if self.rows is None else out[self.rows]
         return (out if self.undo is None else self.undo(out)).reshape(self.shape)[index].copy()
 
 
 class Joined(NamedTuple):
-    """DeepSeek's `kv_b_proj` from the two tensors that newer files split it into, head by head.
+    """DeepSeek's `kv_b_proj`, joined from the two tensors of newer files, head by head.
 
-    keys [heads, latents, channels], values [heads, channels, latents]: a head's rows are its keys', then its
-    values'.
+    keys [heads, latents, channels], values [heads, channels, latents]: a head's rows are those of its keys,
+    then those of its values.
     """
 
     keys: Held
@@ -117,7 +117,7 @@ class Joined(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Stands where `Stored` has an open safetensors file."""
+    """Plays the role of an open safetensors file in `Stored`."""
 
     pieces: dict[str, Decoded | Joined]
 
@@ -126,9 +126,9 @@ class Weights(NamedTuple):
 
 
 def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
-    """Every tensor that a checkpoint of `config` has, by its full Hugging Face name, none of them read yet.
+    """Every tensor of a checkpoint of `config`, by its full Hugging Face name, none of them read yet.
 
-    Raises InputError that lists tensors which are missing, have another shape, or belong to nothing here.
+    Raises InputError that lists tensors which are missing, have another shape, or are unknown.
     """
     finder = _Finder(file, config)
     weights = Weights({})
@@ -137,14 +137,14 @@ def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
             weights.pieces[hf_name(name, config)] = piece
     finder.check()
     return {
-        # Stored types are no matter of the loader's: it is given numbers.
+        # The loader need not know stored types: it gets decoded numbers.
         name: Stored(file.path, weights, name, "F32", piece.shape)
         for name, piece in weights.pieces.items()
     }
 
 
 class _Finder:
-    """Looks tensors up by the names that they have in GGUF, and notes what is missing or left over."""
+    """Looks tensors up by their GGUF names, and records which are missing or left over."""
 
     def __init__(self, file: Gguf, config: Config) -> None:
         self.file, self.config = file, config
@@ -153,7 +153,7 @@ class _Finder:
         self.wrong: list[str] = []
 
     def find(self, name: str, shape: tuple[int, ...]) -> Decoded | Joined | None:
-        """The tensor of a Hugging Face name without prefix; None where it is missing or misshapen."""
+        """The tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
         if name.endswith("self_attn.kv_b_proj.weight") and (joined := self._joined(name, shape)) is not None:
             return joined
         if (expert := self._expert(name)) is not None:
@@ -167,7 +167,7 @@ class _Finder:
         return Decoded(held, shape, self._rows(name), self._undo(wanted))
 
     def check(self) -> None:
-        """Raises InputError where anything is missing, misshapen or left over."""
+        """Raises InputError if any tensor is missing, misshapen or left over."""
         left = [n for n in self.file.tensors if n not in self.used and not self._passed_over(n)]
         said = [
             f"{len(names)} {what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
@@ -199,7 +199,7 @@ class _Finder:
         return name in _PASSED_OVER or _ROTATIONS in name or beyond
 
     def _name(self, name: str) -> str:
-        """The name in GGUF of a tensor that has one of its own."""
+        """The GGUF name of a tensor that is stored by itself."""
         if not name.startswith("layers."):
             stem, _, kind = name.rpartition(".")
             return f"{_TOP[stem]}.{kind}"
@@ -216,7 +216,7 @@ class _Finder:
         return f"blk.{layer}.{found}.{kind}"
 
     def _expert(self, name: str) -> tuple[str, int, int | None] | None:
-        """(tensor of all experts, which of them, which half of it), of a tensor of one expert."""
+        """(tensor of all experts, expert, half of its rows) of a tensor of one expert."""
         _, layer, inner = (name.split(".", 2) + ["", ""])[:3]
         found = _EXPERT.fullmatch(inner.removesuffix(".weight"))
         if found is None:
@@ -252,7 +252,7 @@ class _Finder:
         return Joined(keys, values, shape)
 
     def _rows(self, name: str) -> np.ndarray | None:
-        """Where llama.cpp's order of a head's rows (pairs of neighbours rotate) has ours (halves do)."""
+        """The order of rows that converts llama.cpp's heads (neighbouring pairs rotate) to ours."""
         found = re.fullmatch(r"layers\.\d+\.self_attn\.(q|k)_proj\.(?:weight|bias)", name)
         if self.file.architecture != "llama" or found is None:
             return None
@@ -269,6 +269,6 @@ class _Finder:
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether a tensor has the shape but for axes of length one, or is a vector in several rows."""
+    """Whether a tensor has the shape up to axes of length one, or is a vector in several rows."""
     thin = [tuple(n for n in shape if n != 1) for shape in (found, expected)]
     return thin[0] == thin[1] or (len(thin[1]) == 1 and int(np.prod(found)) == thin[1][0])

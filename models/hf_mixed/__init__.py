@@ -1,4 +1,4 @@
-"""Hugging Face families whose layers are mixers and experts: one row each, with what sets it apart."""
+"""Hugging Face families with several kinds of mixers and experts: one row each, with its peculiarities."""
 
 from __future__ import annotations
 

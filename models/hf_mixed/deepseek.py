@@ -1,8 +1,8 @@
-"""DeepSeek-V2 and V3, Kimi K2 and GLM-4.7-Flash: latents, and experts of which some are shared.
+"""DeepSeek-V2 and V3, Kimi K2 and GLM-4.7-Flash: latent attention, and experts with shared ones.
 
-Under YaRN with mscale_all_dim, logits multiply by (0.1 mscale_all_dim ln(factor) + 1)^2 beside the usual
-scale, in V2 as in V3: so does the authors' modeling_deepseek.py of both (read in public copies of it), and
-so does vLLM. transformers 5.2 has the factor for V3 alone; its pull request 47435 added it to V2 later.
+Under YaRN with mscale_all_dim, logits have the additional factor (0.1 mscale_all_dim ln(factor) + 1)^2, in V2
+as in V3: so does the authors' modeling_deepseek.py of both (read in public copies of it), and so does vLLM.
+transformers 5.2 has the factor for V3 alone; its pull request 47435 added it to V2 later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def read_experts(data: Json, third: bool) -> tuple[FeedForward, ...]:
-    """Feed-forwards in the words of DeepSeek-V3 and GLM-4.5, or of DeepSeek-V2 (third=False)."""
+    """Feed-forwards from the settings of DeepSeek-V3 and GLM-4.5, or of DeepSeek-V2 (third=False)."""
     grouped = third or data.get("topk_method", "greedy") != "greedy"
     experts = MoE(
         data["n_routed_experts"], data["num_experts_per_tok"], data["moe_intermediate_size"],
@@ -74,7 +74,7 @@ def write_deepseek(config: Config) -> dict[str, Any]:
 
 
 def write_experts(config: Config) -> dict[str, Any]:
-    """The way back from `read_experts`."""
+    """The inverse of `read_experts`."""
     words = [w for w in config.mlps if isinstance(w, MoE)]
     out: dict[str, Any] = {"first_k_dense_replace": config.layers - len(words)}
     if words:
@@ -118,7 +118,7 @@ def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
-    """Tensors of latent attention, whose channels turn in pairs of neighbours, if at all."""
+    """Tensors of latent attention, whose channels rotate in neighbouring pairs, if at all."""
     word = mixer_of(config, layer)
     assert isinstance(word, Latent)
     sizes, turned = word.shapes(config), word.rope_dim

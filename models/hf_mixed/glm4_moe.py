@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: attention that turns half of a head, and the experts of DeepSeek-V3."""
+"""GLM-4.5 to 4.7: attention that rotates half of a head, and the experts of DeepSeek-V3."""
 
 from __future__ import annotations
 

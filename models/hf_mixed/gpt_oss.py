@@ -1,4 +1,4 @@
-"""gpt-oss: learned sinks, windows in every other layer, and experts that lie in one tensor per matrix."""
+"""gpt-oss: learned sinks, windows in every other layer, and experts in one tensor per matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite 3 and 4: multipliers, and in Granite 4 Mamba-2 beside attention that does not turn."""
+"""Granite 3 and 4: multipliers, and in Granite 4 Mamba-2 beside attention without rotation."""
 
 from __future__ import annotations
 

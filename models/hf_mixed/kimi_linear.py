@@ -1,15 +1,16 @@
 """Kimi Linear: layers of KDA, layers of latents without positions, and experts.
 
-transformers 5.2 has no class for it. What is here was read in the authors' own files, modeling_kimi.py and
+transformers 5.2 has no class for it. This module follows the authors' own files, modeling_kimi.py and
 configuration_kimi.py of Kimi-Linear-48B-A3B, in copies of them that other public projects keep, and agrees
 with vLLM's kimi_linear.py and kda.py: names and shapes of all tensors, layers counted from one in
 linear_attn_config, no rotation and no latent of the queries in full layers, the gate of KDA without a bias,
 which layers have experts, and the router (DeepSeek-V3's). The sources differ once: the authors normalise the
 latent with eps 1e-6 whatever rms_norm_eps is, vLLM with rms_norm_eps; this follows the authors.
 
-Not confirmed: no checkpoint was at hand, so names and shapes are those that the classes declare. What the
-authors' class accepts and kvjax has no form of is refused: a softmax router with a correction bias, and
-the additions of later models with the same model_type (bounded decays, gates of the latent attention).
+Not confirmed: no checkpoint was at hand, so names and shapes are those that the classes declare. Settings
+that the authors' class accepts and kvjax does not support are refused: a softmax router with a correction
+bias, and the additions of later models with the same model_type (bounded decays, gates of the latent
+attention).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def read_kimi_linear(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def _check(data: Json) -> None:
-    """InputError where the config asks for what is not built, or does not say what every layer is."""
+    """InputError if the config has unsupported settings, or does not say what every layer is."""
     linear = data["linear_attn_config"]
     asked = {
         "mla_use_nope": (data.get("mla_use_nope", False), True),
@@ -71,7 +72,7 @@ def _check(data: Json) -> None:
 
 
 def _feed_forwards(data: Json) -> tuple[FeedForward, ...]:
-    """Experts in every `moe_layer_freq`-th layer behind the dense ones."""
+    """Experts in every `moe_layer_freq`-th layer after the dense ones."""
     layers, dense = data["num_hidden_layers"], GatedMLP()
     if not data.get("num_experts"):
         return (dense,) * layers
@@ -79,7 +80,7 @@ def _feed_forwards(data: Json) -> tuple[FeedForward, ...]:
     experts = MoE(
         data["num_experts"], top, width,
         scores="sigmoid",
-        # A single weight stays what it is.
+        # A single weight is not normalised.
         normalise=top > 1 and bool(data["moe_renormalize"]),
         scale=float(data["routed_scaling_factor"]),
         groups=data["num_expert_group"],
@@ -115,7 +116,7 @@ def write_kimi_linear(config: Config) -> dict[str, Any]:
     if not sparse:
         return out
     moe = [word for word in config.mlps if isinstance(word, MoE)][0]
-    # Where one layer alone has experts, its own number is a step that meets no other below twice of it.
+    # If only one layer has experts, its own index is a step that hits no other layer below twice the index.
     step = sparse[1] - sparse[0] if len(sparse) > 1 else sparse[0] or config.layers
     return out | {
         "num_experts": moe.experts,
@@ -141,7 +142,7 @@ def kimi_linear(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]
 
 
 def _delta(word: KimiDelta, config: Config) -> Iterator[tuple[str, list[Piece]]]:
-    """KDA: three convolutions that are one here, and decay rates with an axis for every one they meet."""
+    """KDA: three convolutions that are one here, and decay rates with further axes of length one."""
     sizes = word.shapes(config)
     at = 0
     for leaf in ("q", "k", "v"):

@@ -15,7 +15,7 @@ from kvjax.ops.base.rope import Rope
 
 
 def spell_lfm2(data: Json) -> dict[str, Any]:
-    """The width of feed-forwards is two thirds of what a file gives, times a factor, rounded up."""
+    """The width of feed-forwards is two thirds of the given one, times a factor, rounded up."""
     width, unit = data.get("block_ff_dim", data["intermediate_size"]), data["block_multiple_of"]
     if data["block_auto_adjust_ff_dim"]:
         width = int(data["block_ffn_dim_multiplier"] * int(2 * width / 3))

@@ -59,7 +59,7 @@ def mamba2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def mamba2_block(config: Config, layer: int, room: str) -> Iterator[tuple[str, list[Piece]]]:
-    """Tensors of a Mamba-2 layer, called `room`, without the norm before it."""
+    """Tensors of a Mamba-2 layer under the name `room`, without the norm before it."""
     sizes = mixer_of(config, layer).shapes(config)
     yield f"{room}.in_proj.weight", behind({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})
     yield f"{room}.conv1d.weight", whole("conv", sizes["conv"][-1])

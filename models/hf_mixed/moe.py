@@ -30,7 +30,7 @@ def mixtral(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def spell_minimax_m2(data: Json) -> dict[str, Any]:
-    """Published files say how many channels turn, where others say which share of them does."""
+    """Published files give the number of rotated channels, where others give their share."""
     if "rotary_dim" not in data or data.get("partial_rotary_factor") is not None:
         return {}
     return {"partial_rotary_factor": data["rotary_dim"] / data["head_dim"]}
@@ -44,7 +44,7 @@ def read_minimax_m2(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def write_minimax_m2(config: Config) -> dict[str, Any]:
-    # The authors' class has a switch for the norms, and counts channels.
+    # The authors' class has a switch for the norms, and gives the number of rotated channels.
     own = {"use_qk_norm": True, "rotary_dim": config.rope.turning(config.head_dim)}
     return write_mixtral(config) | own
 
@@ -59,7 +59,7 @@ def minimax_m2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def _sparse(data: Json) -> list[bool]:
-    """Which layers have experts, in the words of the Qwen families."""
+    """Which layers have experts, from the settings of the Qwen families."""
     dense, step = data.get("mlp_only_layers") or [], data.get("decoder_sparse_step", 1)
     return [
         i not in dense and _count(data) > 0 and (i + 1) % step == 0 for i in range(data["num_hidden_layers"])
@@ -67,7 +67,7 @@ def _sparse(data: Json) -> list[bool]:
 
 
 def _count(data: Json) -> int:
-    """The number of experts, which transformers 5 writes under another name."""
+    """The number of experts, for which transformers 5 uses another key."""
     return data["num_local_experts"] if "num_local_experts" in data else data["num_experts"]
 
 

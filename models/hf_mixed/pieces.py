@@ -1,4 +1,4 @@
-"""What the families share: pieces of tensors, and the names of attention, norms and experts."""
+"""Shared by families: pieces of tensors, and the names of attention, norms and experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def whole(leaf: str, count: int, expert: int | None = None) -> list[Piece]:
 
 
 def behind(parts: Mapping[str, int]) -> list[Piece]:
-    """Parameters one behind the other."""
+    """Pieces for parameters stacked one after the other in a tensor."""
     out, start = [], 0
     for leaf, count in parts.items():
         out.append(Piece(leaf, np.arange(start, start + count)))
@@ -26,19 +26,19 @@ def behind(parts: Mapping[str, int]) -> list[Piece]:
 
 
 def per_head(leaf: str, heads: int, count: int) -> list[Piece]:
-    """A parameter with an axis of heads, whose `count` columns each lie one behind the other."""
+    """Pieces for a parameter with a head axis, with `count` consecutive columns per head."""
     return [Piece(leaf, np.arange(h * count, (h + 1) * count), h) for h in range(heads)]
 
 
 def unpaired(size: int) -> np.ndarray:
-    """Order of channels that turn in pairs (2 i, 2 i + 1), as our pairs (i, i + size / 2)."""
+    """The order that moves channels that rotate in pairs (2 i, 2 i + 1) to our pairs (i, i + size / 2)."""
     return np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
 
 
 def experts(
     config: Config, layer: int, room: str, names: tuple[str, str, str]
 ) -> Iterator[tuple[str, list[Piece]]]:
-    """Tensors of a mixture of experts in `room`, whose experts call gate, up and down `names`."""
+    """Tensors of a mixture of experts under `room`, with the experts' gate, up and down called `names`."""
     moe = mlp_of(config, layer)
     assert isinstance(moe, MoE)
     yield f"{room}.gate.weight", whole("router", moe.experts)
@@ -55,7 +55,7 @@ def mlp(
     room: str = "mlp",
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Iterator[tuple[str, list[Piece]]]:
-    """A gated MLP under `mlp`, or experts with a shared one called `shared` in `room`."""
+    """A gated MLP under `mlp`, or experts under `room` with a shared one called `shared`."""
     word, d = mlp_of(config, layer), config.d_model
     names = ("gate_proj", "up_proj", "down_proj")
     if not isinstance(word, MoE):

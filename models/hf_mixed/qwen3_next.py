@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated deltas, gated attention, and experts or not."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet, gated attention, with or without experts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     yield from norms(config)
     if isinstance(word, Attention):
         for name, pieces in attention(config, layer):
-            # A head's queries and its gate lie one behind the other.
+            # A head's queries are followed by its gate.
             if name.startswith("self_attn.q_proj"):
                 rows = (
                     np.arange(config.heads)[:, None] * 2 * config.head_dim + np.arange(config.head_dim)[None]
@@ -95,7 +95,7 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def _projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
-    """Four matrices: q, k and v one behind the other, z, b and a."""
+    """Four matrices: q, k and v concatenated, z, b and a."""
     keys, values = word.key_heads * word.key_dim, word.heads * word.value_dim
     yield "linear_attn.in_proj_qkv.weight", behind({"q": keys, "k": keys, "v": values})
     yield "linear_attn.in_proj_z.weight", whole("out_gate", values)
@@ -104,7 +104,7 @@ def _projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def _joined_projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
-    """One key head behind the other: its q, its k, and the v and z of its value heads; then its b and a."""
+    """Per key head: its q, its k, and the v and z of its value heads; then its b and a."""
     group, k, v = word.heads // word.key_heads, word.key_dim, word.value_dim
     parts = {"q": k, "k": k, "v": group * v, "out_gate": group * v}
     width = sum(parts.values())

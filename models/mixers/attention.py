@@ -20,26 +20,25 @@ from kvjax.ops.base.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Mixer):
-    """The heads, norms and biases that the config says.
+    """Attention with the heads, norms and biases of the config.
 
-    heads, kv_heads: as many in this layer, where they are not the config's. source: the layer whose keys and
-    values are read; this one then has none of its own (CLA, arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO,
+    heads, kv_heads: their numbers in this layer, if not the config's. source: the layer whose keys and values
+    are read; this one then has none of its own (CLA, arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO,
     arXiv:2405.05254; MixAttention, arXiv:2409.15012, whose windowed layers share too; LCKV, arXiv:2405.10637,
-    whose source lies above). value_source: own keys, but the values of that layer (SVFormer,
-    arXiv:2410.17897). value_mix: values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same
-    paper, 0.5). kv_input: keys and values are projected from the input of that layer, below (SwiftKV,
-    arXiv:2410.03960) or this one, which then needs no queries but the last token's in a prefill, where all
-    above need no more.
+    whose source is above). value_source: own keys, but the values of that layer (SVFormer, arXiv:2410.17897).
+    value_mix: values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). kv_input:
+    keys and values are projected from the input of that layer, which is below (SwiftKV, arXiv:2410.03960) or
+    this one; a prefill then needs only the last token's query here, if the layers above need no more.
 
-    rotates: whether queries and keys turn with their positions (False: NoPE, arXiv:2305.19466, as in every
-    fourth layer of SmolLM3). query_growth: (beta, length): queries at position p multiply by
-    1 + beta ln(1 + floor(p / length)) (Llama 4; Ministral 3).
+    rotates: whether queries and keys are rotated by their positions (False: NoPE, arXiv:2305.19466, as in
+    every fourth layer of SmolLM3). query_growth: (beta, length): queries at position p have the factor 1 +
+    beta ln(1 + floor(p / length)) (Llama 4; Ministral 3).
 
-    gate: the heads' outputs multiply by sigmoid(x W) before the output map (Gated Attention,
-    arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that takes attention and gives nothing
-    (GPT-OSS). kv_bias: one learned key and value per KV head that every query sees (Massive Activations,
-    arXiv:2402.17762). clip: (gamma, zeta) of the clipped softmax, clip((zeta - gamma) p + gamma, 0, 1)
-    (Quantizable Transformers, arXiv:2306.12929).
+    gate: the heads' outputs are multiplied by sigmoid(x W) before the output map (Gated Attention,
+    arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that receives attention and has no
+    value (GPT-OSS). kv_bias: one learned key and value per KV head that every query sees (Massive
+    Activations, arXiv:2402.17762). clip: (gamma, zeta) of the clipped softmax, clip((zeta - gamma) p + gamma,
+    0, 1) (Quantizable Transformers, arXiv:2306.12929).
     """
 
     heads: int | None = None
@@ -164,9 +163,9 @@ class Attention(Mixer):
     def project(
         self, p: Params, x: Float[Array, "B T D"], config: Config, below: Float[Array, "B S D"] | None = None
     ) -> Projected:
-        """Queries, keys and values, QK-normalised where the model does so, not yet rotated.
+        """Queries, keys and values, QK-normalised if the model does so, before rotation.
 
-        below: what keys and values are projected from, where it is not x.
+        below: the input from which keys and values are projected, if it is not x.
         """
         source = x if below is None else below
         q, k, v = (
@@ -180,7 +179,7 @@ class Attention(Mixer):
     def _heads(
         self, p: Params, name: str, x: Float[Array, "B T D"], config: Config
     ) -> Float[Array, "B X T H"] | None:
-        """One projection as heads [B, heads, T, H]; None where the layer has no such projection."""
+        """One projection as heads [B, heads, T, H]; None if the layer has no such projection."""
         if name not in p:
             return None
         y, norm = linear_to_heads(p, name, x), p.get(name + "_norm")
@@ -201,7 +200,7 @@ def _grown(
 
 
 def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:
-    """One slot per query head with the given logit and nothing to give."""
+    """One slot per query head with the given logit and value 0."""
     nothing = jnp.zeros((rows, logit.shape[0], 1, config.head_dim), logit.dtype)
     bias = jnp.broadcast_to(logit.astype(jnp.float32)[None, :, None], nothing.shape[:3])
     return Keys(nothing, nothing, None, bias)

@@ -21,8 +21,8 @@ from kvjax.ops.base.rope import angles, rotate
 class Bidirectional(Mixer):
     """`Attention()` with the config's heads, norms, biases and rotation, but without the causal mask.
 
-    The layers of CEPE's encoder (arXiv:2402.16617). Later tokens change what earlier ones are, so there is
-    nothing to keep: such a model runs without a cache only, as the encoder of a context.
+    The layers of CEPE's encoder (arXiv:2402.16617). Later tokens change the representations of earlier ones,
+    so nothing can be cached: such a model only runs without a cache, as the encoder of a context.
     """
 
     def check(self, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Cross-attention over the hidden states of a context, which all layers share that attend to it."""
+"""Cross-attention over the hidden states of a context, which are stored once for all layers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CrossAttention(Mixer):
 
     XC-Cache (Monteiro et al., 2024, arXiv:2404.15420) and CEPE (Yen et al., 2024, arXiv:2402.16617). The
     cache holds e, `width` numbers per context token, once for all layers: this layer holds it, or reads that
-    of the layer `source` below. Tokens of the decoder add nothing to it, every one of them sees the whole
-    context, and where there is none the output is zero.
+    of the layer `source` below. Tokens of the decoder add nothing to it, each of them sees the whole context,
+    and without a context the output is zero.
 
-    kv_heads: heads of keys and values (None: the config's). turns: queries turn with their own positions and
-    keys with those of the context, each counted from 0, as in XC-Cache's code for Llama; CEPE's code turns
-    neither. The texts of the papers were not at hand: this follows the authors' code, with RMSNorm where
-    XC-Cache's new layers have LayerNorm, and with weights of each layer's own, which that code shares unless
-    told otherwise.
+    kv_heads: heads of keys and values (None: the config's). turns: whether queries are rotated by their own
+    positions and keys by those of the context, each counted from 0, as in XC-Cache's code for Llama; CEPE's
+    code rotates neither. The texts of the papers were not at hand: this follows the authors' code, with
+    RMSNorm where XC-Cache's new layers have LayerNorm, and with separate weights per layer, which that code
+    shares by default.
     """
 
     width: int

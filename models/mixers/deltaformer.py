@@ -1,4 +1,4 @@
-"""DeltaFormer's layer: attention over values from which what memory already held has been subtracted."""
+"""DeltaFormer's layer: attention over values from which what the memory predicts is subtracted."""
 
 from __future__ import annotations
 

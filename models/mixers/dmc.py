@@ -20,10 +20,10 @@ class DynamicMerging(KeptTokens):
     """Dynamic Memory Compression (Nawrot et al., 2024, arXiv:2403.09636): decisions from k[0], weights q[0].
 
     merge = sigmoid(k[0] - offset) > 1/2 and weight sigmoid(q[0]), of a KV head's first query head; both
-    channels are zeroed then, and the rest is rotated. Where a head merges, its last slot becomes the weighted
+    channels are zeroed then, and the rest is rotated. If a head merges, its last slot becomes the weighted
     mean. Deviations: decisions are hard in training too, so no gradient reaches them, where the paper trains
-    relaxed ones with noise and a loss for the rate; and room is held for every token, so that bytes do not
-    fall with the merges. How many slots each head uses is `count` in the state.
+    relaxed ones with noise and a loss for the rate; and there is room for every token, so that merges do not
+    reduce bytes. `count` in the state says how many slots each head uses.
     """
 
     offset: float = 5.0

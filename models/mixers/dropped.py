@@ -1,4 +1,4 @@
-"""A layer without a mixer, which is its feed-forward alone."""
+"""A layer without a mixer, which has only its feed-forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer
 
 @dataclasses.dataclass(frozen=True)
 class Dropped(Mixer):
-    """An attention layer left out, with its KV (What Matters in Transformers?, arXiv:2406.15786)."""
+    """No attention layer and no KV in this layer (What Matters in Transformers?, arXiv:2406.15786)."""
 
     def shapes(self, config: Config) -> Shapes:
         return {}

@@ -1,4 +1,4 @@
-"""Linear attentions by a feature map: phi(q)' phi(k) in place of exp(q' k), normalised."""
+"""Linear attentions by a feature map: phi(q)' phi(k) instead of exp(q' k), normalised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvjax.ops.recurrent.slot_memory import LogSum
 
 @dataclasses.dataclass(frozen=True)
 class _ByFeatures(Recurrent, abstract=True):
-    """q, k and v, what `attended` makes of them, and an output matrix; sums of features are its state."""
+    """Projections of q, k and v, an attention `attended` by features, and an output matrix."""
 
     in_segments = True
 
@@ -49,7 +49,7 @@ class _ByFeatures(Recurrent, abstract=True):
     def attended(
         self, q: Array, k: Array, v: Array, past: RecurrentState | None, tokens: dict[str, Any]
     ) -> tuple[Float[Array, "B T H V"], RecurrentState]:
-        """(o, new state); tokens: the arguments of an op that say which tokens count, and whose they are."""
+        """(o, new state); tokens: an op's arguments that say which tokens count, and the rows' segments."""
         raise NotImplementedError
 
 
@@ -96,8 +96,8 @@ class Based(_ByFeatures):
 class Performer(_ByFeatures):
     """Performer's layer (arXiv:2009.14794): `features` positive random features of the softmax kernel.
 
-    The features are drawn once, from `seed`, and are no parameters. Deviation: the paper's training draws
-    them anew from time to time.
+    The features are drawn once, from `seed`, and are not parameters. Deviation: the paper's training redraws
+    them from time to time.
     """
 
     features: int = 64
@@ -118,7 +118,7 @@ class Performer(_ByFeatures):
     ) -> tuple[Float[Array, "B T H V"], RecurrentState]:
         start = None
         if past is not None:
-            # A row that was emptied has zeros; a sum of nothing has no largest exponent.
+            # An emptied row has zeros; an empty sum has no largest exponent.
             top = jnp.where(past["total"] > 0, past["top"], -jnp.inf)
             start = RandomSums(past["means"], LogSum(top, past["total"]))
         projection = jnp.asarray(_projection(self.seed, self.features, self.key_dim))
@@ -128,6 +128,6 @@ class Performer(_ByFeatures):
 
 @functools.cache
 def _projection(seed: int, features: int, dim: int) -> Any:
-    """The directions of the features, drawn once and not inside a program."""
+    """The directions of the features, drawn once, outside of programs."""
     with jax.ensure_compile_time_eval():
         return np.asarray(orthogonal_projection(jax.random.key(seed), features, dim))

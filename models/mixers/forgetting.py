@@ -1,4 +1,4 @@
-"""Softmax attention whose logits decay by learned gates, or whose keys are reflected on the way."""
+"""Softmax attention with learned decays of the logits, or with reflections between key and query."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Forgetting(KeptTokens):
 
     softmax(q_t k_s / sqrt(K) + sum_{s < l <= t} g_l) v with g = log sigmoid(x W_f + b_f) per query head. With
     `norm`, queries and keys have RMSNorms per head, as in the paper's "Pro" block, whose shifts of keys and
-    values and whose gated output are not built. It keeps k, v and how much every slot has decayed since.
+    values and whose gated output are not implemented. It keeps k, v and how much every slot has decayed
+    since.
     """
 
     norm: bool = False
@@ -65,9 +66,9 @@ class Path(KeptTokens):
     """PaTH attention's layer (Yang et al., 2025, arXiv:2505.16381), its positions products of reflections.
 
     P_l = I - beta_l w_l w_l' with w of unit length, from a low rank of x and a short convolution with silu,
-    and beta = 2 sigmoid(x W_b). With `forgets`, logits also decay by gates (PaTH-FoX). Every token turns all
-    kept keys, so keys are float32. Deviation: the text of the paper was not at hand; the low rank (`rank`,
-    None: of key_dim; 32 there) and the convolution's width of 3 are those of flash-linear-attention.
+    and beta = 2 sigmoid(x W_b). With `forgets`, logits also decay by gates (PaTH-FoX). Every token reflects
+    all kept keys, so keys are float32. Deviation: the text of the paper was not at hand; the low rank
+    (`rank`, None: of key_dim; 32 there) and the convolution's width of 3 are those of flash-linear-attention.
     """
 
     rank: int | None = None

@@ -23,8 +23,8 @@ class GatedUnit(Mixer):
 
     U, V and Z are silu(x W). The queries and keys of both attentions, squared ReLU inside chunks of `chunk`
     tokens and linear over the chunks before, are scaled and shifted copies of Z, rotated by position. Two
-    such layers without feed-forwards (`NoMLP`) take the place of an attention and a feed-forward layer.
-    Deviation: no relative position bias beside the rotation.
+    such layers without feed-forwards (`NoMLP`) replace an attention and a feed-forward layer. Deviation: no
+    relative position bias beside the rotation.
     """
 
     width: int
@@ -62,7 +62,7 @@ class GatedUnit(Mixer):
     def state(self, config: Config) -> Shapes:
         keys = (self.chunk, self.key_dim)
         return {
-            # One head: a matrix is what codecs encode.
+            # One head, in which codecs encode matrices.
             "total": (1, self.key_dim, self.width),
             "quad_k": keys,
             "lin_k": keys,
@@ -97,7 +97,7 @@ class GatedUnit(Mixer):
                 segments=memory.segments,
             )
             y = (gate * out.astype(x.dtype)) @ p["unit_out"]
-            # A chunk that is full has gone into the sum, and its last token could not be asked again.
+            # A full chunk has been added to the sum, so its last token cannot be asked again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
             slots = (part.astype(x.dtype) for part in (new.quad_k, new.lin_k, new.v))
             names = ("total", "quad_k", "lin_k", "values", "length", "answer")

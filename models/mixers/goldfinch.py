@@ -1,4 +1,4 @@
-"""GoldFinch: recurrent layers below, and attention above that reads one cache of compressed rows and tokens.
+"""GoldFinch: recurrent lower layers, and upper attention layers that share one cache of compressed rows.
 
 GoldFinch (Goldstein et al., 2024, arXiv:2407.12077). Per token and for the whole model, the cache holds
 `rank` numbers (the paper: D / 16) and the digits of the token's id.
@@ -38,7 +38,7 @@ from kvjax.models.mixers.rwkv import (
 )
 from kvjax.ops.recurrent import rwkv as ops
 
-# Of the LayerNorms, as in the authors' code.
+# The eps of the LayerNorms, as in the authors' code.
 EPS = 1e-5
 
 
@@ -49,8 +49,8 @@ class FinchC2(TimeMix):
         r, k, v, w, u = ddlerp(x_t, x_(t-1));  d = e^-e^w;  S = Diag(d) S + ((1 - d) * k W_k) (v W_v)'
         y = LayerNorm(S_(t-1)' r + u W_v + tanh(u A) B) W_o
 
-    All heads are normalised together, and there is no gate. mix_rank, decay_rank, second_rank: of the
-    interpolations, of w and of the second value.
+    All heads are normalised together, and there is no gate. mix_rank, decay_rank, second_rank: the ranks of
+    the interpolations, of w and of the second value.
     """
 
     mix_rank: int = 32
@@ -96,13 +96,13 @@ class Gold(Mixer):
 
     The first of these layers compresses h, its own input before the norm (kv_input: its own number); the
     others read it (source: that number). The shares of k and v move with n. rank: width of c; mix_rank,
-    adapt_rank: of the shares and of `adapt`.
+    adapt_rank: the ranks of the shares and of `adapt`.
 
-    It follows the authors' code where that normalises e for the values, and leaves out rotations as the
-    paper's equations do. It differs in three points. Queries come from x_t alone and not from its mixture
-    with x_(t-1), and the feed-forward beside it must not shift either: these layers then keep nothing of
-    their inputs, and a prefill ends below them (the paper runs its last 2G - 1 tokens through G such layers).
-    W_z is each layer's own, where the paper's layers share one.
+    It follows the authors' code in normalising e for the values, and the paper's equations in leaving out
+    rotations. It differs in three points. Queries come from x_t alone and not from its mixture with x_(t-1),
+    and the feed-forward must not shift either: these layers then keep nothing of their inputs, and a prefill
+    ends below them (the paper runs its last 2G - 1 tokens through G such layers). Each layer has its own W_z,
+    while the paper's layers share one.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Gold(Mixer):
     adapt_rank: int = 64
     source: Whole | None = None
     kv_input: Whole | None = None
-    # A key is made of the slot before it, too, found by its position.
+    # A key is computed also from the previous slot, found by its position.
     in_segments = False
 
     def check(self, config: Config) -> None:
@@ -190,7 +190,7 @@ class Gold(Mixer):
 
 
 def digits(vocab: int) -> int:
-    """Digits to the base 256 of a token id; bfloat16 counts to 256, float16 further."""
+    """How many base-256 digits a token id takes; bfloat16 is exact up to 256, float16 further."""
     return max(-(-(vocab - 1).bit_length() // 8), 1)
 
 
@@ -204,6 +204,6 @@ def to_digits(ids: Int[Array, "*b"], vocab: int) -> Int[Array, "*b I"]:
 
 
 def from_digits(stored: Float[Array, "*b I"]) -> Int[Array, "*b"]:
-    """The ids behind digits that are stored as numbers."""
+    """The ids of digits that are stored as numbers."""
     whole = stored.astype(jnp.int32)
     return sum((whole[..., i] * 256**i for i in range(whole.shape[-1])), jnp.zeros((), jnp.int32))

@@ -1,4 +1,4 @@
-"""Attention that stores latents of groups of KV heads and computes keys from them before they turn."""
+"""Attention that stores latents of groups of KV heads and computes keys from them before rotation."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class GroupedLatent(Mixer):
         h_k = x A_k, k_j = RoPE(h_k B_j + b_j), h_v = x A_v, out_n = sum_s p_ns h_v_s
 
     for the KV heads j of a group and the query heads n that read them. The cache holds h_k and h_v of every
-    group. Keys are computed from their latents and turned by the positions of their slots, in prefills and in
-    steps. Values never are: the output matrix takes heads of `value_rank` channels, which is where their own
-    up-projections have gone. Norms of keys and their bias act on the computed keys; the bias of values is
-    part of the output's.
+    group. Keys are computed from their latents and rotated by the positions of their slots, in prefills and
+    in steps. Values are never computed: the output matrix takes heads of `value_rank` channels, and includes
+    the values' up-projections. Norms and biases of keys act on the computed keys; the bias of values is part
+    of the output's.
 
     group: KV heads that share a latent. key_rank, value_rank: channels of the latents. Methods that compare
-    stored keys in steps or turn them by rank do not fit latents; rotation of kind "dynamic" is refused.
+    stored keys in steps or rotate them by rank do not fit latents; rotation of kind "dynamic" is refused.
     """
 
     group: int
@@ -96,7 +96,7 @@ class GroupedLatent(Mixer):
     def _computed(
         self, p: Params, config: Config, k: Float[Array, "B G S R"], v: Float[Array, "B G S V"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
-        """Keys that do not turn yet, and every head's latent of values."""
+        """Keys before rotation, and every head's latent of values."""
         up = jnp.einsum("bgsr,gre->bsge", k, p["k_up"]).reshape(k.shape[0], k.shape[2], -1)
         bias = p.get("k_bias")
         up = up if bias is None else up + last_axis(bias, up)
@@ -123,13 +123,13 @@ class GroupedLatent(Mixer):
 def _turned(
     config: Config, window: int | None, heads: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]
 ) -> Float[Array, "B X S H"]:
-    """Heads turned by their positions, as layers of this window turn."""
+    """Heads rotated by their positions, as in layers with this window."""
     rope = config.rope if window is None else config.rope_local or config.rope
     return rotate(heads, *angles(rope, pos, config.head_dim, dtype=wide(heads)), rope.start)
 
 
 def _heads(p: Params, name: str, y: Float[Array, "B S E"], config: Config) -> Float[Array, "B X S H"]:
-    """Heads of a projection, QK-normalised where the model does so."""
+    """Heads of a projection, QK-normalised if the model does so."""
     norm = p.get(f"{name}_norm")
     if norm is not None and config.qk_norm == "full":
         y = rms_norm(y, norm, config.norm_eps, config.norm_offset)

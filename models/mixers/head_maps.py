@@ -19,7 +19,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class HeadMaps(Mixer):
-    """Head i asks with query head q_of[i], reads key head k_of[i] and value head v_of[i].
+    """Head i attends with query head q_of[i], key head k_of[i] and value head v_of[i].
 
     Unequal groups are k_of = v_of: AsymGQA, QCQA (arXiv:2406.10247) and key-driven GQA (arXiv:2408.08454),
     whose searches give such maps. DHA (arXiv:2406.06567) has two different ones. GQKVA (arXiv:2311.03426)

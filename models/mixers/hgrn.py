@@ -20,8 +20,8 @@ class Hgrn(Mixer):
 
     c = silu(x W_c), g = silu(x W_g) and a = lower_bound + (1 - lower_bound) sigmoid(x W_a), `width` channels.
     The paper's lower bounds grow with depth from 0: give each layer its own. Deviations: h is real, as in
-    flash-linear-attention, where the paper's is complex and also turns by an angle per channel; and lower
-    bounds are given, where the paper learns them.
+    flash-linear-attention, while the paper's is complex and also rotates by an angle per channel; and lower
+    bounds are given, while the paper learns them.
     """
 
     width: int
@@ -49,7 +49,7 @@ class Hgrn(Mixer):
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         f = (x @ p["keep"]).astype(jnp.float32)
         decay = self.lower_bound + (1 - self.lower_bound) * jax.nn.sigmoid(f)
-        # The logarithm of a sigmoid is finite where the sigmoid is zero.
+        # The logarithm of a sigmoid is finite even if the sigmoid is zero.
         g = jnp.log(decay) if self.lower_bound else jax.nn.log_sigmoid(f)
         new = (1 - decay) * jax.nn.silu((x @ p["candidate"]).astype(jnp.float32))
 

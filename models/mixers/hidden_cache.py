@@ -1,4 +1,4 @@
-"""Neurocache's layers: a list of compressed hidden states, and layers that attend to the nearest."""
+"""Neurocache's layers: a cache of compressed hidden states, and attention to the nearest of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.kept_tokens import kept_of, state_of
 from kvjax.ops.attention.nearest_states import attend_to_states, nearest_states
 
-# Of the LayerNorm, as in the authors' code.
+# The eps of the LayerNorm, as in the authors' code.
 EPS = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class HiddenCache(Mixer):
-    """Keeps s_t = LayerNorm(x_t W) of every token and looks up the nearest ones, once for the layers above.
+    """Keeps s_t = LayerNorm(x_t W) of every token and retrieves the nearest ones for the layers above.
 
-    Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. It adds nothing to the hidden state. No
-    gradient goes through what is kept but that of W and the norm. width: channels of s. window, top,
+    Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. It adds nothing to the hidden state.
+    Gradients through the kept states reach only W and the norm. width: channels of s. window, top,
     neighbours, context: of `kvjax.ops.attention.nearest_states`.
     """
 
@@ -64,7 +64,7 @@ class HiddenCache(Mixer):
                 mask=mask, segments=memory.segments, **kept_of(past, ("states",)),
             )  # fmt: skip
             retrieved.append((slots.kept["states"], index))
-            # What found no room is no answer.
+            # A token without room has no valid output.
             lost = (slots.count > slots.capacity)[:, None, None]
             return jnp.where(lost, jnp.nan, jnp.zeros_like(x)), state_of(slots, {"states": x.dtype})
 
@@ -80,7 +80,7 @@ class CacheAttention(Attention):
     """Attention, and beside it attention to the states that the `HiddenCache` of layer `cache` retrieved.
 
     Neurocache (arXiv:2407.02486), section 3: y + softmax(q k' / sqrt(H)) v W_o' with the layer's input for q
-    and the retrieved states for k and v, by projections of its own that nothing turns. width: channels of a
+    and the retrieved states for k and v, by projections of its own, without rotation. width: channels of a
     state.
     """
 

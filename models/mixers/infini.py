@@ -21,10 +21,10 @@ from kvjax.ops.recurrent.infini import InfiniState, infini_attention
 class Infini(Recurrent):
     """Infini-attention's layer (Munkhdalai et al., 2024, arXiv:2404.07143): constant memory at any length.
 
-    A learned share per head mixes the memory's answer with that of the open segment of `segment` tokens,
-    whose keys turn by the config's rotation; those of the memory do not. delta: the memory is told only what
-    it does not know. RecurrentState: `memory` and `opened` (what the open segment will add), [heads, key_dim,
-    value_dim + 1], the open segment's `k`, `v` and `length`, and the last token's output, `answer`.
+    A learned share per head mixes the memory's output with that of the open segment of `segment` tokens,
+    whose keys are rotated by the config's RoPE; those of the memory are not. delta: only what the memory does
+    not recall is written. RecurrentState: `memory` and `opened` (what the open segment will add), [heads,
+    key_dim, value_dim + 1], the open segment's `k`, `v` and `length`, and the last token's output, `answer`.
     """
 
     segment: int = 2048

@@ -1,8 +1,8 @@
-"""Attention that keeps something of every token which is no key and value: a state that grows.
+"""Attention with a growing state that is not keys and values: something is kept of every token.
 
-Keys that later tokens turn, slots that merge by learned decisions, values less what memory held: what these
-layers keep changes with their equation, so no method may drop or encode it. It lies in the cache as a state
-whose parts `Mixer.grows` have room for tokens, a row's tokens in their order.
+Keys that later tokens reflect, slots that merge by learned decisions, values minus what the memory predicts:
+such state changes with the layer's equation, so no method may evict or encode it. It is stored in the cache
+as a state whose parts in `Mixer.grows` have room for tokens, in order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class KeptTokens(Mixer, abstract=True):
-    """What the mixers of such states share: query heads, and `groups` key and value heads (None: as many)."""
+    """The base class of such mixers: query heads, and `groups` key and value heads (None: as many)."""
 
     heads: int
     key_dim: int
@@ -63,7 +63,7 @@ class KeptTokens(Mixer, abstract=True):
     def projected(
         self, p: Params, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N K"], Float[Array, "B T H K"], Float[Array, "B T H V"]]:
-        """Queries, keys and values in their heads."""
+        """Queries, keys and values split into heads."""
         q, k, v = (linear(p, name, x).reshape(*x.shape[:2], heads, -1) for name, heads in (
             ("q", self.heads), ("k", self.key_heads), ("v", self.key_heads)
         ))  # fmt: skip
@@ -74,13 +74,13 @@ class KeptTokens(Mixer, abstract=True):
 
 
 def turned(config: Config, x: Float[Array, "B T N H"], pos: Array) -> Float[Array, "B T N H"]:
-    """Queries or keys turned by the config's rotation."""
+    """Queries or keys rotated by the config's RoPE."""
     cos, sin = angles(config.rope, pos[..., None], x.shape[-1], dtype=wide(x))
     return rotate(x, cos, sin)
 
 
 def kept_of(past: RecurrentState | None, names: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments of an op over a `TokenCache`: what is kept, and that no more room is made than there is."""
+    """Arguments of an op over a `TokenCache`: the kept arrays, and a fixed capacity."""
     if past is None:
         return {}
     before = TokenCache({n: past[n] for n in names}, jnp.zeros_like(past["count"]), past["count"])
@@ -88,5 +88,5 @@ def kept_of(past: RecurrentState | None, names: tuple[str, ...]) -> dict[str, An
 
 
 def state_of(new: TokenCache, dtypes: dict[str, Any]) -> RecurrentState:
-    """What an op leaves, each part in the dtype that it is stored in."""
+    """An op's new state, each part in the dtype in which it is stored."""
     return {n: x.astype(dtypes.get(n, x.dtype)) for n, x in new.kept.items()} | {"count": new.count}

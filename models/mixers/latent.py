@@ -22,15 +22,15 @@ class Latent(Mixer):
         c = norm(x W_dc), k_r = RoPE(x W_kr), k_h = [c W_uk_h ; k_r], v_h = c W_uv_h
 
     Prefill expands c to keys and values per head. Decoding absorbs W_uk into the query, q~_h = W_uk_h q_h,
-    and W_uv into the output: it attends to the stored [c ; k_r] as one KV head whose values are its first
-    channels.
+    and W_uv into the output: it attends to the stored [c ; k_r] as one KV head with its first channels as
+    values.
 
-    q_rank: the queries come from a latent of this width too (None: from x). nope_dim, rope_dim: channels of a
-    head that do not turn and that do; value_dim: channels of a head's values. turns: False leaves out the
-    rotation (the NoPE layers of Kimi Linear, arXiv:2510.26692). scale: (nope_dim + rope_dim)^-0.5 unless
-    given. source: the layer whose latents are read, with up-projections of one's own (CLLA,
-    arXiv:2410.15252). eps: of the latents' norms. normed: False leaves out the norm of c, and rope_heads:
-    k_r turns as so many heads, as where another attention was converted (`kvjax.train.conversion.latents`).
+    q_rank: the queries come from a latent of this width too (None: from x). nope_dim, rope_dim: unrotated and
+    rotated channels of a head; value_dim: channels of a head's values. turns: False leaves out the rotation
+    (the NoPE layers of Kimi Linear, arXiv:2510.26692). scale: (nope_dim + rope_dim)^-0.5 unless given.
+    source: the layer whose latents are read, with own up-projections (CLLA, arXiv:2410.15252). eps: of the
+    latents' norms. normed: False leaves out the norm of c, and rope_heads: k_r is rotated as this many heads,
+    for attention converted from another kind (`kvjax.train.conversion.latents`).
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Latent(Mixer):
     def shapes(self, config: Config) -> Shapes:
         d, n, width = config.d_model, config.heads, self.nope_dim + self.rope_dim
         shapes: Shapes = {
-            # Decoding multiplies head by head, for which heads that lie side by side would be laid out anew.
+            # Decoding multiplies head by head; with heads side by side the matrix would be re-laid out.
             "kv_up": (n, self.rank, self.nope_dim + self.value_dim),
             "o": (n * self.value_dim, d),
         }
@@ -137,7 +137,7 @@ class Latent(Mixer):
         return linear(p, "o", out), state, left
 
     def _stored(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
-        """[c ; k_r] of the new tokens, not yet rotated; None where another layer's are read."""
+        """[c ; k_r] of the new tokens, before rotation; None if another layer's are read."""
         if self.source is not None:
             return None
         down = linear(p, "kv_down", x)

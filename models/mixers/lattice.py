@@ -1,4 +1,4 @@
-"""Lattice's layer: slots of unit length that move at a right angle to what they hold."""
+"""Lattice's layer: slots of unit length, each updated orthogonally to itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Lattice(Recurrent):
 
     k and q are coordinates over the slots: softmax(x W). The step size is sigmoid(x W_s) per head. A row
     starts from learned slots. Deviation: the text of the paper was not at hand. The decoding objective is
-    built (`kvjax.ops.recurrent.lattice` says what is not), and the softmax of the coordinates, the step and
-    the norm of every head are ours.
+    implemented (`kvjax.ops.recurrent.lattice` says what is not); the softmax of the coordinates, the step and
+    the norm of every head are our choice.
     """
 
     in_segments = True
@@ -47,7 +47,7 @@ class Lattice(Recurrent):
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = jnp.broadcast_to(p["slots"].astype(jnp.float32)[None], (x.shape[0], *p["slots"].shape))
             if past is not None:
-                # A row that was emptied has zeros, which have no direction: it starts anew.
+                # An emptied row has zeros, which have no direction: it starts anew from learned slots.
                 used = (past["S"] != 0).any((1, 2, 3))[:, None, None, None]
                 start = jnp.where(used, past["S"], start)
             out, new = lattice(

@@ -21,9 +21,9 @@ class LocalLinear(KeptTokens):
     """Local Linear Attention (Zuo et al., 2025, arXiv:2510.01450), or Parallax (2605.29157) with `learned`.
 
     o = E_p[v] - Cov_p(v, k) r with p the softmax of rotated queries and keys. r solves the ridge regression
-    of the paper, exactly or by so many `iterations` of conjugate gradients; Parallax has r = x W_r, rotated
-    as queries are. It keeps k and v. No method may compress them: a regression on some of the keys is another
-    one.
+    of the paper, exactly or by `iterations` steps of conjugate gradients; Parallax has r = x W_r, rotated
+    like queries. It keeps k and v. No method may compress them, since a regression on a subset of the keys is
+    another one.
     """
 
     ridge: float = 0.1

@@ -1,9 +1,9 @@
 """Log-linear attention: layers whose memory is one state per power of two of distance.
 
-Log-Linear Attention (Guo et al., 2025, arXiv:2506.04761). A layer has `levels` states instead of
-one, and a token weighs what it reads of level l by lambda_l = softplus(scale_l (x W)_l), per head. n tokens
-stay apart as the paper has it while levels >= log2 n + 1; what is further away is on the topmost level. The
-text of the paper was not at hand: lambda is that of flash-linear-attention's log-linear Mamba-2, for both.
+Log-Linear Attention (Guo et al., 2025, arXiv:2506.04761). A layer has `levels` states instead of one, and a
+token weights its read of level l by lambda_l = softplus(scale_l (x W)_l), per head. n tokens are separated as
+in the paper if levels >= log2 n + 1; tokens further away share the topmost level. The text of the paper was
+not at hand: lambda is that of flash-linear-attention's log-linear Mamba-2, for both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
 
 
 def continuing(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
-    """Arguments that say where the operation starts: what earlier tokens left, and their number.
+    """Arguments for the start of the operation: the state of earlier tokens, and their number.
 
     The number comes from the position of the first new token; a last token that is asked again was counted
     before. Kernels exist for single tokens alone, so `implementation` is passed on for those.

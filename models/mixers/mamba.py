@@ -1,4 +1,4 @@
-"""Mamba's block, and the Conba block that MixCon makes of it."""
+"""Mamba's block, and MixCon's Conba block, which is based on it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Mamba(Mixer):
         return self.closed(p, linear(p, "out", out.astype(x.dtype) * gate)), state, left
 
     def closed(self, p: Params, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What becomes of the block's output."""
+        """Postprocesses the block's output; a hook for subclasses."""
         return y
 
 
@@ -109,8 +109,8 @@ class Conba(Mamba):
     """MixCon's Conba block: a `Mamba` with norms whose output y is scaled, delayed and fed back.
 
     y1 = y * (y W_s + b_s), y2 = y1 + (y1 W_d + b_d), out = y2 - y2 K: the control input -K e of the tracking
-    error e = y2 with nothing desired. MixCon (ECAI 2024, doi 10.3233/FAIA240593) has no preprint; these are
-    the steps of its public model code. Deviations: that code makes W_s and W_d as wide as the states and K as
+    error e = y2 for the target 0. MixCon (ECAI 2024, doi 10.3233/FAIA240593) has no preprint; these are the
+    steps of its public model code. Deviations: that code makes W_s and W_d as wide as the states and K as
     wide as the channels, which fits its own output only where these widths are equal, so all three are
     d_model wide here; and it changes K by e e' at every call, across a batch, which no sequence could
     reproduce alone: K is learned by gradient instead.

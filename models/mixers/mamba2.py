@@ -20,8 +20,8 @@ from kvjax.ops.recurrent import linear_attention as ops
 class Mamba2(Recurrent):
     """Mamba-2's layer (arXiv:2405.21060): heads of `value_dim` channels, `key_dim` states, `groups` of B, C.
 
-    x, B and C pass one short convolution with a bias; y is normalised after it was multiplied by silu(z), in
-    `norm_groups` equal parts of its channels. The authors' code has a part for each of `groups`.
+    x, B and C pass one short convolution with a bias; y is multiplied by silu(z) and then normalised in
+    `norm_groups` equal parts of its channels. The authors' code has one part for each of `groups`.
     """
 
     conv: int = 4
@@ -87,7 +87,7 @@ class Mamba2(Recurrent):
         past: RecurrentState | None,
         mask: Array,
     ) -> tuple[Array, RecurrentState]:
-        """(y, new memory) of the recurrence over x, dt, B and C."""
+        """(y, new state) of the recurrence over x, dt, B and C."""
         rates = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
         out, new = ops.ssd(*fed, *rates, **how_it_runs(memory, past, mask))
         return out, {"S": new}

@@ -1,4 +1,4 @@
-"""MCSD's block: channels that sum what came before under fixed weights, times a projection of the token."""
+"""MCSD's block: weighted sums of earlier tokens per channel, times a projection of the token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from kvjax.ops.recurrent.hgrn import hgrn
 class SlopeDecay(Mixer):
     """MCSD's block (Yang et al., 2024, arXiv:2406.12230): a slope section and a decay section, side by side.
 
-    Each multiplies a projection x W of the token with a history of another one, y = x W', per channel c:
+    Each multiplies a projection x W of the token with a history of another projection, y = x W', per channel
+    c:
 
         slope: sum_{s <= t} w_s y_s / sum_{s <= t} w_s, w_s = e^(-m_c (t - s)), m_c = 2^(-8 (c + 1) / width)
         decay: sum_{s <= t} gamma_c^(t - s) y_s, gamma_c = 1 - 2^(-5 - 7 c / width)
 
     Both histories are recurrences, so a state is two numbers per channel. Deviation: the text of the paper
-    was not at hand, and no code is public. Descriptions of it have the two sections, their fixed weights of
-    short and of long reach, the element-wise products and the concatenation; the weights themselves are ours:
-    those that ALiBi (arXiv:2108.12409) gives to equal logits, and the decays of RetNet.
+    was not at hand, and no code is public. Descriptions of it mention the two sections, their fixed weights
+    of short and of long range, the element-wise products and the concatenation; the weights themselves are
+    our choice: those that ALiBi (arXiv:2108.12409) gives to equal logits, and the decays of RetNet.
     """
 
     width: int

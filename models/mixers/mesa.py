@@ -82,7 +82,7 @@ class Mesa(Recurrent):
                 l2_norm(q), l2_norm(k), values, g, beta, ridge,
                 initial_state=start, mask=mask, segments=memory.segments, iterations=self.iterations,
             )  # fmt: skip
-            # The op makes what it continues symmetric: a state that is changes by nothing then.
+            # The op symmetrises the state that it continues, which does not change a symmetric one.
             kk = (new.kk + jnp.swapaxes(new.kk, 2, 3)) / 2
             return out, {"kk": kk, "kv": new.kv, "tail": tail}
 

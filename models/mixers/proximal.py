@@ -1,4 +1,4 @@
-"""PoD: layers of a block that share the keys of distant tokens and have their own of near ones."""
+"""PoD: layers of a block share the keys of distant tokens and have their own keys for near ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SharedKeys(KeptTokens):
     """PoD's layer (Ma et al., 2024, arXiv:2412.02252): own keys near, the keys of layer `source` far away.
 
     Without a source it is the lowest layer of a block, ordinary attention that publishes its rotated keys.
-    The others attend to the first `sinks` and newest `recent` tokens with their own keys and to all between
-    with those of the lowest layer, in one softmax, which the paper's parameter-free gate amounts to. Queries
-    and values are always their own: they keep values, and sinks + recent keys. Deviations: blocks are of
-    whole layers, where the paper groups the heads of layers; and nothing is left out where near tokens have
-    most of the weight.
+    The others attend to the first `sinks` and newest `recent` tokens with their own keys, and to all tokens
+    between with those of the lowest layer, in one softmax, to which the paper's parameter-free gate is
+    equivalent. Queries and values are always their own: they keep values, and sinks + recent keys.
+    Deviations: blocks consist of whole layers, while the paper groups heads of layers; and nothing is skipped
+    if near tokens have most of the weight.
     """
 
     sinks: Whole = 16
@@ -34,7 +34,7 @@ class SharedKeys(KeptTokens):
 
     @property
     def grows(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A layer with a source has as many own keys however long the row is."""
+        """A layer with a source has a constant number of own keys, however long the row is."""
         return frozenset({"k", "v"} if self.source is None else {"v"})
 
     @property

@@ -21,7 +21,7 @@ from kvjax.state.axes import pinned_to
 
 
 def how_it_runs(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
-    """What the operations with a state `S` are told beside their tokens."""
+    """Arguments of operations with a state `S` beside their tokens."""
     return dict(
         mask=mask, initial_state=None if past is None else past["S"], segments=memory.segments,
         implementation=memory.implementation, on=memory.on_mesh,
@@ -32,10 +32,10 @@ def convolved(
     x: Float[Array, "B T C"], weight: Float[Array, "W C"], bias: Float[Array, "C"] | None, memory: Memory,
     past: RecurrentState | None, mask: Bool[Array, "B T"], *, active: bool = True,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:  # fmt: skip
-    """Computes the short convolution of x after `tail`, through silu where active, and the new tail."""
+    """The short convolution of x after `tail`, with silu if active, and the new tail."""
 
     def whole(x: Array) -> Array:
-        # Tails are on every device, so that new tokens are sent there, and not the tails.
+        # Tails are replicated, so that new tokens are communicated rather than tails.
         return pinned_to(x, memory.on_mesh, "batch", None, None)
 
     tail = None if past is None else past["tail"]
@@ -45,7 +45,7 @@ def convolved(
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent(Mixer, abstract=True):
-    """What the mixers here share: heads, and a state `S` [heads, key_dim, value_dim] in float32.
+    """The base class of recurrent mixers: heads, and a state `S` [heads, key_dim, value_dim] in float32.
 
     groups: query and key heads, each serving heads / groups value heads (None: as many).
     """
@@ -92,7 +92,7 @@ class Recurrent(Mixer, abstract=True):
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
 
     def joined(self, p: Params, out: Float[Array, "B T H V"], config: Config, like: Array) -> Array:
-        """The norm of every head, then all heads side by side in the dtype of the layer."""
+        """The norm of every head, then all heads concatenated in the dtype of the layer."""
         return rms_norm(out, p["out_norm"], config.norm_eps).astype(like.dtype).reshape(*like.shape[:2], -1)
 
 
@@ -208,7 +208,7 @@ class GatedSlot(Recurrent):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None if past is None else GSAState(past["K"], past["V"])
-            # The op's own mask would leave out the query too, which a token that is asked again has.
+            # The op's own mask would also remove the query, which a token that is asked again needs.
             g = jnp.where(mask[..., None, None], jax.nn.log_sigmoid(low) / 8, 0.0)
             out, new = gsa(
                 q, k, v, -jnp.expm1(g), g, initial_state=start, segments=memory.segments, scale=1.0
@@ -223,7 +223,7 @@ class GatedSlot(Recurrent):
 
 @dataclasses.dataclass(frozen=True)
 class _Delta(Recurrent, abstract=True):
-    """Delta rules behind a short convolution over q, k and v, with keys and queries of unit length."""
+    """Delta rules after a short convolution over q, k and v, with keys and queries of unit length."""
 
     conv: int = 4
     in_place = frozenset({"S"})
@@ -268,7 +268,7 @@ class _Delta(Recurrent, abstract=True):
         past: RecurrentState | None,
         mask: Array,
     ) -> tuple[Array, RecurrentState]:
-        """(o, new memory) of the recurrence over q, k, v, g and beta."""
+        """(o, new state) of the recurrence over q, k, v, g and beta."""
         out, new = ops.gated_delta_rule(*fed, **how_it_runs(memory, past, mask))
         return out, {"S": new}
 
@@ -277,7 +277,7 @@ class _Delta(Recurrent, abstract=True):
 class GatedDelta(_Delta):
     """Gated DeltaNet's layer (arXiv:2412.06464, as in Qwen3-Next): one decay per value head, swish gate.
 
-    g = -e^a_log softplus(x W + dt_bias); the norm of a head multiplies by silu(x W_z).
+    g = -e^a_log softplus(x W + dt_bias); the norm of a head is multiplied by silu(x W_z).
     """
 
     axes = _Delta.axes | {
@@ -307,8 +307,8 @@ class GatedDelta(_Delta):
 class KimiDelta(_Delta):
     """KDA's layer (Kimi Linear, arXiv:2510.26692, section 4): a decay per key channel, sigmoid gate.
 
-    Decay and gate come from a low rank, value_dim unless given; the decay as `kvjax.ops` `kda_gate` says.
-    gate_bias: the gate has a bias (fla's layer; the authors' checkpoints have none).
+    Decay and gate are low-rank projections, of rank value_dim unless given; the decay is `kda_gate` of
+    `kvjax.ops`. gate_bias: the gate has a bias (fla's layer; the authors' checkpoints have none).
     """
 
     rank: int | None = None

@@ -1,8 +1,8 @@
-"""RWKV-6 and RWKV-7: time mixes that see the token before each token, and the channel mix beside them.
+"""RWKV-6 and RWKV-7: time mixes and channel mixes, which also use the previous token.
 
 The channel mix is a mixer and not a feed-forward, because its token shift is a state: a block of RWKV is two
-layers, (time mix, NoMLP) and (ChannelMix, NoMLP). Around them stand the norms of the config, RMSNorm, where
-the authors' models have LayerNorm, and one more behind the embedding.
+layers, (time mix, NoMLP) and (ChannelMix, NoMLP). The norms around them are the config's RMSNorms, while the
+authors' models have LayerNorms, and one more after the embedding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Recurrent
 from kvjax.ops.recurrent import rwkv as ops
 from kvjax.ops.recurrent.convolution import answered, token_shift
 
-# The authors' models divide by a head's deviation with this eps.
+# The eps of the norm over a head, as in the authors' models.
 EPS = 64e-5
 
 # (the token before each token, past state or None, mask) -> (output, new matrix states)
@@ -32,7 +32,7 @@ Mix = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Shifted(Mixer, abstract=True):
-    """What the mixers here share: each token is mixed with the one before it.
+    """The base class of RWKV's mixers: each token is mixed with the one before it.
 
     The state holds the input of a row's last token, `shift`, and the layer's output there, `answer`. RWKV
     itself needs `shift` alone. `answer` is returned when the last token is asked again: the states before it,
@@ -49,7 +49,7 @@ class Shifted(Mixer, abstract=True):
     def run(
         self, mix: Mix, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        """`mix` with the token before each of x, and the state around what it keeps itself."""
+        """Calls `mix` with the previous token of each token of x, and updates the state."""
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             shift, answer = (
@@ -93,7 +93,7 @@ def share_axes(names: str) -> dict[str, Axes]:
 def low_rank(
     p: Params, name: str, x: Float[Array, "B T D"], inner: Callable[[Array], Array] = jnp.tanh
 ) -> Array:
-    """inner(x A) B + b, without b where there is none."""
+    """inner(x A) B + b, without b if there is none."""
     return linear(p, f"{name}_up", inner(x @ p[f"{name}_down"]))
 
 
@@ -103,14 +103,14 @@ def low_rank_shapes(name: str, width: int, rank: int, out: int, bias: bool = Tru
 
 
 def low_rank_axes(*names: str) -> dict[str, Axes]:
-    """Axes of the parameters in `low_rank_shapes`, where what comes out is heads."""
+    """Axes of the parameters of `low_rank_shapes`, for outputs that are heads."""
     downs: dict[str, Axes] = {f"{name}_down": ("embed", None) for name in names}
     return downs | {f"{name}_up": (None, "heads") for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class TimeMix(Shifted, abstract=True):
-    """Heads with a matrix state `S` [head_dim, head_dim], float32, behind token shifts."""
+    """Heads with a matrix state `S` [head_dim, head_dim], float32, after token shifts."""
 
     heads: int
     head_dim: int
@@ -147,8 +147,8 @@ class Rwkv6(TimeMix):
         r, k, v, g, w = ddlerp(x_t, x_(t-1)) W;  S = Diag(e^-e^w) S + k v'
         y = (SiLU(g) * GroupNorm((S_(t-1) + Diag(u) k v')' r)) W_o
 
-    w comes from a low rank. mix_rank, decay_rank: of the interpolations and of w. The text of the paper was
-    not at hand: norm and gate are where the authors' code has them.
+    w is a low-rank projection. mix_rank, decay_rank: the ranks of the interpolations and of w. The text of
+    the paper was not at hand: norm and gate are placed as in the authors' code.
     """
 
     mix_rank: int = 32
@@ -192,9 +192,10 @@ class Rwkv7(TimeMix):
         kk = (k * k_k) / |k * k_k|;  k = k (1 + (a - 1) k_a)
         S = (Diag(e^w) - (a * kk) kk') S + k v',  y = (g * (GroupNorm(S' r) + (r' Diag(r_k) k) v)) W_o
 
-    w, a and g come from low ranks (a through a sigmoid; w as in `kvjax.ops.recurrent.rwkv`). v_rank: of the
-    share of v_0, the values of layer 0; None in layer 0 itself, and where there is no such share. The text of
-    the paper was not at hand: these are the equations of the authors' code, without its starting values.
+    w, a and g are low-rank projections (a through a sigmoid; w as in `kvjax.ops.recurrent.rwkv`). v_rank: the
+    rank of the share of v_0, the values of layer 0; None in layer 0 itself, and without such a share. The
+    text of the paper was not at hand: these are the equations of the authors' code, without its starting
+    values.
     """
 
     decay_rank: int = 64
@@ -269,7 +270,7 @@ class Rwkv7(TimeMix):
     def _values(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> Float[Array, "B T C"]:
-        """What this layer, as layer 0, gives to the others: values of the token and the one before it."""
+        """The values that this layer, as layer 0, publishes, recomputed with the token before each token."""
 
         def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]
@@ -282,8 +283,8 @@ class Rwkv7(TimeMix):
 class ChannelMix(Shifted):
     """RWKV's feed-forward, relu(lerp_k(x) W_k)^2 W_v, of width `width` or the config's d_ff.
 
-    gate: it multiplies by sigmoid(lerp_r(x) W_r), as in RWKV-6 (arXiv:2404.05892) and before; RWKV-7
-    (arXiv:2503.14456) has none.
+    gate: whether it is multiplied by sigmoid(lerp_r(x) W_r), as in RWKV-6 (arXiv:2404.05892) and before;
+    RWKV-7 (arXiv:2503.14456) has none.
     """
 
     width: int | None = None

@@ -18,20 +18,20 @@ from kvjax.ops.base.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class SharedWeights(Mixer):
-    """Values of one's own under the attention of layer `weights_source`: SA and LISA.
+    """Own values with the attention weights of layer `weights_source`: SA and LISA.
 
-    As they are, the weights give Shared Attention (Beyond KV Caching, arXiv:2407.12866): a token costs the
-    layer its values alone. With `hidden`, a feed-forward over the heads of every logit aligns them, and with
-    `rank` a product of narrow queries and keys, rotated like others, is added (LISA, Cross-layer Attention
-    Sharing, arXiv:2408.01890):
+    Unchanged weights give Shared Attention (Beyond KV Caching, arXiv:2407.12866): the layer stores only
+    values. With `hidden`, a feed-forward over the heads of every logit aligns them, and with `rank` a product
+    of narrow queries and keys, rotated like others, is added (LISA, Cross-layer Attention Sharing,
+    arXiv:2408.01890):
 
         s_l = W_2 silu(W_1 s_source) + q_r k_r' / sqrt(rank)
 
-    A token then costs values and `rank` channels per KV head. The source may be such a layer itself. The text
-    of LISA was not at hand: that its feed-forward works on logits, with this activation and no residual, is
-    our reading of its abstract.
+    The layer then stores values and `rank` channels per KV head. The source may be such a layer itself. The
+    text of LISA was not at hand: that its feed-forward works on logits, with this activation and no residual,
+    is our reading of its abstract.
 
-    Maps of logits [B, N, T, S] are handed from layer to layer, so a prefill holds those of its whole length.
+    Maps of logits [B, N, T, S] are passed from layer to layer, so a prefill holds those of its whole length.
     """
 
     weights_source: Whole
@@ -99,7 +99,7 @@ class SharedWeights(Mixer):
         def heads(y: Float[Array, "B T F"], n: int) -> Float[Array, "B n T H"]:
             return jnp.swapaxes(y.reshape(b, t, n, -1), 1, 2)
 
-        # A query meets only the narrow channels behind the values.
+        # A query is multiplied only with the narrow channels after the values.
         q, stored = (
             jnp.zeros((b, config.heads, t, config.head_dim), x.dtype),
             heads(linear(p, "v", x), config.kv_heads),

@@ -1,4 +1,4 @@
-"""Gated short convolutions, which hold the last few inputs and nothing else (LFM2)."""
+"""Gated short convolutions, which keep only the last few inputs (LFM2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.models.mixers.recurrent import convolved
 class ShortConv(Mixer):
     """LFM2's layer (arXiv:2511.23404): y = (c * conv(b * x)) W_o with b, c, x = split(u W).
 
-    conv: taps of the causal convolution over single channels. bias: of both maps and of the convolution.
+    conv: taps of the causal depthwise convolution. bias: whether both maps and the convolution have one.
     """
 
     conv: int = 3

@@ -23,10 +23,10 @@ class TensorProduct(Mixer):
 
         k = 1/R sum_r a_r(x) (x) b_r(x), a_r over heads, b_r over channels, linear in x; likewise q and v
 
-    The rotation turns the b factors of queries and keys alone, so what is stored never turns again: per
-    token, (key_rank + value_rank) * (heads + head_dim) numbers. A prefill computes keys and values from the
-    factors; a step multiplies the query with the b factors and weighs the products by the a factors instead.
-    Methods that score stored keys against queries, or rotate them by rank, do not fit factors.
+    The rotation acts on the b factors of queries and keys, so they are stored rotated: per token, (key_rank +
+    value_rank) * (heads + head_dim) numbers. A prefill computes keys and values from the factors; a step
+    multiplies the query with the b factors and weights the products by the a factors instead. Methods that
+    score stored keys against queries, or rotate them by rank, do not fit factors.
     """
 
     q_rank: int

@@ -1,4 +1,4 @@
-"""Transformer-VQ's layer: old keys are codes, so that what is left of old tokens are counts and means."""
+"""Transformer-VQ's layer: keys are quantised, so that old tokens are counts and mean values per code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class VectorQuantised(Recurrent):
     """Transformer-VQ's layer (Lingle, 2023, arXiv:2309.16354): softmax over `codes` codes and two blocks.
 
     q and k have length sqrt(key_dim), so logits are sqrt(key_dim) times their cosine; the output is gated by
-    silu(x W_g). Attention sends no gradient to the codebook [heads, key_dim, codes] (`untaught`), and what it
-    sends to codes goes straight through to the keys; `apart` draws keys and codes together in training.
-    Deviations: no relative position bias, queries and keys are normalised without the paper's temperature,
-    and codes move by the gradient of `apart`, as in VQ-VAE (arXiv:1711.00937, equation 3), where the paper
-    moves each to a running mean of the keys that are nearest to it.
+    silu(x W_g). Attention gives no gradient to the codebook [heads, key_dim, codes] (`untaught`), and
+    gradients to codes pass straight through to the keys; the loss `apart` draws keys and codes together in
+    training. Deviations: no relative position bias, queries and keys are normalised without the paper's
+    temperature, and codes move by the gradient of `apart`, as in VQ-VAE (arXiv:1711.00937, equation 3), where
+    the paper moves each to a running mean of the keys that are nearest to it.
     """
 
     codes: int = 512
@@ -80,7 +80,7 @@ class VectorQuantised(Recurrent):
                 q, k, v, book, block=self.block, initial_state=start, mask=mask, segments=memory.segments
             )
             y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1) * gate)
-            # A block that is full has become counts, and its last token could not be asked again.
+            # A full block has become counts, so its last token cannot be asked again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
             new = new._replace(values=new.values.astype(x.dtype))
             return y, dict(zip(names, new, strict=True)) | {"answer": answer}
@@ -88,9 +88,9 @@ class VectorQuantised(Recurrent):
         return memory.recur(layer, step, state)
 
     def apart(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, ""]:
-        """How far keys are from the codes that stand for them: the mean of |k - c|^2 / key_dim, from 0 to 4.
+        """How far keys are from their codes: the mean of |k - c|^2 / key_dim, from 0 to 4.
 
-        Its gradient draws codes to their keys and keys to their codes. x: what the layer was given.
+        Its gradient draws codes to their keys and keys to their codes. x: the layer's input.
         """
         k = self._sized(linear(p, "k", x).reshape(*x.shape[:2], self.heads, self.key_dim))
         book = self._book(p)

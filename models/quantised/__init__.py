@@ -1,1 +1,1 @@
-"""Quantised Hugging Face checkpoints: their tensors under the names and shapes of plain ones, as numbers."""
+"""Quantised Hugging Face checkpoints, decoded to the names and shapes of unquantised ones."""

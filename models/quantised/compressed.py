@@ -1,7 +1,7 @@
-"""compressed-tensors: integers in words or plain, float8, and 4-bit floats, by tensor, row, group or block.
+"""compressed-tensors: integers (packed or not), float8, and 4-bit floats, per tensor, row, group or block.
 
-A weight is (q - zero) * scale. Integers of `weight_packed` are stored with 2 ** (bits - 1) added, as are
-zero points where they are packed, along the rows. Layouts: compressed_tensors' compressors.
+A weight is (q - zero) * scale. Integers of `weight_packed` are stored with 2 ** (bits - 1) added; so are zero
+points if they are packed, along the rows. Layouts: compressed_tensors' compressors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = ("I8", "I32", "I64")
 
 
 def compressed(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The weight of a module; None where it is not quantised. InputError where its parts do not fit."""
+    """The weight of a module; None if it is not quantised. InputError if its parts are inconsistent."""
     packed, weight = module.parts.get("weight_packed"), module.parts.get("weight")
     if packed is not None and packed.dtype == "U8":
         return _four_bit_floats(module, packed)
@@ -67,7 +67,7 @@ def _packed(module: Module, words: Stored, args: Mapping[str, Any]) -> Affine:
 
 
 def _four_bit_floats(module: Module, packed: Stored) -> Affine:
-    """NVFP4 (float8 scales of 16 columns, divided by one of the tensor), MXFP4 (powers of two, of 32)."""
+    """NVFP4 (float8 scales per 16 columns, divided by one per tensor), MXFP4 (powers of two, per 32)."""
     n, half = module.matrix(packed, "U8")
     shape, scale, whole = (n, 2 * half), module.need("weight_scale"), module.parts.get("weight_global_scale")
     codes = Float4(Unpacked(Plain(packed), 4, 2 * half, width=8))
@@ -80,7 +80,7 @@ def _four_bit_floats(module: Module, packed: Stored) -> Affine:
 
 
 def _block(module: Module, args: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that have a scale in common, where it is neither of all nor of each row."""
+    """The block [rows, columns] that shares a scale, if it is neither the tensor nor a row."""
     if args.get("strategy") == "block":
         sizes = [int(n) for n in re.findall(r"\d+", str(args.get("block_structure")))]
         if len(sizes) != 2 or min(sizes) < 1:
@@ -99,7 +99,7 @@ def _order(module: Module, columns: int) -> Stored | None:
 
 
 def _weights(module: Module, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How a module's weights were quantised: by the group of the config that names it, or its class."""
+    """A module's weight quantisation settings: those of the config group that names it, or its class."""
     groups = [g for g in (settings.get("config_groups") or {}).values() if isinstance(g, Mapping)]
     for fits in (_by_name, _by_pattern, _by_class):
         for group in groups:

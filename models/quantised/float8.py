@@ -1,6 +1,6 @@
-"""FP8 weights of DeepSeek, Qwen and Mistral: `weight` in float8 and its scale, by blocks, rows or whole.
+"""FP8 weights of DeepSeek, Qwen and Mistral: `weight` in float8 and its scale, per block, row or tensor.
 
-A weight is its float8 times its scale, also where the scale is called `weight_scale_inv`. Layouts:
+A weight is its float8 times its scale, even if the scale is called `weight_scale_inv`. Layouts:
 transformers' integrations/finegrained_fp8.py and fbgemm_fp8.py.
 """
 
@@ -18,7 +18,7 @@ PARTS = ("weight", *_SCALES)
 
 
 def float8(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The weight of a module; None where it is not quantised. InputError where its parts do not fit."""
+    """The weight of a module; None if it is not quantised. InputError if its parts are inconsistent."""
     weight = module.parts.get("weight")
     if weight is None or (weight.dtype not in FLOAT_8 and not any(name in module.parts for name in _SCALES)):
         return None

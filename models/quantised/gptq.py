@@ -1,4 +1,4 @@
-"""GPTQ and AWQ weights: integers in 32-bit words, with scales and zero points by groups of inputs.
+"""GPTQ and AWQ weights: integers in 32-bit words, with scales and zero points per group of inputs.
 
 Both hold the transpose of a weight [out, in], and both give (q - zero) * scale. Layouts: gptqmodel's and
 AutoGPTQ's QuantLinear, AutoAWQ's WQLinear_GEMM.
@@ -21,14 +21,14 @@ from kvjax.models.quantised.settings import GPTQ_BITS, gptq_format
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _FLOATS = ("F16", "BF16", "F32")
-# AWQ: which of every 8 columns stands at each place of a word.
+# AWQ: which of every 8 columns is at each place of a word.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The weight of a module of AWQ, words along its outputs; None where it is not quantised.
+    """The AWQ weight of a module, packed along its outputs; None if it is not quantised.
 
-    Raises InputError where its parts do not fit.
+    Raises InputError if its parts are inconsistent.
     """
     words = module.parts.get("qweight")
     if words is None:
@@ -44,10 +44,10 @@ def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
 
 
 def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The weight of a module of GPTQ, words along its inputs; None where it is not quantised.
+    """The GPTQ weight of a module, packed along its inputs; None if it is not quantised.
 
-    Settings that give modules widths of their own (`dynamic`) are not read: the tensors show which it is.
-    Raises InputError where its parts do not fit.
+    Per-module widths in the settings (`dynamic`) are not read: the tensors show the width.
+    Raises InputError if its parts are inconsistent.
     """
     words = module.parts.get("qweight")
     if words is None:
@@ -65,7 +65,7 @@ def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
 
 
 def _bits(words: Stored, zeros: Stored, groups: int, settings: Mapping[str, Any]) -> int:
-    """The width with which words [in bits / 32, out] and zero points [groups, out bits / 32] fit."""
+    """The bit width that fits words [in bits / 32, out] and zero points [groups, out bits / 32]."""
     given, (packed, n) = settings.get("bits"), words.shape
     widths = (given,) if given and not settings.get("dynamic") else (*([given] if given else ()), *GPTQ_BITS)
     for bits in widths:
@@ -83,7 +83,7 @@ def _grouped(
 ) -> Affine:
     """Codes [out, in] with scales and zeros [groups, out].
 
-    A group has `size` inputs in their order, or those that `order` names.
+    A group has `size` consecutive inputs, or those that `order` names.
     """
     (n, k), groups = codes.shape, scales.shape[0]
     module.check(scales, ((groups, n),))
@@ -103,7 +103,7 @@ def _grouped(
 
 
 class Next(NamedTuple):
-    """One more than numbers of `bits` bits, of which the largest becomes 0."""
+    """Numbers of `bits` bits plus one, modulo 2 ** bits."""
 
     numbers: Matrix
     bits: int
@@ -117,10 +117,10 @@ class Next(NamedTuple):
 
 
 def _zeros(held: Unpacked, stored: Stored, settings: Mapping[str, Any]) -> Matrix:
-    """The zero points that are stored as they are (format v2), or one less in one of two ways (v1).
+    """The zero points, which are stored unchanged (format v2), or minus one in one of two ways (v1).
 
-    Of symmetric weights all are 2 ** (bits - 1), so these show how they are stored: some published files of
-    v2 are called v1. Raises InputError where no way gives that number.
+    For symmetric weights all are 2 ** (bits - 1), which shows how they are stored: some published v2 files
+    are labelled v1. Raises InputError if no way gives that number.
     """
     bits = held.bits
     readings: dict[str, Matrix] = {
@@ -143,7 +143,7 @@ def _zeros(held: Unpacked, stored: Stored, settings: Mapping[str, Any]) -> Matri
 
 
 def _ones(bits: int) -> np.ndarray:
-    """Words with a one in every number of `bits` bits, as many as it takes until they repeat."""
+    """Words with a one in every number of `bits` bits, up to where the pattern repeats."""
     out = [0] * (bits if 32 % bits else 1)
     for bit in range(0, 32 * len(out), bits):
         out[bit // 32] |= 1 << bit % 32

@@ -1,7 +1,7 @@
-"""Matrices that are decoded where they are indexed: codes, scales and zero points as files hold them.
+"""Matrices decoded on indexing: codes, scales and zero points as stored in files.
 
-Each has a `shape` and gives the piece [rows, columns] as an array. A decoder of a format is a few of them,
-one inside the other, so no more than the rows that are asked for is in memory.
+Each has a `shape` and returns the piece [rows, columns] as an array. A format's decoder nests a few of them,
+so no more than the requested rows is in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvjax.models.files import Stored
 
 @runtime_checkable
 class Matrix(Protocol):
-    """Numbers [rows, columns], read when a piece of them is asked for."""
+    """Numbers [rows, columns], read when a piece is indexed."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -27,7 +27,7 @@ class Matrix(Protocol):
 
 
 class Plain(NamedTuple):
-    """A stored matrix as it is; a vector is one column, a scalar one number."""
+    """A stored matrix, unchanged; a vector is one column, a scalar one number."""
 
     stored: Stored
 
@@ -46,9 +46,9 @@ class Plain(NamedTuple):
 class Unpacked(NamedTuple):
     """Unsigned numbers of `bits` bits in the words of a matrix, `count` of them in a row.
 
-    A row's words, of `width` bits, are one stream, the lowest bit of a word first: number i is bits
-    [i bits, (i + 1) bits). order: which of every len(order) numbers stands at each place, where it is not
-    theirs. change: what is done to words [rows, words] before, given where their columns start.
+    A row's words, of `width` bits, are one stream, the lowest bit of a word first: number i is bits [i bits,
+    (i + 1) bits). order: which of every len(order) numbers is at each place. change: a function applied to
+    words [rows, words] first, with their first column.
     """
 
     words: Matrix
@@ -75,7 +75,7 @@ class Unpacked(NamedTuple):
             words = self.change(words, first)
         at, shift = bit // self.width - first, (bit % self.width).astype(np.uint32)
         out = words[:, at] >> shift
-        # Where a number goes on in the next word.
+        # Numbers that continue in the next word.
         over = np.flatnonzero(shift + self.bits > self.width)
         out[:, over] |= words[:, at[over] + 1] << (np.uint32(self.width) - shift[over])
         return out & np.uint32(2**self.bits - 1)
@@ -95,10 +95,10 @@ class Turned(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Numbers that blocks of a matrix [rows, columns] have in common, in float32.
+    """Numbers shared by blocks of a matrix [rows, columns], in float32.
 
-    Row r, column c has the number [r // block[0], c // block[1]]; groups: which column of the numbers belongs
-    to each column instead.
+    Row r, column c has the number [r // block[0], c // block[1]]; groups: instead of blocks, the column of
+    the numbers for each column.
     """
 
     numbers: Matrix
@@ -119,7 +119,7 @@ class Spread(NamedTuple):
         if self.groups is None:
             return columns // self.block[1]
         found = self.groups.read(slice(None))
-        # compressed-tensors fills them with -1 where columns keep their order.
+        # compressed-tensors fills it with -1 if columns keep their order.
         if (found == -1).all():
             return columns // self.block[1]
         if (found < 0).any() or (found >= self.numbers.shape[1]).any():
@@ -131,7 +131,7 @@ class Spread(NamedTuple):
 
 
 class Float4(NamedTuple):
-    """The numbers that 4-bit floats (E2M1) stand for."""
+    """The values of 4-bit floats (E2M1)."""
 
     codes: Matrix
 
@@ -184,7 +184,7 @@ class Affine(NamedTuple):
 
 
 def float4(codes: np.ndarray) -> np.ndarray:
-    """The numbers of 4-bit floats (E2M1), a code an element: 0, 0.5, 1, 1.5, 2, 3, 4, 6, then negative."""
+    """The values of 4-bit floats (E2M1), one code per element: 0, 0.5, 1, 1.5, 2, 3, 4, 6, then negative."""
     return codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What lies under the name of one module of a quantised checkpoint, and the errors about it."""
+"""The tensors of one module of a quantised checkpoint, and errors about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Module(NamedTuple):
     parts: Mapping[str, Stored]
 
     def need(self, *names: str) -> Stored:
-        """The part of the first of these names that is there. Raises InputError where none is."""
+        """The part with the first of these names that exists. Raises InputError if none does."""
         for name in names:
             if name in self.parts:
                 return self.parts[name]
@@ -28,7 +28,7 @@ class Module(NamedTuple):
         )
 
     def check(self, part: Stored, shapes: tuple[tuple[int, ...], ...], *kinds: str) -> Stored:
-        """`part`, where it has one of the shapes and, if any are given, of the dtypes; else InputError."""
+        """Returns `part`; InputError unless it has one of the shapes and, if given, of the dtypes."""
         if part.shape in shapes and (not kinds or part.dtype in kinds):
             return part
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -57,7 +57,7 @@ class Module(NamedTuple):
     ) -> Spread:
         """One number per tensor, per row, or per block where one is given, as the shape of `part` says.
 
-        numbers: what is in `part`, where it is not its numbers. Raises InputError for any other shape.
+        numbers: the decoded content of `part`, if it is encoded. Raises InputError for any other shape.
         """
         n, k = shape
         if block is None:

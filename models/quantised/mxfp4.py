@@ -1,6 +1,6 @@
 """MXFP4 weights of gpt-oss: experts in one tensor, blocks of 32 inputs as 16 bytes and one exponent.
 
-A byte holds two 4-bit floats (E2M1), the lower half first; a block multiplies by 2 ** (scale - 127). Files
+A byte holds two 4-bit floats (E2M1), the lower half first; a block has the factor 2 ** (scale - 127). Files
 hold [experts, outputs, blocks, 16], a plain checkpoint [experts, inputs, outputs]. Layout: transformers'
 integrations/mxfp4.py; format: OCP Microscaling Formats 1.0.
 """
@@ -39,7 +39,7 @@ class Experts(NamedTuple):
 
 
 def experts(name: str, blocks: Stored, scales: Stored | None) -> Experts:
-    """The weights whose blocks these are. Raises InputError where their scales are missing or do not fit."""
+    """The weights with these blocks. Raises InputError if their scales are missing or inconsistent."""
     if scales is None:
         raise InputError(f"{blocks.name} is quantised and lacks {name}{SCALES}: fetch the checkpoint again")
     fits = len(blocks.shape) == 4 and blocks.shape[-1] == _BYTES and scales.shape == blocks.shape[:-1]

@@ -1,7 +1,7 @@
-"""The tensors of a quantised checkpoint under the names that a plain one gives them: families do not know.
+"""The tensors of a quantised checkpoint under the names of an unquantised one, as families expect them.
 
-Nothing is read here but names, shapes and dtypes (and the two numbers of a `weight_shape`); weights are
-decoded as the loader asks for their rows.
+Only names, shapes and dtypes are read here (and the two numbers of a `weight_shape`); weights are
+decoded when the loader reads their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _METHODS: dict[str, tuple[tuple[str, ...], Callable[[Module, Mapping[str, Any]],
     "awq": (gptq.PARTS, gptq.awq),
     "gptq": (gptq.PARTS, gptq.gptq),
 }
-# How activations and caches were to be quantised, which kvjax decides by its methods.
+# Settings of activation and cache quantisation, which kvjax' methods decide instead.
 _PASSED_OVER = tuple(
     f"{what}_{kind}"
     for what in ("input", "output", "activation", "k", "v", "q", "kv")
@@ -35,7 +35,7 @@ _PASSED_OVER = tuple(
 
 
 class Weights(NamedTuple):
-    """Stands where `Stored` has an open safetensors file."""
+    """Plays the role of an open safetensors file in `Stored`."""
 
     pieces: dict[str, Matrix | Experts]
 
@@ -46,11 +46,10 @@ class Weights(NamedTuple):
 def plain_tensors(
     found: Mapping[str, Stored], quantisation: Quantisation, expected: Container[str]
 ) -> dict[str, Stored]:
-    """The tensors of a checkpoint by the names of a plain one, float32 where they were quantised.
+    """The tensors of a checkpoint under the names of an unquantised one, decoded to float32.
 
-    expected: the names that the model has, without prefix. Biases that it has not, which some writers add to
-    quantised modules, are passed over where they are zero. Raises InputError where a scale is missing or
-    parts do not fit.
+    expected: the model's names, without prefix. Extra biases, which some writers add to quantised modules,
+    are ignored if they are zero. Raises InputError if a scale is missing or parts are inconsistent.
     """
     weights = Weights({})
     out = {n: t for n, t in found.items() if n.rpartition(".")[2] not in _PASSED_OVER}
@@ -76,7 +75,7 @@ def plain_tensors(
 
 
 def _stored(part: Stored, weights: Weights, name: str) -> Stored:
-    # Numbers are given in float32, whatever they are stored in.
+    # Decoded numbers are float32, whatever the stored type.
     return Stored(part.path, weights, name, "F32", weights.pieces[name].shape)
 
 

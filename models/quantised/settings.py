@@ -1,7 +1,7 @@
-"""The `quantization_config` of a config.json: what quantised the weights, and whether that is read.
+"""The `quantization_config` of a config.json: how the weights were quantised, and whether that is supported.
 
-Which tensors are quantised is not asked here: tensors say it themselves, by what lies beside them, so lists
-of modules that were left alone (`ignore`, `modules_to_not_convert`) are not needed.
+Which tensors are quantised follows from the tensors beside them, so lists of unquantised modules (`ignore`,
+`modules_to_not_convert`) are not needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.files import read_json
 
 GPTQ_BITS = (2, 3, 4, 8)
-# How compressed-tensors calls what its files hold; marlin-24 and the sparse ones lack numbers that are zero.
+# The supported formats of compressed-tensors; marlin-24 and the sparse ones leave out zeros.
 COMPRESSED_FORMATS = (
     "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
     "mxfp4-pack-quantized", "nvfp4-pack-quantized",
@@ -24,7 +24,7 @@ _ADVICE = "choose another checkpoint of the model, or one in float32, float16 or
 
 
 class Quantisation(NamedTuple):
-    """What quantised a checkpoint, by its `quant_method`, and the settings beside that name."""
+    """How a checkpoint was quantised: its `quant_method`, and the other settings."""
 
     method: str
     settings: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Quantisation(NamedTuple):
 def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
     """The quantisation that a config.json names; None for plain weights.
 
-    Raises InputError for a method, a bit width or a layout that is not read.
+    Raises InputError for an unsupported method, bit width or layout.
 
     >>> quantisation_of({"quantization_config": {"quant_method": "gptq", "bits": 4}}).method
     'gptq'
@@ -54,9 +54,9 @@ def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
 
 
 def beside(folder: Path, data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A directory's config.json with what older writers put into a file beside it.
+    """A directory's config.json with the settings that older writers put into a separate file.
 
-    AutoGPTQ and AutoAWQ do so. Raises InputError for a file that is no JSON.
+    AutoGPTQ and AutoAWQ do so. Raises InputError for a file that is not JSON.
     """
     for name, method in _BESIDE.items():
         if not data.get("quantization_config") and (folder / name).is_file():
@@ -75,7 +75,7 @@ def _check_compressed(given: Mapping[str, Any]) -> None:
     _expect(form in COMPRESSED_FORMATS, "format", form, f"one of {', '.join(COMPRESSED_FORMATS)}")
     sparse = given.get("sparsity_config") or {}
     _expect(sparse.get("format", "dense") == "dense", "sparsity_config", sparse, "none")
-    # Rotations that the model applies as it runs.
+    # Rotations that the model applies at run time.
     changes = given.get("transform_config") or {}
     _expect(not changes.get("config_groups"), "transform_config", changes, "none")
     groups = given.get("config_groups") or {}
@@ -100,7 +100,7 @@ def _check_gptq(given: Mapping[str, Any]) -> None:
 
 
 def gptq_format(given: Mapping[str, Any]) -> str:
-    """What the zero points of a GPTQ checkpoint are: "gptq" (one too small) or "gptq_v2" (as they are)."""
+    """How zero points of a GPTQ checkpoint are stored: "gptq" (minus one) or "gptq_v2" (unchanged)."""
     return str(given.get("checkpoint_format") or given.get("format") or "gptq").lower()
 
 

@@ -1,1 +1,1 @@
-"""Writing one slot of many lists, in place."""
+"""Appends one slot to many KV heads, in place."""

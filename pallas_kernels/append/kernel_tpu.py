@@ -1,6 +1,6 @@
-"""The TPU kernel that writes one slot per list in place: tiles are read, changed and written back.
+"""The TPU kernel that writes one slot per KV head in place: tiles are read, changed and written back.
 
-What it computes is defined by `kvjax.ops.decode.append`.
+`kvjax.ops.decode.append` defines the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _kernel(block: Any, slot: Any, *refs: Any, tiles: tuple[int, ...]) -> None:
         for x, buffer, rows in zip(new, buffers, tiles, strict=True):
             old = buffer[n]
             here = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) == jax.lax.rem(slot[first + n], rows)
-            # Through float32, which holds every payload exactly: half of them have no select of their own.
+            # Through float32, which holds every payload exactly: half of them have no select instruction.
             wide = jnp.where(here, x[n].astype(jnp.float32), old.astype(jnp.float32))
             buffer[n] = wide.astype(old.dtype)
 
@@ -52,10 +52,10 @@ def append(
     chunk: int,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """The pools, in their own memory, with new[i] at pools[block[i], :, slot[i]]; none where slot[i] < 0.
+    """The pools, updated in place, with new[i] at pools[block[i], :, slot[i]]; slot[i] < 0 writes nothing.
 
-    pools: [X, A, S, W] or [X, C, S]; new: [I, A, 1, W] or [I, C, 1]. tiles: slots that each pool's copies
-    come in. chunk: lists per grid step, a divisor of I.
+    pools: [X, A, S, W] or [X, C, S]; new: [I, A, 1, W] or [I, C, 1]. tiles: how many slots each copy of a
+    pool has. chunk: entries per grid step, a divisor of I.
     """
     lists, many = block.shape[0], len(pools)
 

@@ -1,6 +1,6 @@
-"""Tiles of many lists read, changed and written back, all under way at once.
+"""Read, change and write back tiles of many KV heads, with all copies in flight at once.
 
-A copy must start at a tile, so a lone row cannot be written. Lists of one call must not share a tile.
+A copy must start at a tile, so a single row cannot be written. Heads of one call must not share a tile.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def rewrite(
     find: Callable[[Any], None] = lambda n: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """change(n) on the buffers of every list n that writes, between their copies here and back.
+    """Calls change(n) on the buffers of every head n that writes, between their copies in and back.
 
-    places(n): list n's tiles, each with the buffer it comes into. semaphores: as many as lists for what
-    comes, and one for what goes. find(n): what writes(n) and places(n) need, called before them. meanwhile():
-    what is done while the tiles come.
+    places(n): head n's tiles, each with its buffer. semaphores: one per head for incoming copies, and one for
+    outgoing. find(n): computes what writes(n) and places(n) need, called before them. meanwhile(): other work
+    while the tiles arrive.
     """
     come, gone = semaphores
 

@@ -1,6 +1,6 @@
-"""The TPU kernel that writes one token per list into pages of words; defined by `ops.decode.paged_append`.
+"""The TPU kernel that writes one token per KV head into pages of words; see `ops.decode.paged_append`.
 
-It finds the pages itself and takes keys and values as they are: every small operation of XLA's before it
+It finds the pages itself and takes keys and values unconverted: every small operation of XLA's before it
 would take as long as its copies.
 """
 
@@ -20,15 +20,15 @@ from kvjax.pallas_kernels.append.tiles import rewrite
 from kvjax.pallas_kernels.scalars import split
 from kvjax.pallas_kernels.streaming import SUBLANES
 
-# Lists per grid step.
+# KV heads per grid step.
 LISTS = 64
 
 
 class Page(NamedTuple):
-    """Where a token lies in a page: static.
+    """The place of a token in a page: static.
 
     starts: the first rows of the codes, and `side` of the numbers, whole tiles each. word: slot -> (row
-    behind a start, place of its lowest bit). bits: of a code. height: rows that each number has for itself.
+    after a start, index of its lowest bit). bits: of a code. height: rows per number.
     """
 
     tokens: int
@@ -100,13 +100,13 @@ def _kernel(layer: Any, lengths: Any, table: Any, *refs: Any, page: Page, pages:
 
 
 def _cut(refs: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Cuts refs into pieces of these sizes, and the rest."""
+    """Splits refs into pieces of these sizes, and the rest."""
     cuts = np.cumsum([0, *sizes]).tolist()
     return [refs[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits of x in the low end of words; a kernel has no bitcast of narrow types."""
+    """The bits of x as the low bits of words; a kernel has no bitcast of narrow types."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
     whole = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
@@ -124,10 +124,10 @@ def append_words(
     page: Page,
     interpret: Any = False,
 ) -> jax.Array:
-    """The pool [L, P, R, W] of int32 words, in its own memory, with a token at the end of every list.
+    """The pool [L, P, R, W] of int32 words, updated in place with a token at the end of every KV head.
 
     new: per start of codes [B * K, W] of float32, bfloat16 or integers. numbers: [B, K] of float32. table
-    [B * K, 1, M]; lengths [B, K], below 0 where nothing is written; layer [1].
+    [B * K, 1, M]; lengths [B, K], below 0 to write nothing; layer [1].
     """
     lists = table.shape[0]
     layers, pages, rows, width = pool.shape

@@ -1,1 +1,1 @@
-"""What every key received in attention: statistics of the columns of a map that is never made."""
+"""Attention statistics: how much every key receives, without forming the attention map."""

@@ -1,8 +1,8 @@
-"""The TPU kernel of attention's column statistics: what every key received, from queries, keys and lse.
+"""The TPU kernel of attention statistics: how much every key receives, from queries, keys and lse.
 
-The grid is (lists, key blocks, query blocks), query blocks innermost, so a block of keys is read once. Keys
-lie along sublanes and queries along lanes: adding up queries adds whole registers, and lanes meet once, when
-a block of keys ends. What it computes is defined by `kvjax.ops.attention.attention_stats`.
+The grid is (KV heads, key blocks, query blocks), query blocks innermost, so a block of keys is read once.
+Keys are along sublanes and queries along lanes: sums over queries add whole registers, and lanes are reduced
+once, at the end of a block of keys. `kvjax.ops.attention.attention_stats` defines the result.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 UNSEEN = jnp.iinfo(jnp.int32).max
-# Logits, biases and lse are powers of two here: one multiplication less per probability.
+# Logits, biases and lse are in base 2 here, which saves one multiplication per probability.
 LOG2_E = math.log2(math.e)
 
 
 class Sizes(NamedTuple):
-    """What is static: the statistics, the lengths of blocks, and what is done to the logits.
+    """Static arguments: the statistics, the lengths of blocks, and the logits' parameters.
 
-    keys, rows: of a block, and of every head in it. heads: how many are counted apart, 1 for all together.
+    keys, rows: of a block, and of every head in it. heads: how many are counted separately, 1 for all
+    together.
     """
 
     want: tuple[str, ...]
@@ -40,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernel's operands, results and scratch memory; None where a call has no such thing."""
+    """The kernel's operands, results and scratch memory; None for those that a call does not have."""
 
     first: Any
     final: Any
@@ -81,7 +82,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
 
 
 def _column(row: Any) -> Any:
-    """[1, keys] turned into [keys, LANES], the same in all lanes."""
+    """[1, keys] transposed to [keys, LANES], the same in all lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
@@ -106,9 +107,9 @@ def _add(r: Refs, sizes: Sizes) -> None:
         if sizes.window is not None:
             seen &= r.pos[...] > asked - sizes.window
         lse = r.lse[0, head : head + 1, at]
-        # A query that attends to nothing gives nothing.
+        # A query that attends to nothing contributes nothing.
         base = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
-        # What is hidden may hold anything: it is left out, and not multiplied by zero.
+        # Hidden entries may be anything: they are selected away, not multiplied by zero.
         p = jnp.where(seen, jnp.exp2(z - base), 0.0)
         own = head if sizes.heads > 1 else 0
         for n, name in enumerate(sizes.want):
@@ -117,7 +118,7 @@ def _add(r: Refs, sizes: Sizes) -> None:
 
 
 def _part(name: str, p: Any, r: Refs, at: slice, sizes: Sizes) -> Any:
-    """What one probability adds to a statistic that is a sum."""
+    """What one probability adds to an additive statistic."""
     if name == "squares":
         return p * p
     if name == "count":
@@ -139,13 +140,13 @@ def attention_stats(
     sizes: Sizes,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Every wanted statistic of I lists of keys, [I, heads, S] float32.
+    """Every wanted statistic of I KV heads, [I, heads, S] float32.
 
     q [I, A, C, H]: A heads of C queries, in blocks of `sizes.rows` of each, a multiple of 128; k [I, S, H];
-    lse [I, A, C]. q_pos (int32, -1 where there is no query), k_pos (int32, -1 where a slot is empty), weight
-    (of "last_mean" or "weighted") and bias are rows [I, 1, C or S], padded to whole blocks; those of fewer
-    than I serve neighbouring lists alike. first, final [I, key blocks]: between them lie the blocks of
-    queries that may see something of a block of keys.
+    lse [I, A, C]. q_pos (int32, -1 for no query), k_pos (int32, -1 for an empty slot), weight (of "last_mean"
+    or "weighted") and bias are rows [I, 1, C or S], padded to whole blocks; with fewer than I rows,
+    neighbouring heads share one. first, final [I, key blocks]: the first and last block of queries that may
+    see part of a block of keys.
     """
     (lists, _, count, _), slots = q.shape, k.shape[1]
     inputs = _inputs(q, k, lse, q_pos, k_pos, weight, bias, sizes)
@@ -177,15 +178,15 @@ def _inputs(
     q: jax.Array, k: jax.Array, lse: jax.Array, q_pos: jax.Array, k_pos: jax.Array,
     weight: jax.Array | None, bias: jax.Array | None, sizes: Sizes,
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:  # fmt: skip
-    """The operands that come in blocks, by the kernel's names for them."""
+    """The blocked operands, by their names in the kernel."""
     lists, heads, _, width = q.shape
 
     def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
-        # A block that sees nothing is not fetched: its neighbour stays.
+        # A block that sees nothing is not fetched: the previous one stays.
         return jnp.minimum(jnp.maximum(t, first[i, s]), final[i, s])
 
     def of(*shape: int) -> pl.BlockSpec:
-        """The block of a list's queries of a step."""
+        """The block of a head's queries in a step."""
         zeros = (0,) * (len(shape) - 2)
         return pl.BlockSpec((1, *shape), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), *zeros))
 

@@ -2,8 +2,8 @@
 
 With p = exp(z - lse) and the cotangents of out and lse: dz = p (dO v' - dO O + dlse), dq = dz k, dk = dz' q
 and dv = p' dO (FlashAttention-2; Dao, 2023, arXiv:2307.08691, algorithm 2). `delta` is dO O - dlse. Scores
-lie as [slots, queries], so that what belongs to a query is a row. The sums for keys and values of one part
-of the slots stay in VMEM while all queries go by; a part adds its share to the queries' gradient.
+are laid out as [slots, queries], so that per-query numbers are rows. The sums for keys and values of one part
+of the slots stay in VMEM while all queries are processed; each part adds its share to the queries' gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .tiles import (
 
 
 class Refs(NamedTuple):
-    """Operands, results and scratch memory; `dq` is what other parts of the slots have added so far."""
+    """Operands, results and scratch memory; `dq` is the sum over earlier parts of the slots."""
 
     first: Any
     count: Any
@@ -86,7 +86,7 @@ def _kernel(*refs: Any, specs: Specs) -> None:
 
 
 def _fold(r: Refs, sizes: Sizes, slots: Any, *, whole: bool) -> None:
-    """Adds what a block of queries and the block `slots` give each other."""
+    """Adds the contributions of a block of queries and the block `slots` to each other's gradients."""
     kind = matrix_dtype(r.q)
     k, v = r.k[0, 0].astype(kind), r.v[0, 0].astype(kind)
     seen = None
@@ -137,7 +137,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dq in float32, dk, dv), shaped as q, k and v; operands as in `kernel_tpu.flash_prefill`.
 
-    lse and delta [B, K, G, T]; part: blocks of slots whose sums lie in VMEM at once.
+    lse and delta [B, K, G, T]; part: blocks of slots whose sums are in VMEM at once.
     """
     slots = part * sizes.kv
     parts = -(-k_rows.shape[2] // slots)
@@ -150,7 +150,7 @@ def gradients(
         dq, dk, dv = _part(q, *here[1:], q_rows, here[0], d_out, lse, delta, dq, sizes, interpret)  # pyright: ignore[reportCallIssue]
         return dq, (dk, dv)
 
-    # In whole blocks, because a result in place of an operand has its shape.
+    # In whole blocks, because a result that aliases an operand has its shape.
     none = jnp.zeros((*q.shape[:3], q_rows.shape[2], q.shape[4]), jnp.float32)
     dq, found = jax.lax.scan(one, none, jnp.arange(parts))
     dk, dv = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in found)

@@ -1,4 +1,4 @@
-"""The grid of a prefill's kernels: (sequence, KV head, block that stays, step over the blocks it meets)."""
+"""The grid of the prefill kernels: (sequence, KV head, outer block, step over its inner blocks)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .plan import MASKED, WHOLE, Sizes, block_kinds, plan
 
-# More than some generations grant unasked; wide heads in large groups take up to 25 MiB.
+# More than some generations grant by default; wide heads in large groups take up to 25 MiB.
 VMEM_BYTES = 2**25
 
 
@@ -30,7 +30,7 @@ class Specs:
         self.blocks = q_rows.shape[2] // sizes.q
 
     def row(self, b: Any, k: Any, x: Any) -> Any:
-        """The plan's row of a block that stays."""
+        """The plan's row of an outer block."""
         return self._list(b, k) * self.blocks + x
 
     def _list(self, b: Any, k: Any) -> Any:
@@ -75,12 +75,12 @@ class Specs:
         return self._of_slots(1, 1, self.sizes.kv, width, where=lambda b, k, n: (b, k, n, 0))
 
     def all_slots(self, x: jax.Array) -> pl.BlockSpec:
-        """Of [B, K, S, width], all slots of a head at once."""
+        """All slots of a head at once, of [B, K, S, width]."""
         return self._of_queries(1, 1, *x.shape[2:], where=lambda b, k, n: (b, k, 0, 0))
 
 
 def visit(first: Any, count: Any, row: Any, step: Any) -> Any:
-    """The block of a step; past the last one it stays there, so that nothing more is copied."""
+    """The block of a step; after the last one it stays there, so that nothing more is copied."""
     return first[row] + jnp.minimum(step, jnp.maximum(count[row] - 1, 0))
 
 
@@ -91,7 +91,7 @@ def block_of(r: Any, specs: Specs) -> Any:
 
 
 def by_kind(r: Any, specs: Specs, act: Callable[..., None]) -> None:
-    """Calls act(whole=...) where the two blocks of this step are not unseen."""
+    """Calls act(whole=...) unless the two blocks of this step do not see each other."""
     there = pl.program_id(3) < r.count[specs.row(pl.program_id(0), pl.program_id(1), pl.program_id(2))]
     kind = r.kinds[0, 0, block_of(r, specs)]
     pl.when(there & (kind == WHOLE))(partial(act, whole=True))
@@ -110,9 +110,9 @@ def run(
     sums: bool = False,
     aliases: dict[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The kernel, called with (first, count, kinds, *inputs, *outputs, *scratch).
+    """Runs the kernel with (first, count, kinds, *inputs, *outputs, *scratch).
 
-    sums: whether blocks of queries must come one after the other. aliases: from operands to results.
+    sums: whether blocks of queries must run in order. aliases: from operands to results.
     """
     plan = specs.plan
     inputs = [(plan.kinds, specs.kinds()), *inputs]

@@ -1,8 +1,8 @@
 """The TPU kernel of a prefill: one block of queries of all heads of a group, and the blocks of slots it sees.
 
-Scores lie as [queries, slots]. The product for the next rows is issued before the softmax of the last ones,
-so that the matrix units have work meanwhile. A block that all its queries see whole takes no mask. What it
-computes is defined by `kvjax.ops.attention.flash_prefill`.
+Scores are laid out as [queries, slots]. The product for the next rows is issued before the softmax of the
+last ones, so that the matrix units stay busy. A block that all its queries see whole takes no mask.
+`kvjax.ops.attention.flash_prefill` defines the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .tiles import (
 
 
 class Refs(NamedTuple):
-    """Operands, results and scratch memory; rows are positions and, where there are any, segments."""
+    """Operands, results and scratch memory; rows are positions and, if any, segments."""
 
     first: Any
     count: Any
@@ -102,7 +102,7 @@ def _attend(r: Refs, sizes: Sizes, *, whole: bool) -> None:
         safe = top if whole else jnp.where(top == NEG_INF, 0.0, top)
         p, fade = jnp.exp2(z - lanes(safe, z.shape[1])), jnp.exp2(old - safe)
         r.top[g, rows] = top
-        # Sums per lane; the lanes are summed once, at the end.
+        # Sums per lane; the lanes are reduced once, at the end.
         r.total[g, rows] = r.total[g, rows] * fade + sum(
             p[:, n : n + LANES] for n in range(0, p.shape[1], LANES)
         )
@@ -128,8 +128,8 @@ def flash_prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, K, G, T, V], lse [B, K, G, T]) of q [B, K, G, T, H], k [B, K, S, H] and v [B, K, S, V].
 
-    q_rows [B, C, T'] and k_rows [B or B K, C, S'] int32: positions, and segments where C = 2, filled up with
-    -1 to whole blocks. T is at least `sizes.q`, S at least `sizes.kv`, both sizes multiples of 128.
+    q_rows [B, C, T'] and k_rows [B or B K, C, S'] int32: positions, and segments if C = 2, padded with -1 to
+    whole blocks. T is at least `sizes.q`, S at least `sizes.kv`, both sizes multiples of 128.
     """
     group, h, width = q.shape[2], q.shape[4], v.shape[3]
     specs = Specs(q, q_rows, k_rows, sizes)

@@ -1,7 +1,7 @@
 """Which blocks of slots a block of queries must visit.
 
-Blocks are judged by the least and the largest position and segment in them, so unordered slots are visited
-more often than they need be, and never too seldom.
+Blocks are compared by the smallest and the largest position and segment in them, so unordered slots may be
+visited unnecessarily, but are never missed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FAR = 2**31 - 1
 
 
 class Sizes(NamedTuple):
-    """What is static: tokens and slots per block, rows worked on at once, and what is done to the logits."""
+    """Static arguments: tokens and slots per block, rows processed at once, and the logits' parameters."""
 
     q: int
     kv: int
@@ -27,9 +27,10 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """kinds [I X, 1, Y]: UNSEEN, MASKED or WHOLE, of the Y blocks that each of X blocks in I lists may meet.
+    """kinds [I X, 1, Y]: UNSEEN, MASKED or WHOLE, for each of Y inner blocks of X outer blocks of I heads.
 
-    first, count [I X]: the run of blocks from the first that is not UNSEEN to the last. width: largest count.
+    first, count [I X]: the range of blocks from the first that is not UNSEEN to the last. width: the largest
+    count.
     """
 
     kinds: jax.Array
@@ -41,7 +42,7 @@ class Plan(NamedTuple):
 def block_kinds(q_rows: jax.Array, k_rows: jax.Array, sizes: Sizes) -> jax.Array:
     """Kinds [I, X, Y] of X blocks of queries and Y of slots, from q_rows [B, C, T] and k_rows [I, C, S].
 
-    I = B, or B K where heads differ. Rows: positions, below 0 where there is nothing; segments where C = 2.
+    I = B, or B K if heads differ. Rows: positions, below 0 for none; segments if C = 2.
     """
     lists = k_rows.shape[0] // q_rows.shape[0]
     q = _ranges(q_rows, sizes.q)
@@ -51,7 +52,7 @@ def block_kinds(q_rows: jax.Array, k_rows: jax.Array, sizes: Sizes) -> jax.Array
     some = (k_low <= q_high) & (q_high >= 0) & (k_high >= 0)
     every = q_all & k_all & (k_high <= q_low)
     if sizes.window is not None:
-        # Where nothing is real the lowest is far above, and the difference does not overflow.
+        # Without real entries the lowest is very large, and the difference does not overflow.
         some &= k_high > q_low - sizes.window
         every &= k_low > q_high - sizes.window
     if q_seg:
@@ -61,7 +62,7 @@ def block_kinds(q_rows: jax.Array, k_rows: jax.Array, sizes: Sizes) -> jax.Array
 
 
 def _ranges(rows: jax.Array, block: int) -> list[jax.Array]:
-    """Per block: whether all is real; least and largest position, and segment, of what is; each [I, X]."""
+    """Per block: whether all entries are real; smallest and largest position, and segment; each [I, X]."""
     count, kinds, length = rows.shape
     rows = rows.reshape(count, kinds, length // block, block)
     real = rows[:, 0] >= 0
@@ -73,7 +74,7 @@ def _ranges(rows: jax.Array, block: int) -> list[jax.Array]:
 
 
 def plan(kinds: jax.Array) -> Plan:
-    """The plan for kinds [I, X, Y]: X blocks stay, and meet those of the Y that they see or are seen by."""
+    """The plan for kinds [I, X, Y], with X outer blocks and Y inner ones."""
     seen = kinds > UNSEEN
     first = jnp.argmax(seen, -1).astype(jnp.int32)
     last = kinds.shape[2] - 1 - jnp.argmax(seen[..., ::-1], -1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What the kernels of a prefill do with one tile of scores and its positions."""
+"""Operations of the prefill kernels on one tile of scores and its positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NT, NN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
 
 
 def column(row: Any) -> Any:
-    """[1, n] as [n, 128], every lane the same."""
+    """[1, n] transposed to [n, 128], with equal lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
@@ -38,9 +38,9 @@ def rows_of(ref: Any) -> list[Any]:
 
 
 def visible(asked: list[Any], pos: list[Any], window: int | None) -> Any:
-    """Which slots of a tile are seen, from positions and perhaps segments of both, as rows or as columns.
+    """Which slots of a tile are visible, by positions and perhaps segments of both, as rows or columns.
 
-    Queries below 0 see nothing, and slots below 0 are not seen.
+    Queries below 0 see nothing, and slots below 0 are invisible.
     """
     low = jnp.zeros_like(asked[0]) if window is None else jnp.maximum(asked[0] - (window - 1), 0)
     seen = (pos[0] >= low) & (pos[0] <= asked[0])
@@ -48,7 +48,7 @@ def visible(asked: list[Any], pos: list[Any], window: int | None) -> Any:
 
 
 def matrix_dtype(x: Any) -> Any:
-    """What products of queries `x` are taken in."""
+    """The dtype of products with queries `x`."""
     return jnp.float32 if x.dtype == jnp.float32 else jnp.bfloat16
 
 
@@ -59,7 +59,7 @@ def dot(x: Any, y: Any, dims: Any) -> Any:
 
 
 def chunks(heads: int, tokens: int, rows: int) -> Iterator[tuple[int, slice]]:
-    """(head of the group, tokens) of the rows that are worked on at once."""
+    """(head of the group, tokens) of the rows that are processed at once."""
     for g in range(heads):
         for start in range(0, tokens, rows):
             yield g, slice(start, min(start + rows, tokens))
@@ -73,7 +73,7 @@ def logits(s: Any, sizes: Sizes) -> Any:
 
 
 def slope(z: Any, sizes: Sizes) -> Any:
-    """d(logit) / d(scale s) at the base-2 logits z of `logits`: 1 - tanh^2 under a soft-cap; None if 1."""
+    """The derivative d(logit) / d(scale s) at base-2 logits z: 1 - tanh^2 with a soft-cap; None if 1."""
     if sizes.softcap is None:
         return None
     tanh = z * (1 / (sizes.softcap * LOG2E))

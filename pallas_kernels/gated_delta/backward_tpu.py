@@ -1,7 +1,8 @@
-"""The TPU kernel of the gradient: through spans of chunks from the last to the first, and twice through each.
+"""The TPU kernel of the gradient, which processes spans of chunks from the last to the first, each twice.
 
-Only the state before a span is kept from the forward pass. The span's other states and its inverses are made
-again, in VMEM; then its chunks are differentiated in reverse, by what JAX derives from `chunk.py`.
+Only the state before a span is stored by the forward pass. The first pass over a span recomputes its other
+states and inverses, in VMEM; the second differentiates its chunks in reverse, by what JAX derives from
+`chunk.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .chunk import Chunk, chunk, take_turns
 from .kernel_tpu import Sizes, chunks, rows_of, saved_spec, specs, state_spec, take
 
-# More than what a kernel gets unasked; the smallest VMEM has 64 MiB.
+# More than a kernel gets by default; the smallest VMEM has 64 MiB.
 VMEM_BYTES = 48 * 2**20
 
 
@@ -94,18 +95,18 @@ def backward(
     sizes: Sizes,
     interpret: Any = False,
 ) -> tuple[Chunk, jax.Array]:
-    """(gradients of the tokens, of the initial state) from those of `kernel_tpu.forward`'s results."""
+    """(gradients of the tokens, of the initial state), given those of `kernel_tpu.forward`'s results."""
     given = [x for x in tokens if x is not None]
     n, count = sizes.span, chunks(sizes)
     spans = pl.cdiv(count, n)
 
     def place(early: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """The chunk at a step of a span; in the first n steps, that which `early` says."""
+        """The chunk at a step of a span; in the first n steps, the one given by `early`."""
         return lambda j, s: jnp.minimum(
             (spans - 1 - j) * n + jnp.where(s < n, early(s), 2 * n - 1 - s), count - 1
         )
 
-    # What only the second way needs waits at its first chunk.
+    # Operands that only the second pass needs stay at its first chunk.
     both, second = specs(tokens, sizes, place(lambda s: s)), specs(tokens, sizes, place(lambda s: n - 1))
     present = lambda c: [x for x in c if x is not None]  # noqa: E731
     whole = state_spec(dstate, sizes)

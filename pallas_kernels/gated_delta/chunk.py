@@ -1,14 +1,14 @@
-"""One chunk of one head: what the kernels of both directions compute, in products that suit a matrix unit.
+"""One chunk of one head, for the forward and backward kernels, in matrix products.
 
     rhs = v - (p e^D) S,   u = (I + A)^-1 rhs,   o = (q e^D) S + M u,   S' = e^(sum g) S + (k e^R)' u
 
 with A_ij = sum_d p_id k_jd exp(sum_{j < l <= i} g_ld) below the diagonal and M of q, with the diagonal
-(DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9). D sums the log decays up to a token,
-R those behind it. Every exponent is a sum of log decays and never a difference of two sums. So nothing
+(DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9). D sums the log decays up to a token, R
+those after it. Every exponent is a sum of log decays and never a difference of two sums. So nothing
 overflows, no precision is lost, and a decay that forgets everything leaves other tokens' numbers exact.
 
 The products of one head depend on each other. Functions here `yield` between products, and `take_turns`
-interleaves those of several heads: the compiler overlaps what stands near each other in the program.
+interleaves those of several heads: the compiler overlaps operations that are close in the program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A (None if nothing is erased), M, and decays: up to each token, behind it, and over the whole chunk."""
+    """A (None if nothing is erased), M, and decays: up to each token, after it, and over the whole chunk."""
 
     erase: Any
     read: Any
@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
 
 
 def take_turns(steps: Iterable[Steps]) -> list[Any]:
-    """What each of the functions returns, one step of each after the other."""
+    """Runs the functions in turns, one step of each after the other, and returns their results."""
     waiting, found = dict(enumerate(steps)), {}
     while waiting:
         for n, one in list(waiting.items()):
@@ -62,10 +62,10 @@ def take_turns(steps: Iterable[Steps]) -> list[Any]:
 
 
 def chunk(c: Chunk, state: Any, *, exact: bool, inverted: Any = None) -> Steps:
-    """(o [C, V], new state [K, V], (I + A)^-1 or None) in float32; `inverted` is the last where it is known.
+    """(o [C, V], new state [K, V], (I + A)^-1 or None) in float32; `inverted` is the last one, if known.
 
-    exact: products of float32 factors. Else factors are rounded to bfloat16, but for those of the inverse's
-    correction and of what the state erases and takes in, which keep two such terms.
+    exact: products of float32 factors. Else factors are rounded to bfloat16, except those of the inverse's
+    correction and of erasing from and writing to the state, which keep two such terms.
     """
     few, more = (6, 6) if exact else (1, 3)
     c = Chunk(*(None if x is None else x.astype(jnp.float32) for x in c))
@@ -103,7 +103,7 @@ def _index(shape: tuple[int, ...], axis: int) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _down(x: Any, rows: int) -> Any:
-    """Rows moved down by `rows`, the last ones to the top."""
+    """Rows moved down by `rows`, cyclically."""
     return pltpu.roll(x, rows % x.shape[0], 0)
 
 
@@ -124,15 +124,15 @@ def _with_second(x: Any, rows: Any, half: int) -> Any:
 
 
 def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
-    """`Pairs` with decays per channel: halves of ever larger blocks meet at their border.
+    """`Pairs` with decays per channel, from halves of ever larger blocks.
 
-    The second half's rows decay from the border on, the first half's up to it: one product per size.
+    Decays are split at the border of the halves, after it and up to it: one product per size.
     """
     size = c.k.shape[0]
     row, apart = _index(c.k.shape, 0), _index((size, size), 0) ^ _index((size, size), 1)
     sides = [c.q] if c.p is None else [c.q, c.p]
     pairs = [jnp.zeros((size, size), jnp.float32) for _ in sides]
-    # Sums within blocks: up to a row, behind it, and all; the blocks double.
+    # Sums within blocks: up to a row, after it, and all; the blocks double.
     until, behind, whole = c.g, jnp.zeros_like(c.g), c.g
     half = 1
     while half < size:
@@ -142,8 +142,8 @@ def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
         left = jnp.concatenate([_second(x, half) * from_border for x in sides])
         right = jnp.where(is_second, 0.0, decay) * c.k
         found = jnp.split(dot(left, right, ROWS_BY_ROWS, 6 if exact else 1), len(sides))
-        # Pairs further apart than this block are still wrong: a later size overwrites them, or the last
-        # mask does.
+        # Pairs further apart than this block are still wrong: a later size, or the last mask, overwrites
+        # them.
         pairs = [
             _with_second(x, jnp.where(near, _second(x, half), y), half)
             for x, y in zip(pairs, found, strict=True)
@@ -180,8 +180,8 @@ def _pairs_by_head(c: Chunk, exact: bool) -> Steps:
 def inverse(a: Any, exact: bool) -> Steps:
     """(I + a)^-1 of a strictly lower triangle, its diagonal blocks doubling: X - X a X below the border.
 
-    Never powers of a, which grow like binomials where keys are alike. Where not exact, the blocks come from
-    factors of bfloat16, and one step of Newton's squares their error.
+    It avoids powers of a, which grow like binomials if keys are similar. If not exact, the blocks are
+    computed from bfloat16 factors, and one Newton step squares their error.
     """
     apart = _index(a.shape, 0) ^ _index(a.shape, 1)
     one = jnp.where(apart == 0, 1.0, 0.0)
@@ -205,7 +205,7 @@ def inverse(a: Any, exact: bool) -> Steps:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _solve(passes: int, x: Any, a: Any, rhs: Any) -> Any:
-    """(I + a)^-1 rhs with the inverse x at hand."""
+    """(I + a)^-1 rhs, given the inverse x."""
     return dot(x, rhs, ROWS_BY_COLUMNS, passes)
 
 

@@ -2,7 +2,8 @@
 
     u = v - S' (a p),   o = S' (a q) + (q'k) u,   new S = Diag(a) S + k u'
 
-with a = e^g is the recurrence, its products taken from the state as it was read: none waits for the new one.
+with a = e^g is the recurrence, with all products taken from the old state, so that none waits for the new
+one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 class Columns(NamedTuple):
-    """A token's decays, keys and queries as columns [K, heads], with the channels along rows as in a state.
+    """A token's decays, keys and queries as columns [K, heads], with channels along rows as in a state.
 
     decay a, key k, asked a q, erase a p or None; overlap: q'k, [heads, 1].
     """
@@ -29,7 +30,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(q: Any, k: Any, g: Any, p: Any) -> Columns:
-    """Computes the columns from rows [heads, K] of queries, keys, log decays and p."""
+    """The columns, from rows [heads, K] of queries, keys, log decays and p."""
     q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
     decay = jnp.exp(g)
     erase = None if p is None else jnp.transpose(decay * p.astype(jnp.float32))
@@ -57,7 +58,7 @@ def decode(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, p: jax.Array | None, state: jax.Array,
     layer: jax.Array, *, together: int, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(o [I, V] as v, the states [L, I, K, V] in the memory of the given ones) of I = B H heads of one layer.
+    """(o [I, V] as v, the states [L, I, K, V] updated in place) of I = B H heads of one layer.
 
     q, k, g, p [I, K] and v [I, V]; layer [1]; together: states per grid step, a multiple of 8 or all of them.
     """

@@ -1,7 +1,7 @@
 """The TPU kernel of the chunked forward pass: the state stays in VMEM from one chunk to the next.
 
-One grid step is one chunk of a few heads. What it computes is defined by `kvjax.ops.recurrent.gated_delta`;
-the mathematics of a chunk is in `chunk.py`.
+One grid step is one chunk of a few heads. `kvjax.ops.recurrent.gated_delta` defines the result; the
+mathematics of a chunk is in `chunk.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LANES = 128
 
 
 class Sizes(NamedTuple):
-    """What is static: heads, tokens per chunk, heads per grid step, chunks from one saved state to the next.
+    """Static arguments: heads, tokens per chunk, heads per grid step, chunks between saved states.
 
-    length: tokens, where the last chunk is not full. exact: see `chunk.chunk`. span: 0 saves no states.
+    length: the number of tokens, if the last chunk is not full. exact: see `chunk.chunk`. span: 0 saves no
+    states.
     """
 
     heads: int
@@ -39,7 +40,7 @@ def chunks(sizes: Sizes) -> int:
 
 
 def rows_of(ref: Any, head: int, first: Any, sizes: Sizes) -> Any:
-    """One head's part [C, K] of a block [1, C, heads * K], zero behind the end of the sequence."""
+    """One head's part [C, K] of a block [1, C, heads * K], zero after the end of the sequence."""
     width = ref.shape[2] // sizes.together
     x = ref[0, :, head * width : (head + 1) * width]
     if sizes.length % sizes.chunk == 0:
@@ -49,7 +50,7 @@ def rows_of(ref: Any, head: int, first: Any, sizes: Sizes) -> Any:
 
 
 def take(refs: Chunk, head: int, first: Any, sizes: Sizes) -> Chunk:
-    """The tokens of one of a step's heads. Those behind the end of the sequence change nothing."""
+    """The tokens of one of a step's heads. Those after the end of the sequence change nothing."""
 
     def one(ref: Any) -> Any:
         return ref[0, head, 0] if len(ref.shape) == 5 else rows_of(ref, head, first, sizes)
@@ -81,7 +82,7 @@ def _kernel(*refs: Any, sizes: Sizes, erases: bool) -> None:
 
 
 def specs(tokens: Chunk, sizes: Sizes, at: Any) -> Chunk:
-    """Blocks of one chunk of a step's heads, [1, C, heads * K]; `at` says which chunk."""
+    """Blocks of one chunk of a step's heads, [1, C, heads * K]; `at` gives the chunk."""
 
     def one(x: Any) -> pl.BlockSpec:
         if x.ndim == 5:  # one decay per token: [B, H, chunks, 1, C]
@@ -98,17 +99,17 @@ def state_spec(state: Any, sizes: Sizes) -> pl.BlockSpec:
 
 
 def saved_spec(state: Any, sizes: Sizes, span: Any) -> pl.BlockSpec:
-    """A step's heads of one of the saved states [B, H, spans, K, V]; `span` says which."""
+    """A step's heads of one of the saved states [B, H, spans, K, V]; `span` gives its index."""
     return pl.BlockSpec((1, sizes.together, 1, *state.shape[2:]), lambda b, h, *j: (b, h, span(*j), 0, 0))
 
 
 def forward(
     tokens: Chunk, state: jax.Array, *, sizes: Sizes, interpret: Any = False
 ) -> tuple[jax.Array, ...]:
-    """(o [B, T, H * V] as v, final state [B, H, K, V], and where asked for the state before every span).
+    """(o [B, T, H * V] as v, final state [B, H, K, V], and if requested the state before every span).
 
     q, k, p [B, T, H * K], v [B, T, H * V], K and V multiples of 128, the chunk a power of two from 8 on;
-    g [B, T, H * K] or, one per token, [B, H, chunks, 1, C] with zeros behind the end; g and states float32.
+    g [B, T, H * K] or, one per token, [B, H, chunks, 1, C] with zeros after the end; g and states float32.
     """
     given = tuple(x for x in tokens if x is not None)
     blocks = specs(tokens, sizes, lambda j: j)

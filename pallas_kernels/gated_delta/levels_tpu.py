@@ -1,6 +1,6 @@
-"""The TPU kernel of one token over levels of states (log-linear attention): only levels that hold something.
+"""The TPU kernel of one token over the levels of log-linear attention: only non-empty levels are visited.
 
-A row visits its levels from the lowest up. Those below its target are summed on the way and left empty, the
+A row visits its levels from the lowest up. Those below its target are summed on the way and emptied, the
 target takes the sum; all decay and are erased, and level 0 is written. In place.
 """
 
@@ -44,11 +44,11 @@ def decode_levels(
     levels: jax.Array, layer: jax.Array, visits: jax.Array, counts: jax.Array, targets: jax.Array, *,
     together: int, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(o [B, H, V] float32, the levels [Lg, B, L, H, K, V] of all layers in the memory of the given ones).
+    """(o [B, H, V] float32, the levels [Lg, B, L, H, K, V] of all layers, updated in place).
 
-    q, k, g, p [B, H, K], v [B, H, V], scales [B, L, H, 1]; layer [1]: the one that changes. visits [B, L]:
-    a row's levels in ascending order, the last one repeated behind counts [B]; targets [B]: where its lower
-    levels go. together: heads per grid step, a multiple of 8 or all.
+    q, k, g, p [B, H, K], v [B, H, V], scales [B, L, H, 1]; layer [1]: the one that changes. visits [B, L]: a
+    row's levels in ascending order, the last one repeated after counts [B]; targets [B]: the level that takes
+    its lower levels. together: heads per grid step, a multiple of 8 or all.
     """
     _, rows, count, heads, keys, values = levels.shape
     given = [x for x in (q, k, v, g, p) if x is not None]

@@ -1,1 +1,1 @@
-"""Attention of a few queries over dense codes with scales of groups, as KIVI stores them."""
+"""Attention of a few queries over dense codes with scales per group, as KIVI stores them."""

@@ -1,10 +1,10 @@
-"""The GPU kernel of decoding over codes of 1, 2 or 4 bits with scales of groups, as KIVI stores them.
+"""The GPU kernel of decoding over codes of 1, 2 or 4 bits with scales per group, as KIVI stores them.
 
 A step takes rows of words, each of which holds some tokens of one group. Each place within the words is a
-plane of tokens, unpacked by one shift and attended by itself: as one program text for all planes, which
-compiles in a second and not in a minute. What zeros of values add is summed over tokens at the very end,
-because such a sum has the warps of a program wait for each other. What it computes is defined by
-`ops.decode.grouped_decode`, and what kernels in parts share lies in `partial_gpu`.
+plane of tokens, unpacked by one shift and attended to separately: the same program code for all planes, which
+compiles in a second and not in a minute. The zeros of values are summed over tokens at the very end,
+because such a sum makes the warps of a program wait for each other. `ops.decode.grouped_decode` defines the
+result, and what split kernels share is in `partial_gpu`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvjax.pallas_kernels.partial_gpu import NEG_INF, Cut
 
 
 class Sizes(NamedTuple):
-    """What is static: how the work is cut, bits of a code, tokens (keys) or channels (values) of a group."""
+    """Static arguments: the split, bits of a code, tokens (keys) or channels (values) of a group."""
 
     cut: Cut
     bits: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of words of a group."""
+        """How many rows of words a group has."""
         return self.group * self.bits // 32
 
     @property
@@ -43,9 +43,9 @@ class Sizes(NamedTuple):
 
 
 def _token(plane: Any, row: Any, sizes: Sizes) -> Any:
-    """Which tokens of their groups the rows [block] hold at a plane: see `ops.base.bit_packing.pack_tokens`.
+    """Which tokens of their groups the rows [block] hold in a plane: see `ops.base.bit_packing.pack_tokens`.
 
-    A word has 8 tokens next to each other in every part of its group.
+    A word has 8 consecutive tokens in every part of its group.
     """
     part, number = jax.lax.div(plane, 8), jax.lax.rem(plane, 8)
     return part * (sizes.group * sizes.bits // 4) + number + 8 * jax.lax.rem(row, sizes.rows)
@@ -95,7 +95,7 @@ def _kernel(layer, lengths, q, words, numbers, value_words, value_numbers, out, 
 
 
 def _load(layer: Any, i: Any, ref: Any, row: Any, lane: Any, live: Any) -> Any:
-    """Words [block, lanes] of rows of list i, 0 where nothing counts."""
+    """Words [block, lanes] of rows of KV head i, 0 where `live` is false."""
     wanted = jnp.broadcast_to(live[:, None], (row.shape[0], lane.shape[0]))
     if ref.shape[3] % lane.shape[0]:
         wanted = wanted & (lane < ref.shape[3])[None]
@@ -103,12 +103,12 @@ def _load(layer: Any, i: Any, ref: Any, row: Any, lane: Any, live: Any) -> Any:
 
 
 def _code(words: Any, plane: Any, sizes: Sizes, kind: Any) -> Any:
-    """The codes of a plane less the middle, without conversions, of which a GPU does few at a time."""
+    """The codes of a plane minus the middle, without conversions, of which a GPU does few at a time."""
     shift = 4 * jax.lax.rem(plane, 8) + sizes.bits * jax.lax.div(plane, 8)
     code = (words.astype(jnp.int32) >> shift) & (2**sizes.bits - 1)
     if kind == jnp.float32:
         return code.astype(kind) - sizes.middle
-    # The last bit of a bfloat16's fraction counts ones in 128 + code.
+    # The last bit of a bfloat16's fraction counts units in 128 + code.
     lifted = jax.lax.bitcast_convert_type((code | 0x4300).astype(jnp.int16), jnp.bfloat16)
     return lifted - jnp.bfloat16(128 + sizes.middle)
 
@@ -122,7 +122,7 @@ def grouped_decode(
     sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Parts (out [I, C, Q, W], lse [I, C, R]) of I lists in C splits, Q the real queries.
+    """Parts (out [I, C, Q, W], lse [I, C, R]) of I KV heads in C splits, Q the real queries.
 
     q [I, R, W'] with R and W' powers of two from 16, W' at least W, a multiple of the group; caches: words
     [L, I, S bits / 32, W] and scales [L, I, S / group, W] of keys, then of values; lengths [I]; layer [1].

@@ -1,12 +1,11 @@
-"""The TPU kernel of decoding over codes of 1, 2 or 4 bits with scales of groups, as KIVI stores them.
+"""The TPU kernel of decoding over codes of 1, 2 or 4 bits with scales per group, as KIVI stores them.
 
-Words of codes and words of scales lie in one array each for all layers, tokens along the rows; a step copies
-the rows of a block of one list's slots from all four. What it computes is defined by
-`ops.decode.grouped_decode`.
+Words of codes and words of scales are in one array each for all layers, tokens along the rows; a step copies
+the rows of a block of one head's slots from all four. `ops.decode.grouped_decode` defines the result.
 
 A word holds tokens of `planes` parts of its group. So the columns of a block's logits are not its slots
-in order: for every 8 groups, first come all tokens of plane 0, then those of plane 1. Only the mask has
-to know which slot a column is.
+in order: for every 8 groups, first come all tokens of plane 0, then those of plane 1. Only the mask needs
+to know the slot of a column.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES, Running
 
 
 class Sizes(NamedTuple):
-    """What is static: slots per step, bits of a code, tokens (of keys) or channels (of values) of a group.
+    """Static arguments: slots per step, bits of a code, tokens (of keys) or channels (of values) of a group.
 
-    lists: of one core.
+    lists: KV heads per core.
     """
 
     block: int
@@ -39,7 +38,7 @@ class Sizes(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Slots whose scales fill the rows of one tile of memory: what is copied or left out as a whole."""
+        """Slots whose scales fill the rows of one memory tile, which is the unit of copies."""
         return SUBLANES * self.group
 
     @property
@@ -48,7 +47,7 @@ class Sizes(NamedTuple):
 
     @property
     def run(self) -> int:
-        """Tokens of one group that lie next to each other in one plane."""
+        """Consecutive tokens of one group in one plane."""
         return self.group // self.planes
 
     @property
@@ -111,7 +110,7 @@ def _codes(words: Any, tile: int, sizes: Sizes, kind: Any) -> Any:
     """Codes [tokens, W] of one tile, plane by plane, of type `kind`, as `_shifted` expects them.
 
     The hardware widens signed numbers of 4 bits. A code becomes the upper bits of such a number, with its
-    upper bit turned over as the sign: values lie around 0, and their sums keep their precision.
+    upper bit flipped as the sign: values are centred at 0, and their sums keep their precision.
     """
     rows = sizes.tile // sizes.per_row[0]
     x = jax.lax.bitcast_convert_type(words[tile * rows : (tile + 1) * rows], jnp.int32)
@@ -122,14 +121,15 @@ def _codes(words: Any, tile: int, sizes: Sizes, kind: Any) -> Any:
 
 
 def _shifted(scale: Any, zero: Any, sizes: Sizes) -> tuple[Any, Any]:
-    """Scale and zero of what `_codes` gives instead of codes."""
+    """Scale and zero for the numbers that `_codes` returns instead of codes."""
     return scale * 2.0 ** (sizes.bits - 4), zero + 2.0 ** (sizes.bits - 1) * scale
 
 
 def _logits(asked: Any, codes: Any, numbers: Any, sizes: Sizes) -> Any:
     """Computes q k' [R, tokens] of a tile's keys, whose 8 groups have a row of scales and zeros each.
 
-    Queries take the scales, so that one product serves all groups, and of each column one group's is chosen.
+    Queries are multiplied by the scales, so that one product serves all groups; each column takes its group's
+    row.
     """
     count = asked.shape[0]
     scale, zero = _shifted(*halves(numbers), sizes)
@@ -151,7 +151,7 @@ def _logits(asked: Any, codes: Any, numbers: Any, sizes: Sizes) -> Any:
 
 
 def _live(count: Any, sizes: Sizes) -> Any:
-    """Whether the slot of every column of a block [1, block] is one of the first `count`."""
+    """Whether the slot of every column of a block [1, block] is among the first `count`."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     # The columns of 128 lanes are runs of as many groups.
     slot = lane // sizes.run * sizes.group + lane % sizes.run
@@ -165,7 +165,7 @@ def _live(count: Any, sizes: Sizes) -> Any:
 
 
 def _values(p: Any, words: Any, numbers: Any, sizes: Sizes, kind: Any) -> Any:
-    """sum_s p[r, s] value[s, h] of values = scale * code + zero with numbers of groups of channels."""
+    """sum_s p[r, s] value[s, h] of values = scale * code + zero with numbers per group of channels."""
     width, count = words.shape[1], p.shape[0]
     groups, tiles = width // sizes.group, sizes.block // sizes.tile
     per_tile, across = sizes.tile // LANES, LANES // sizes.run
@@ -196,9 +196,9 @@ def _values(p: Any, words: Any, numbers: Any, sizes: Sizes, kind: Any) -> Any:
 def _by_group(numbers: Any, sizes: Sizes) -> list[tuple[Any, Any]]:
     """Scales and zeros of a tile's values, [8, 128] each, per 128 lanes: groups of channels on the rows.
 
-    A stored row is a group of tokens; on its lanes lie the tokens for the first group of channels, then
-    those for the second, and so on. This transposes: in every `across` rows, the run of tokens at place n
-    of row m goes to place m of row n.
+    A stored row is a group of tokens; its lanes hold the tokens for the first group of channels, then those
+    for the second, and so on. This transposes: in every `across` rows, the run of tokens at place n of row m
+    goes to place m of row n.
     """
     bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
     across = LANES // sizes.run
@@ -225,7 +225,7 @@ def grouped_decode(
     cores: int = 1,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [I, R, W], lse [I, R, 128]) of I lists.
+    """(out [I, R, W], lse [I, R, 128]) of I KV heads.
 
     q [I, R, W] with R a multiple of 8 and W of 128; caches: codes and scales of keys, codes and scales of
     values, [L, I, rows, W] uint32, of whole tiles of slots; lengths [I]; layer [1].

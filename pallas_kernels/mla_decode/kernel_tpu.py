@@ -1,7 +1,7 @@
-"""The TPU kernel of decoding over latents: a page comes once, and serves as keys and as values.
+"""The TPU kernel of decoding over latents: a page is copied once, and serves as keys and as values.
 
-One grid step is one sequence, with all its query heads as rows. Pages come by manual DMA, many per step; of
-the last step only those that the length reaches. What it computes is defined by `ops.decode.mla_decode`.
+One grid step is one sequence, with all its query heads as rows. Pages are copied by manual DMA, many per
+step; in the last step only those within the length. `ops.decode.mla_decode` defines the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 
 
 class Sizes(NamedTuple):
-    """What is static: pages per step, sequences of one core, lanes of the latent, and the logits' factor."""
+    """Static arguments: pages per step, sequences per core, channels of the latent, scale of logits."""
 
     step: int
     sequences: int
@@ -80,7 +80,7 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, R, sizes.rank], lse [B, R, 128]).
 
-    q [B, R, W] with R a multiple of 8, zeros where rows of pages [L, P, page, W] hold nothing; table
+    q [B, R, W] with R a multiple of 8, zeros where rows of pages [L, P, page, W] are padding; table
     [B, 1, M] with M a multiple of the pages per step; lengths [B]; layer [1]. W and the rank are multiples
     of 128.
     """

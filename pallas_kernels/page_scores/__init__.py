@@ -1,1 +1,1 @@
-"""Scores of pages by summaries of their keys: bounds as Quest has them, or centroids."""
+"""Scores of pages by summaries of their keys: Quest's bounds, or centroids."""

@@ -1,7 +1,7 @@
 """The TPU kernel of page scores: the summaries of many pages against the queries of one KV head.
 
-The grid is (lists, blocks of pages). Blocks behind a list's last page are neither fetched nor computed. What
-it computes is defined by `kvjax.ops.decode.page_scores`.
+The grid is (KV heads, blocks of pages). Blocks after a head's last page are neither fetched nor computed.
+`kvjax.ops.decode.page_scores` defines the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _kernel(_: Any, counts: Any, q: Any, *refs: Any) -> None:
         if len(summary) == 1:
             z = _products(q[0], summary[0][0, 0])
         else:
-            # max(q low, q high), channel by channel: each sign of q has its own product.
+            # max(q low, q high), channel by channel, as one product per sign of q.
             low, high = summary
             z = _products(jnp.maximum(q[0], 0), high[0, 0]) + _products(jnp.minimum(q[0], 0), low[0, 0])
         page = jax.lax.broadcasted_iota(jnp.int32, (1, z.shape[1]), 1)
@@ -38,7 +38,7 @@ def _kernel(_: Any, counts: Any, q: Any, *refs: Any) -> None:
 
 
 def _products(rows: Any, pages: Any) -> Any:
-    """[R, pages]; NaN in a page spoils its own column alone."""
+    """[R, pages]; NaN in a page spoils only its own column."""
     kind = jnp.float32 if jnp.float32 in (rows.dtype, pages.dtype) else jnp.bfloat16
     return jax.lax.dot_general(
         rows.astype(kind), pages.astype(kind), (((1,), (1,)), ((), ())),
@@ -51,7 +51,7 @@ def page_scores(
     q: jax.Array, summary: tuple[jax.Array, ...], counts: jax.Array, layer: jax.Array, *, pages: int,
     interpret: Any = False,
 ) -> jax.Array:  # fmt: skip
-    """The largest score of each page over the rows of q, [I, 1, P] float32; -inf behind a list's count.
+    """The largest score of each page over the rows of q, [I, 1, P] float32; -inf after a head's count.
 
     q [I, R, W] with R a multiple of 8 and W of 128; summary: (centroid,) or (low, high), each [L, I, P, W];
     counts [I]; layer [1]; pages: per step, a multiple of 128.

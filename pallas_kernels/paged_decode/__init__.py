@@ -1,1 +1,1 @@
-"""Attention of a few queries over pages that every (sequence, KV head) names in a table of its own."""
+"""Attention of a few queries over pages, with a page table per (sequence, KV head)."""

@@ -1,13 +1,12 @@
-"""The GPU kernel of paged decoding: a list's pages are split over many programs and the parts merged later.
+"""The GPU kernel of paged decoding: a KV head's pages are split over many programs and merged later.
 
-One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table,
+One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the head's table,
 so that pages may be of any size. A row of words holds several tokens; each place within the words is a plane
 of tokens, unpacked by shifts, so that no number has to move from one thread to another. A loop goes over the
-planes: a program in which many of them are written out compiles for long and does not fit the registers.
+planes: unrolling many of them takes long to compile and does not fit the registers.
 
-The tables are those of PagedAttention (Kwon et al., 2023, arXiv:2309.06180); what kernels in parts share lies
-in `partial_gpu`. What it computes is defined by `kvjax.ops.decode.paged_decode`, what a page holds by
-`kvjax.ops.decode.page_pool`.
+The tables are those of PagedAttention (Kwon et al., 2023, arXiv:2309.06180); what split kernels share is in
+`partial_gpu`. `kvjax.ops.decode.paged_decode` defines the result, and `kvjax.ops.decode.page_pool` the pages.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ PER_CHANNEL = ("channel_scale", "channel_zero")
 
 
 class Sizes(NamedTuple):
-    """What is static: how the work is cut, what a page holds, and what is done to the logits.
+    """Static arguments: how the work is split, the layout of a page, and the logits' parameters.
 
-    cut: steps are of rows of words. page: tokens of a page, rows: words of its keys. names: the numbers
-    behind its values, in order.
+    cut: steps are over rows of words. page: tokens of a page, rows: words of its keys. names: the numbers
+    after its values, in order.
     """
 
     cut: Cut
@@ -48,9 +47,9 @@ class Sizes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where a step's rows of words lie, [block] each: page and row in it; `live`: whether a token counts.
+    """Where a step's rows of words are, [block] each: page and row in it; `live`: whether a token counts.
 
-    listed: the place of the page in the list's table.
+    listed: the index of the page in the head's table.
     """
 
     layer: Any
@@ -61,7 +60,7 @@ class Rows(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """One place within the words: its tokens of the page and of the list, [block], and if these count."""
+    """One plane of the words: its tokens' indices in page and head, [block], and whether these count."""
 
     number: Any
     within: Any
@@ -75,7 +74,7 @@ def unpack(words: Any, plane: Any, payload: str, kind: Any) -> Any:
         return jax.lax.bitcast_convert_type(words, jnp.float32).astype(kind)
     bits = 32 // PER_WORD[payload]
     if payload == "uint2":
-        # The later half of a page's tokens lies two bits above the earlier.
+        # The later half of a page's tokens is two bits above the earlier.
         shift = 4 * jax.lax.rem(plane, 8) + 2 * jax.lax.div(plane, 8)
     else:
         shift = bits * plane
@@ -87,17 +86,17 @@ def unpack(words: Any, plane: Any, payload: str, kind: Any) -> Any:
     if payload in FLOAT8:
         return _float8(low << 24, payload).astype(kind)
     # Without conversions, of which a GPU does few at a time: the last bit of the fraction of 128 + n counts
-    # ones. Where n has a sign, turning that over adds 8.
+    # units. If n has a sign, flipping that bit adds 8.
     code, over = (low & 3, 128) if payload == "uint2" else ((low & 15) ^ 8, 136)
     lifted = jax.lax.bitcast_convert_type((code | 0x4300).astype(jnp.int16), jnp.bfloat16)
     return (lifted - jnp.bfloat16(over)).astype(kind)
 
 
 def _float8(lifted: Any, payload: str) -> Any:
-    """Numbers of 8 bits, in the top of a word, as float32: e5m2 is the top of a float16, e4m3 nearly."""
+    """8-bit floats, in the top of a word, as float32: e5m2 is the top of a float16, e4m3 nearly."""
     top = (lifted >> 16) & ~0xFF
     if payload == "float8_e4m3fn":
-        # One bit more of exponent, which has another zero: 2^8.
+        # One more bit of exponent, with another offset: 2^8.
         top = (top & ~0x7FFF) | ((top & 0x7FFF) >> 1)
     found = jax.lax.bitcast_convert_type(top.astype(jnp.int16), jnp.float16).astype(jnp.float32)
     return found * 256.0 if payload == "float8_e4m3fn" else found
@@ -141,10 +140,10 @@ def _kernel(layer, lengths, table, q_pos, q, words, out, lse, *logits, sizes: Si
 
 
 def _rows(layer: Any, table: Any, i: Any, first: Any, length: Any, sizes: Sizes) -> Rows:
-    """The rows of words from `first` on in the order of the list's table."""
+    """The rows of words from `first` on, in the order of the head's table."""
     number = first + jnp.arange(sizes.cut.block)
     listed, row = jax.lax.div(number, sizes.rows), jax.lax.rem(number, sizes.rows)
-    # Of a row's tokens the first comes with plane 0.
+    # A row's first token is in plane 0.
     per = 8 if sizes.payload == "uint2" else PER_WORD[sizes.payload]
     live = listed * sizes.page + row * per < length
     return Rows(layer[0], plt.load(table.at[i, listed], mask=live, other=0), row, live, listed)
@@ -170,7 +169,7 @@ def _load_rows(words: Any, at: Rows, row: Any, lanes: int) -> Any:
 
 
 def _channels(words: Any, at: Rows, lanes: int, sizes: Sizes) -> list[tuple[Any, Any]]:
-    """Scale and zero of every channel of the step's keys, [block, lanes] each, where they have them."""
+    """Scale and zero of every channel of the step's keys, [block, lanes] each, if they have them."""
     if "channel_scale" not in sizes.names:
         return []
     rows = (jnp.full_like(at.row, _offset(name, words.shape[-1], sizes)) for name in PER_CHANNEL)
@@ -181,7 +180,7 @@ def _channels(words: Any, at: Rows, lanes: int, sizes: Sizes) -> list[tuple[Any,
 
 
 def _number(words: Any, at: Rows, plane: Plane, name: str, sizes: Sizes) -> Any:
-    """What goes with the tokens of a plane, [block], 0 behind the length."""
+    """The numbers `name` of the tokens of a plane, [block], 0 after the length."""
     width = words.shape[-1]
     row = _offset(name, width, sizes) + jax.lax.div(plane.within, width)
     ref = words.at[at.layer, at.page, row, jax.lax.rem(plane.within, width)]
@@ -189,7 +188,7 @@ def _number(words: Any, at: Rows, plane: Plane, name: str, sizes: Sizes) -> Any:
 
 
 def _offset(name: str, width: int, sizes: Sizes) -> int:
-    """The first row of a page that holds the numbers `name`."""
+    """The first row of a page's numbers `name`."""
     before = sizes.names[: sizes.names.index(name)]
     return 2 * sizes.rows + sum(1 if n in PER_CHANNEL else -(-sizes.page // width) for n in before)
 
@@ -223,7 +222,7 @@ def _weighted(words: Any, at: Rows, plane: Plane, p: Any, x: Any, sizes: Sizes) 
     if "value_scale" in sizes.names:
         p = p * number("value_scale")[None]
     if sizes.payload in ("bfloat16", *FLOAT8):
-        # A word's later tokens may lie behind the length and hold NaN, and zero times NaN is NaN.
+        # A word's later tokens may be after the length and hold NaN, and zero times NaN is NaN.
         x = jnp.where(plane.live[:, None], x, jnp.zeros((), x.dtype))
     return parts.product(p.astype(x.dtype), x, 0) + rest
 
@@ -239,11 +238,11 @@ def paged_decode(
     sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Parts (out [I, C, Q, W'], lse [I, C, R]) of I lists in C splits, and logits [I, Q, S] for the mass.
+    """Parts (out [I, C, Q, W'], lse [I, C, R]) of I KV heads in C splits, and logits [I, Q, S] for mass.
 
     q [I, R, W'] with R and W' powers of two from 16, W' at least W; words [L, P, rows, W] int32; table [I, M]
-    with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Q are
-    the real queries; logits behind a list's length are not written.
+    with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Q are the real queries;
+    logits after a head's length are not written.
     """
     (lists, count, lanes), cut = q.shape, sizes.cut
     rows = cut.splits * cut.blocks * cut.block

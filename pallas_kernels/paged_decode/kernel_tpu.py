@@ -1,8 +1,8 @@
-"""The TPU kernel of paged decoding: pages come by manual DMA, many per step, in two buffers.
+"""The TPU kernel of paged decoding: pages are copied by manual DMA, many per step, into two buffers.
 
-One grid step is one (sequence, KV head), whose pages are streamed up to that head's own length; those behind
-it are not copied. What it computes is defined by `kvjax.ops.decode.paged_decode`, what a page holds by
-`kvjax.ops.decode.page_pool`.
+One grid step is one (sequence, KV head), whose pages are streamed up to that head's own length; those after
+it are not copied. `kvjax.ops.decode.paged_decode` defines the result, and `kvjax.ops.decode.page_pool` the
+pages.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .unpack import blank, codes_of, page_numbers
 
 
 class Sizes(NamedTuple):
-    """What is static: pages per step, numbers of heads, and what is done to the logits.
+    """Static arguments: pages per step, numbers of heads, and the logits' parameters.
 
-    page: tokens of a page, rows: words of its keys, values: the row where its values begin, which is 0 where
-    they lie beside the keys. names: the numbers behind its values, in order; groups: of tokens with scales of
-    channels of their own. queries: rows of q that are real. heads: (sequence, KV head) pairs of one core.
-    turning: what the kernel turns, by the slots' positions or given phases or, without both, their order.
+    page: tokens of a page, rows: words of its keys, values: the first row of its values, 0 if they are beside
+    the keys. names: the numbers after its values, in order; groups: groups of tokens with separate channel
+    scales. queries: rows of q that are real. heads: (sequence, KV head) pairs of one core. turning: which
+    channels the kernel rotates, by the slots' positions or given phases or, without both, their indices.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernel's operands, results and scratch memory; None where a call has no such thing."""
+    """The kernel's operands, results and scratch memory; None for those that a call does not have."""
 
     layer: Any
     lengths: Any
@@ -171,12 +171,12 @@ def paged_decode(
     cores: int = 1,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """(out [I, R, W], lse [I, R, 128], mass [I, 1, S] where asked for) of I = B K lists.
+    """(out [I, R, W], lse [I, R, 128], mass [I, 1, S] if requested) of I = B K heads.
 
     q [I, R, W] with R a multiple of 8 and W of 128; words [L, P, rows, W] int32; table [I, 1, M] with M a
-    multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. Where keys are to turn,
-    turns is [half, 128] as `turned_logits` takes it, and phase None or [I, 1, S] int32. Mass behind a list's
-    length is not written.
+    multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. If keys are to be
+    rotated, turns is [half, 128] as `turned_logits` takes it, and phase None or [I, 1, S] int32. Mass after a
+    head's length is not written.
     """
     (lists, count, width), slots = q.shape, table.shape[2] * sizes.page
     of = partial(streaming.spec_of_list, lists, sizes.heads)

@@ -1,4 +1,4 @@
-"""Logits of a step's pages inside a kernel, of codes with their scales."""
+"""Logits of a step's pages inside a kernel, for codes with their scales."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.pallas_kernels.streaming import product
 
 
 def logits(q: Any, codes: Any, numbers: dict[str, Any]) -> Any:
-    """Computes q k' [R, tokens] of keys that are codes [pages, page, W] in the scales among `numbers`."""
+    """Computes q k' [R, tokens] of keys that are codes [pages, page, W] with scales among `numbers`."""
     pages, _, width = codes.shape
     if "channel_scale" in numbers:
         scales, zeros = numbers["channel_scale"], numbers["channel_zero"]
@@ -24,7 +24,7 @@ def logits(q: Any, codes: Any, numbers: dict[str, Any]) -> Any:
 
 
 def _of_groups(q: Any, codes: Any, scales: list[Any], zeros: list[Any]) -> Any:
-    """Logits of a page whose groups of tokens have scales of their own: their queries take them.
+    """Logits of a page with scales per group of tokens, which are multiplied into the queries.
 
     One product for all groups: more rows of queries cost a matrix unit nothing.
     """
@@ -36,7 +36,7 @@ def _of_groups(q: Any, codes: Any, scales: list[Any], zeros: list[Any]) -> Any:
 
 
 def _choose(found: Sequence[Any], page: int) -> Any:
-    """[R, page] whose equal parts are those of found [groups][R, page or 1], one after the other."""
+    """[R, page] with equal parts from found [groups][R, page or 1], one after the other."""
     group = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) // (page // len(found))
     out = found[0]
     for i, x in enumerate(found[1:], 1):

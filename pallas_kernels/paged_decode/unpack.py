@@ -1,4 +1,4 @@
-"""What pages of 32-bit words hold, inside a kernel: codes for the matrix unit, and rows of numbers."""
+"""Unpacks pages of 32-bit words inside a kernel: codes for the matrix unit, and rows of numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ PER_CHANNEL = ("channel_scale", "channel_zero")
 
 
 def unpack(words: Any, payload: str, kind: Any) -> Any:
-    """Codes [pages, tokens, W] of type `kind` that words [pages, rows, W] hold.
+    """Codes [pages, tokens, W] of type `kind`, unpacked from words [pages, rows, W].
 
-    Words are read as codes only in registers: a load of narrow types is laid out anew, at twice the cost.
+    Words are reinterpreted as codes only in registers: a load of narrow types would be re-laid out, at twice
+    the cost.
     """
     pages, rows, width = words.shape
     if payload == "uint2":
@@ -36,7 +37,7 @@ def unpack(words: Any, payload: str, kind: Any) -> Any:
 def codes_of(buffer: Any, slot: Any, sizes: Any, first: int, kind: Any) -> Any:
     """Codes [pages, page, W] of a step's keys or values, whose rows begin at `first`.
 
-    Rows that fill no tiles of their own are unpacked with what shares their tile, and cut out as tokens.
+    Rows that do not fill whole tiles are unpacked with the rest of the tile, and sliced as tokens.
     """
     if sizes.rows % SUBLANES == 0:
         return unpack(buffer[slot, :, first : first + sizes.rows], sizes.payload, kind)
@@ -76,7 +77,7 @@ def page_numbers(buffer: Any, slot: Any, sizes: Any) -> dict[str, Any]:
 
 
 def blank(buffer: Any, slot: Any, sizes: Any, live: Any) -> None:
-    """Writes zeros into values and their numbers, of tokens from `live` on: they may hold NaN."""
+    """Zeros values and their numbers, of tokens from `live` on, because they may hold NaN."""
     width, per = buffer.shape[3], sizes.page // sizes.rows
     floats = sizes.payload.startswith(("float", "bfloat"))
 

@@ -1,1 +1,1 @@
-"""Attention of a few queries over the dense cache of all layers, taken whole."""
+"""Attention of a few queries over the stacked cache of all layers."""

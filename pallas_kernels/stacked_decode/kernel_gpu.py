@@ -1,8 +1,8 @@
-"""The GPU kernel of decoding over slots that lie behind each other, in the rows of one array for all layers.
+"""The GPU kernel of decoding over consecutive slots, in the rows of one array for all layers.
 
-Where a list begins is a number that the kernel reads, so that nothing is ever sliced out of the array: what
-`kernel_tpu.py` beside this does for a TPU, split over many programs (`partial_gpu`). What it computes is
-defined by `ops.decode.stacked_decode`, `kvjax.ops.decode.ragged_decode` and `kvjax.ops.decode.picked_decode`.
+The first row of a KV head is a number that the kernel reads, so that nothing is ever sliced out of the array:
+what `kernel_tpu.py` does for a TPU, split over many programs (`partial_gpu`). The result is defined by
+`ops.decode.stacked_decode`, `kvjax.ops.decode.ragged_decode` and `kvjax.ops.decode.picked_decode`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.partial_gpu import NEG_INF, Cut
 from kvjax.pallas_kernels.turning import Turning, turned, waves
 
-# Codes are taken as code - MIDDLE, which a GPU widens as it is: signed.
+# Codes are used as code - MIDDLE, a signed number that a GPU widens directly.
 MIDDLE = 128
 
 
 class Sizes(NamedTuple):
-    """What is static: how the work is cut, and what is done to the logits.
+    """Static arguments: how the work is split, and the logits' parameters.
 
-    packed: whether rows of keys hold the values too. sides: what is given per slot, as for a TPU. mass: slots
-    whose logits to write; 0 for none. page: slots that lie behind each other; 0 where all of a list do.
-    turning: what the kernel turns of keys, by their side "phase".
+    packed: whether rows of keys hold the values too. sides: the names of per-slot numbers, as for a TPU.
+    mass: slots whose logits to write; 0 for none. page: how many slots are consecutive; 0 if all of a head
+    are. turning: which channels of keys the kernel rotates, by their side "phase".
     """
 
     cut: Cut
@@ -84,7 +84,7 @@ def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
 
 
 def _rows(origins: Any, i: Any, slot: Any, live: Any, page: int) -> Any:
-    """The rows where slots of list i lie."""
+    """The rows of slots of head i."""
     if not page:
         return origins[i, 0] + slot
     first = plt.load(origins.at[i, jax.lax.div(slot, page)], mask=live, other=0)
@@ -92,7 +92,7 @@ def _rows(origins: Any, i: Any, slot: Any, live: Any, page: int) -> Any:
 
 
 def _side(side: Any, layer: Any, i: Any, slot: Any, live: Any, queries: int) -> Any:
-    """What slots are given, [block], or what every query gives them, [R, block]."""
+    """Per-slot numbers, [block], or per query and slot, [R, block]."""
     at = layer[0] if side.shape[0] > 1 else 0
     if len(side.shape) == 3:
         return plt.load(side.at[at, i, slot], mask=live, other=0)
@@ -104,7 +104,7 @@ def _side(side: Any, layer: Any, i: Any, slot: Any, live: Any, queries: int) -> 
 def _load(
     cache: Any, layer: Any, row: Any, live: Any, lanes: int, first: int = 0, last: int = 0, *, kind: Any
 ) -> Any:
-    """Rows [block, lanes] for the matrix units, 0 where nothing counts; codes less MIDDLE.
+    """Rows [block, lanes] for the matrix units, 0 where nothing counts; codes minus MIDDLE.
 
     Channels are those from `first` to `last`, or to the end.
     """
@@ -119,7 +119,7 @@ def _load(
 
 
 def _product(q: Any, keys: Any, given: dict[str, Any]) -> Any:
-    """Queries [R, W'] times keys as they lie."""
+    """Queries [R, W'] times unrotated or already rotated keys."""
     z = parts.product(q, keys, 1)
     if "key_scale_zero" not in given:
         return z
@@ -130,7 +130,7 @@ def _product(q: Any, keys: Any, given: dict[str, Any]) -> Any:
 def _turned(
     q: list[Any], turns: Any, load: Callable[..., Any], given: dict[str, Any], turning: Turning
 ) -> Any:
-    """Queries' pairs of channels, twice [R, P], times those of keys, turned by their phases."""
+    """Queries' channel pairs, twice [R, P], times those of keys, rotated by their phases."""
     at = [turning.start + n * turning.half for n in range(3)]
     pairs = [load(turns.shape[0], *ends).astype(jnp.float32) for ends in itertools.pairwise(at)]
     if "key_scale_zero" in given:
@@ -186,14 +186,14 @@ def stacked_decode(
     sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Parts (out [I, C, Q, V'], lse [I, C, R]) of I lists in C splits, and logits [I, Q, S] for the mass.
+    """Parts (out [I, C, Q, V'], lse [I, C, R]) of I KV heads in C splits, and logits [I, Q, S] for mass.
 
-    q [I, R, W'] with R and W' powers of two from 16; k [L, M, W] and v [L, M, V], uint8 where they are codes,
-    of at most W' and V' channels, V' a power of two; v None: rows of k hold both, and V' is W'. lengths [I];
-    origins [I, 1], the row of a list's first slot, or [I, P], those of its pages; q_pos [I, R]; sides
-    [1 or L, I, S], and a bias of every query [1, I, Q, S]; layer [1]. turns, where keys are to turn: the
-    queries' pairs of channels [I, 2, R, P], which are zeros in q, and what one step of a phase turns them by
-    [P], in 2^-32 of a turn. Q are the real queries; logits behind a list's length are not written.
+    q [I, R, W'] with R and W' powers of two from 16; k [L, M, W] and v [L, M, V], uint8 if they are codes, of
+    at most W' and V' channels, V' a power of two; v None: rows of k hold both, and V' is W'. lengths [I];
+    origins [I, 1], the row of a head's first slot, or [I, P], those of its pages; q_pos [I, R]; sides [1 or
+    L, I, S], and a bias of every query [1, I, Q, S]; layer [1]. turns, if keys are to be rotated: the
+    queries' pairs of channels [I, 2, R, P], which are zeros in q, and their angle per step of a phase [P], in
+    units of 2^-32 of a full turn. Q are the real queries; logits after a head's length are not written.
     """
     lists, count, lanes = q.shape
     values = lanes if v is None else max(parts.SMALLEST, 1 << (v.shape[2] - 1).bit_length())

@@ -1,10 +1,10 @@
-"""The TPU kernel of decoding over slots that lie behind each other, in the rows of one array for all layers.
+"""The TPU kernel of decoding over consecutive slots, in the rows of one array for all layers.
 
-The layer and the first row of every list are scalars that the kernel gets before its grid starts, so that
-nothing is sliced out of the array. A step copies a block of one list's slots, and of the last block only
-the pieces up to the list's length. Three operations are this kernel: `ops.decode.stacked_decode`, where
-all lists have equal room, `ops.decode.ragged_decode`, where each has the rows it needs, and
-`ops.decode.picked_decode`, where a list is pages picked out of a longer one.
+The layer and the first row of every KV head are scalars that the kernel gets before its grid starts, so that
+nothing is sliced out of the array. A step copies a block of one head's slots, and of the last block only
+the pieces up to the head's length. Three operations use this kernel: `ops.decode.stacked_decode`, where
+all heads have equally many slots, `ops.decode.ragged_decode`, where each has the rows it needs, and
+`ops.decode.picked_decode`, where a head is pages picked from a longer one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 from kvjax.pallas_kernels.turning import Turning, logits_of_channels, turned_logits
 
-# Codes are taken as code - MIDDLE: small numbers around zero, whose sums keep their precision.
+# Codes are used as code - MIDDLE: small numbers around zero, whose sums keep their precision.
 MIDDLE = 128
 
 
 class Sizes(NamedTuple):
-    """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
+    """Static arguments: slots per step and per piece of one, heads per core, and the logits' parameters.
 
-    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias",
-    "phase", "key_size" and "value_size", which multiply rows, and of codes "key_scale_zero" and
-    "value_scale_zero". turning: what the kernel turns of keys, by "phase".
-    mass: slots, in whole blocks, of which to write what each was given; 0 for none. lanes: of every cache,
-    whether its slots lie on the lanes and its channels above them. pages: pieces of a list, each of which
-    has a first row of its own; 0 where they lie behind each other.
+    packed: whether rows of keys hold the values too. sides: the names of per-slot numbers, among "pos",
+    "bias", "phase", "key_size" and "value_size", which multiply rows, and for codes "key_scale_zero" and
+    "value_scale_zero". turning: which channels of keys the kernel rotates, by "phase". mass: slots, in whole
+    blocks, whose received probability is written; 0 for none. lanes: for every cache, whether its slots are
+    on the lanes and its channels on the sublanes. pages: how many pieces of a head have a first row of their
+    own; 0 if they are consecutive.
     """
 
     block: int
@@ -52,9 +52,9 @@ class Sizes(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a block is attended with: queries, their positions, sides by name, buffers, and logits to keep.
+    """The operands of a block: queries, their positions, sides by name, buffers, and logits to keep.
 
-    turns: what one step of a phase turns the pairs of channels by, where keys are to turn.
+    turns: the angle of the channel pairs per step of a phase, if keys are to be rotated.
     """
 
     q: Any
@@ -77,7 +77,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
     more = j + 1 < sizes.lists
     at = (mine, jnp.where(more, mine + 1, mine))
     length, block, piece = [lengths[i] for i in at], sizes.block, sizes.piece
-    # A list begins at one row, or every piece of it at its own.
+    # A head begins at one row, or every piece of it at its own.
     origin = [i * sizes.pages if sizes.pages else origins[i] for i in at]
 
     def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
@@ -118,7 +118,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
 
 def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any, s: Any, slot: Any) -> None:
-    """Folds block `s` of list `mine`, which lies in buffer `slot`, into the running softmax."""
+    """Folds block `s` of head `mine`, which is in buffer `slot`, into the running softmax."""
     block, keys, values = sizes.block, given.buffers[0], given.buffers[-1]
     across = int(sizes.lanes[len(given.buffers) - 1])
     if jnp.issubdtype(values.dtype, jnp.floating):
@@ -152,7 +152,7 @@ def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any
 
 
 def _product(asked: Any, k: Any, side: dict[str, Any], sizes: Sizes) -> Any:
-    """Queries [R, W] times keys as they lie."""
+    """Queries [R, W] times keys, without rotation."""
     z = streaming.product(asked.astype(k.dtype), k, 0 if sizes.lanes[0] else 1)
     if "key_scale_zero" not in side:
         return z
@@ -161,7 +161,7 @@ def _product(asked: Any, k: Any, side: dict[str, Any], sizes: Sizes) -> Any:
 
 
 def _turned(asked: Any, k: Any, side: dict[str, Any], turns: list[Any], sizes: Sizes) -> Any:
-    """Queries [R, W] times keys that are turned by their phases, a tile of slots at a time."""
+    """Queries [R, W] times keys rotated by their phases, a tile of slots at a time."""
     assert sizes.turning is not None
     phase, (steps,) = side["phase"], (x[...] for x in turns)
     if not sizes.lanes[0]:
@@ -198,7 +198,7 @@ def _seen(given: Given, side: dict[str, Any], sizes: Sizes, s: Any, length: Any)
 
 
 def _widened(x: Any, kind: Any) -> Any:
-    """Rows for the matrix unit; codes less MIDDLE, which is one bit of each, turned in words of four."""
+    """Rows for the matrix unit; codes minus MIDDLE, which flips one bit of each, in words of four."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(kind)
     words = pltpu.bitcast(x, jnp.int32) ^ jnp.int32(-0x7F7F7F80)
@@ -206,7 +206,7 @@ def _widened(x: Any, kind: Any) -> Any:
 
 
 def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
-    """What the slots of a block are given, [1, block], of a side [1, 1, K, S] of all heads."""
+    """The numbers of a block's slots, [1, block], of a side [1, 1, K, S] of all heads."""
     head = jax.lax.rem(mine, side.shape[2])
     return side[0, 0, pl.ds(head, 1), pl.ds(pl.multiple_of(s * block, block), block)]
 
@@ -227,16 +227,15 @@ def stacked_decode(
     cores: int = 1,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """(out [I, R, V], lse [I, R, 128], mass [I, 1, sizes.mass] where asked for) of I lists.
+    """(out [I, R, V], lse [I, R, 128], mass [I, 1, sizes.mass] if requested) of I KV heads.
 
-    q [I, R, W] with R a multiple of 8; k [L, M, W] and v [L, M, V] with W and V multiples of 128, uint8 where
+    q [I, R, W] with R a multiple of 8; k [L, M, W] and v [L, M, V] with W and V multiples of 128, uint8 if
     they are codes; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block
-    that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M, or
-    [I * sizes.pages], the rows of all pieces; q_pos
-    [I, R, 128] int32, -1 where a row is no query; sides [1 or L, B, K, S'] with S' the slots of whole
-    blocks; turns, where keys are to turn, one [half, 128] as `turned_logits` takes it; layer [1]. Mass of
-    blocks that are not visited is not written. A cache with its slots on the lanes is [L, I, W, S], W of any
-    whole tiles and S a multiple of 128.
+    that is visited; origins [I], the row of a head's first slot, a multiple of the piece, as is M, or [I *
+    sizes.pages], the rows of all pieces; q_pos [I, R, 128] int32, -1 if a row is not a query; sides [1 or L,
+    B, K, S'] with S' the slots of whole blocks; turns, if keys are to be rotated, one [half, 128] as
+    `turned_logits` takes it; layer [1]. Mass of blocks that are not visited is not written. A cache with its
+    slots on the lanes is [L, I, W, S], W of any whole tiles and S a multiple of 128.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
@@ -248,7 +247,7 @@ def stacked_decode(
     of = partial(streaming.spec_of_list, lists, sizes.lists)
 
     def heads(x: jax.Array) -> pl.BlockSpec:
-        """All heads of a sequence, which are copied once for all of its lists."""
+        """All heads of a sequence, copied once for all of them."""
 
         def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
             return (layer[0] if x.shape[0] > 1 else 0, (core * sizes.lists + j) // x.shape[2], 0, 0)
