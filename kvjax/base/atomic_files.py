@@ -17,9 +17,11 @@ from kvjax.base.errors import InputError
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name in the same folder that is renamed to `path` once its content is on disk.
 
-    No two calls get the same name. If anything raises, the old file is kept and the temporary one removed.
+    No two calls get the same name. If anything raises, the old file is kept and the temporary one removed. Of
+    a link, the file that it leads to is replaced. InputError for a device, a pipe or a socket.
     """
-    target = Path(path)
+    check_plain(path)
+    target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
@@ -67,6 +69,15 @@ def in_short(error: Exception) -> str:
     return said.partition(". See full TensorStore")[0].partition(" [tensorstore_spec")[0][:160]
 
 
+def check_plain(path: str | os.PathLike[str]) -> None:
+    """InputError if `path` is a device, a pipe or a socket: a file would take its place in the folder.
+
+    >>> check_plain("new.json")
+    """
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise InputError(f"{path} is a device or a pipe, expected the path of a file: choose another path")
+
+
 def check_file(path: str | os.PathLike[str] | None) -> None:
     """InputError if no file can be written to a path given by a user; called before the work for it.
 
@@ -74,6 +85,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
     """
     if path is None:
         return
+    check_plain(path)
     folder = Path(path).absolute().parent
     if Path(path).is_dir():
         raise InputError(f"{path} is a folder, expected the path of a file")
@@ -93,6 +105,7 @@ def write_named(path: str | os.PathLike[str], data: bytes) -> None:
 
 def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
     """InputError if `path` exists and must not be replaced, or cannot be written."""
+    check_plain(path)
     if not overwrite and os.path.lexists(path):
         raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
     folder = next(one for one in Path(path).absolute().parents if one.exists())
@@ -102,6 +115,7 @@ def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> No
 
 def check_kind(path: str | os.PathLike[str], kind: str) -> None:
     """InputError if `path` exists and is not a safetensors file of this kind."""
+    check_plain(path)
     if not os.path.lexists(path) or os.path.isdir(path) or os.path.getsize(path) == 0:
         return
     try:

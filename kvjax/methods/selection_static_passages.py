@@ -140,11 +140,12 @@ def citrus(budget: Amount, *, question: Window = 32) -> Method:
     heads: one set for all heads. At the end of the prompt, the instruction stays in place of the chunk.
     Kept keys are rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the
     instruction is read after the chunk, where the code reads it after the slots kept before. The form with
-    two caches (`instruction_aware_double`) is missing: there, chunks are read over slots that chunks chose,
-    and the instruction, which alone chooses what answers see, over slots of its own. For a prompt of two
-    chunks it keeps what this form keeps; from the third on, keys and values differ, because chunks were read
-    over another past. It needs slots that some queries of a prompt see and others do not; a slot here is
-    visible to all later queries.
+    two caches (`instruction_aware_double`) is no method here, because a slot is seen by every query up to
+    some position, and there the instruction sees slots that the chunks before it do not. In it, chunks are
+    read over slots that chunks chose; answers see what the instruction chose, in a cache of its own beside
+    that one, so twice the slots are held while a prompt is read. A prompt of two chunks keeps what this form
+    keeps; from the third on, keys, values and with them slots differ, because chunks were read over another
+    past.
     """
     probe = Question(question)
     score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)

@@ -52,11 +52,12 @@ def test_a_shipped_preset_has_only_known_names(name):
     assert load_preset(name)["snapkv"]["kernel"] == 5
 
 
-def test_every_method_has_room_for_what_it_protects_in_short_prompts_at_every_budget(model):
-    cells = plan_cells(model, ["all"], None, "short")
-    assert {cell.label for cell in cells} >= {"snapkv", "criticalkv", "gemfilter"}
+@pytest.mark.parametrize(("preset", "tokens"), [("short", 480), ("short-deep", 960)])
+def test_every_method_has_room_for_what_it_protects_at_every_budget(model, preset, tokens):
+    cells = plan_cells(model, ["all"], (0.5, 0.25, 0.125), preset)
+    assert {cell.label for cell in cells} >= {"snapkv", "criticalkv", "gemfilter", "defensivekv"}
     keeps = [cell.method.keep for cell in cells if cell.method.keep is not None]
-    assert [why for keep in keeps if (why := crowded(keep, 480))] == []
+    assert [why for keep in keeps if (why := crowded(keep, tokens))] == []
 
 
 BAD = {
