@@ -44,4 +44,4 @@ def test_jax_below_a_policy_is_found(package):
     with (package / "kvjax/serve/systems/static.py").open("a") as file:
         file.write("\n\ndef planted():\n    from kvjax.base.checks import listed\n    return listed\n")
     code, said = linted(package)
-    assert code == 1 and "kvjax.serve is not allowed to import jax" in said, said
+    assert code == 1 and "kvjax.serve.systems is not allowed to import jax" in said, said

@@ -183,9 +183,13 @@ def prefill(
 def read_prompt(
     model: Model, tokens: TokenIds, *, method: Method | str | None, cache: Cache | None,
     lengths: Lengths | None = None, room: int, chunk: int | None = None, compress: bool = True,
-    implementation: str | None = None, turn: bool = False,
+    implementation: str | None = None, turn: bool = False, cut: bool = True,
 ) -> tuple[Float[Array, "B V"], Cache]:  # fmt: skip
-    """`prefill`; with turn=True, with the doubling sizes of a conversation (`kvjax.api.turns`)."""
+    """`prefill`; with turn=True, with the doubling sizes of a conversation (`kvjax.api.turns`).
+
+    cut: whether lists whose lengths the data decides are cut to what is in use; else shapes are the same for
+    all prompts of a width.
+    """
     if has_verbs(model):
         options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
         refuse(model, options | {"implementation=": implementation is not None})
@@ -236,7 +240,7 @@ def read_prompt(
     # Over a cache, one row that overflowed before does not affect others.
     if broken.any() if not before.any() else broken.all():
         refuse_prompt(model, *batch)
-    if counted(chosen) and compress:
+    if counted(chosen) and compress and cut:
         cache = placed(as_used(run.groups(params), cache, bucket, room), on)
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note

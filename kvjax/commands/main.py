@@ -21,7 +21,7 @@ from kvjax.base.streams import escaped, printable, silence
 
 COMMANDS = (
     "compare", "report", "methods", "architectures", "explain", "generate", "shorten", "get", "fit", "train",
-    "convert", "uptrain", "inspect", "info", "aot", "plan", "simulate",
+    "convert", "uptrain", "inspect", "info", "aot", "plan", "serve", "simulate",
     "systems", "lm-eval",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

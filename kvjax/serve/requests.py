@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from kvjax.base.errors import InputError
 
-WAITING, READING, WRITING, AWAY, ENDED, REFUSED = "waiting", "reading", "writing", "away", "ended", "refused"
+WAITING, READING, WRITING, AWAY = "waiting", "reading", "writing", "away"
+ENDED, REFUSED, GONE = "ended", "refused", "gone"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ MODULES = sorted({
     module.name
     for room in ROOMS
     for module in pkgutil.walk_packages(room.__path__[:1], f"{room.__name__}.")
-    if not module.name.endswith(("__main__", "eval.harness.model"))  # the second needs lm_eval
+    if not module.name.endswith(("__main__", "eval.harness.model", "serve.http.app"))  # they need more
 })  # fmt: skip
 
 
@@ -36,7 +36,7 @@ SLOW = (
     "block_transformer", "cache_file", "context", "eval.report.page", "eval.report.scores_picture", "fitting",
     "fitting.droppings", "forking", "generation", "keep.preference", "models.transformer", "nnx", "oracle",
     "place.rollback", "place.rows", "processors", "pure", "read.blocks", "read.channels", "read.hashed",
-    "sampling", "verifying",
+    "sampling", "serve.device.run", "verifying",
 )  # fmt: skip
 CASES = [
     pytest.param(name, marks=pytest.mark.rotating)

@@ -34,13 +34,15 @@ class Run(NamedTuple):
 class Done(NamedTuple):
     """What an interpreter answers: the time, iterations that were made, who ended, and who arrived meanwhile.
 
-    arrived is None when nobody will come any more.
+    arrived is None when nobody will come any more. gone: who leaves without having ended, because whoever
+    asked is no longer there or something failed; not after a Move, whose iteration is planned already.
     """
 
     now: float
     steps: int = 0
     ended: list[Entry] = []
     arrived: list[Request] | None = []
+    gone: list[Entry] = []
 
 
 Effect = Wait | Move | Run

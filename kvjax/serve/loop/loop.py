@@ -19,15 +19,17 @@ from kvjax.serve.ledger.tree import PrefixTree
 from kvjax.serve.loop.check import check
 from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
 from kvjax.serve.policies import decide
+from kvjax.serve.policies.batch import decide as decide_plainly
 from kvjax.serve.policies.room import pages
-from kvjax.serve.requests import AWAY, ENDED, READING, REFUSED, WAITING, WRITING, Entry
+from kvjax.serve.requests import AWAY, ENDED, GONE, READING, REFUSED, WAITING, WRITING, Entry
 from kvjax.serve.view import Match, Plan, View
 
 
 class Loop:
     """Serves requests as a system says, in a pool of `pages` pages.
 
-    entries: all requests that came, in order. iterations: how many were made.
+    entries: all requests that came, in order. iterations: how many were made. spare: whose policies decide
+    where the system's raise or plan what cannot be done; None: the error ends the loop. faults: these errors.
 
     >>> from kvjax.serve.requests import Request
     >>> loop = Loop(System(), 8)
@@ -48,6 +50,8 @@ class Loop:
         self.away: list[Entry] = []
         self.standing: list[Entry] = []
         self.iterations = 0
+        self.spare: System | None = None
+        self.faults: list[Exception] = []
         self._over = False
 
     def run(self) -> Generator[Effect, Done, None]:
@@ -60,14 +64,26 @@ class Loop:
                 now = self._hear((yield Wait()))
                 continue
             view = self.view(now)
-            plan = decide(self.system, view)
-            check(self.system, plan, view)
+            plan = self._decided(view)
             self._make_room(plan)
             if isinstance(self.system.preempt, Swap) and (plan.out or plan.back):
                 now = self._hear((yield Move(plan.out, plan.back)))
             done = yield Run(plan.write, plan.read, plan.steps, len(self.standing))
             self._settle(plan, done)
             now = self._hear(done)
+
+    def _decided(self, view: View) -> Plan:
+        """A legal plan: the system's, or that of the spare one where its policies fail."""
+        try:
+            plan = decide(self.system, view)
+            check(self.system, plan, view)
+        except Exception as error:
+            if self.spare is None:
+                raise
+            self.faults.append(error)
+            plan = decide_plainly(self.spare, view)
+            check(self.spare, plan, view)
+        return plan
 
     def view(self, now: float) -> View:
         """What policies see."""
@@ -88,6 +104,8 @@ class Loop:
     def _hear(self, done: Done) -> float:
         """Notes who arrived; whoever needs more pages than there are is refused."""
         self._over = done.arrived is None
+        for entry in done.gone:
+            self._leave(entry)
         for request in done.arrived or ():
             entry = Entry(request, request.page_keys(self.system.page) if self.tree else [])
             self.entries.append(entry)
@@ -197,17 +215,14 @@ class Loop:
         for entry, count in plan.read:
             entry.stored += count
             entry.computed += count
-            if entry.stored == entry.goal:
+            if entry.stored == entry.goal and entry not in done.gone:
                 self._begin(entry, first)
         for entry in done.ended:
             self._end(entry)
         if plan.steps > steps:
             for entry in plan.write:
                 self._trim(entry)
-        if self.standing and not self.writing:
-            for entry in self.standing:
-                self._release(entry)
-            self.standing = []
+        self._end_batch()
 
     def _begin(self, entry: Entry, iteration: int) -> None:
         """A prompt is read: its last token has written the first new one."""
@@ -225,6 +240,23 @@ class Loop:
             self.standing.append(entry)
         else:
             self._release(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        """Takes back what a request holds that will not end."""
+        for state in (self.waiting, self.reading, self.writing, self.away):
+            if entry in state:
+                state.remove(entry)
+        if entry.request.id in self.ledger.tables:
+            self._release(entry)
+        entry.state = GONE
+        self._end_batch()
+
+    def _end_batch(self) -> None:
+        """A static batch of which nobody writes any more gives back its pages."""
+        if self.standing and not self.writing:
+            for entry in self.standing:
+                self._release(entry)
+            self.standing = []
 
     def _trim(self, entry: Entry) -> None:
         """Gives back what was taken for steps that were not made."""

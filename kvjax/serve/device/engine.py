@@ -1,0 +1,221 @@
+"""The engine: an interpreter of the loop's effects that carries them out on a device.
+
+A policy never changes an answer: every request gets the tokens that `kvjax.generate` gives it alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.model import Model
+from kvjax.serve.device.jobs import Job
+from kvjax.serve.device.lanes import Lanes
+from kvjax.serve.device.pages import Pages, pages_refusal
+from kvjax.serve.device.reading import size_of
+from kvjax.serve.device.write import SLICE, Written
+from kvjax.serve.grammar import System
+from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
+from kvjax.serve.requests import AWAY, Entry, Request
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where requests come from, and the time."""
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        ...
+
+    def arrived(self) -> list[Request] | None:
+        """Who came since the last call; None where nobody will come any more."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until somebody comes, or nobody will."""
+        ...
+
+
+class Given:
+    """Requests that are known from the start, each of which comes when it says."""
+
+    def __init__(self) -> None:
+        self.queue: list[Request] = []
+        self.began, self.next = time.perf_counter(), 0
+
+    def start(self, requests: list[Request]) -> None:
+        """Sets the clock to 0, and these to come."""
+        self.queue = sorted(requests, key=lambda one: (one.arrived, one.id))
+        self.began = time.perf_counter()
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.began
+
+    def arrived(self) -> list[Request] | None:
+        """Who came since the last call; None once all have."""
+        first, now = self.next, self.now()
+        if first == len(self.queue):
+            return None
+        while self.next < len(self.queue) and self.queue[self.next].arrived <= now:
+            self.next += 1
+        return self.queue[first : self.next]
+
+    def wait(self) -> None:
+        """Sleeps until the next one comes."""
+        if self.next < len(self.queue):
+            time.sleep(max(0.0, self.queue[self.next].arrived - self.now()))
+
+
+class Engine:
+    """Carries out what a loop asks for.
+
+    jobs: those under way, by id. ends: seconds at which every iteration ended. moved: tokens to and from host
+    memory. computed: tokens through the model, rows that stood still included. gone: ids of those whose asker
+    left.
+    """
+
+    def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
+        self.model, self.source, self.loop = model, source, Loop(system, pages)
+        self.sizes = system.page, pages, min(rows, 64), longest
+        self.pages: Pages | None = None
+        self.lanes: dict[tuple[Method, int], Lanes] = {}
+        self.jobs: dict[int, Job] = {}
+        self.gone: set[int] = set()
+        self.ends: list[float] = []
+        self.moved = self.computed = 0
+
+    def accept(self, job: Job, arrived: float) -> Request:
+        """Makes a request of a job, and finds where its slots will lie."""
+        keys: tuple[Any, ...] = ()
+        page = self.loop.system.page
+        if pages_refusal(job.model, job.method):
+            size = size_of(job)
+            kind = job.method, size
+            if kind not in self.lanes:
+                self.lanes[kind] = Lanes(job, size)
+            job.place = self.lanes[kind]
+        else:
+            self.pages = self.pages or Pages(self.model, *self.sizes)
+            job.place = self.pages
+            if job.method == Method():
+                # Of the full cache alone a page of a prefix is what it would be in any other request.
+                text = job.tokens.tolist()
+                keys = tuple(tuple(text[i : i + page]) for i in range(0, len(text) - page + 1, page))
+        self.jobs[job.id] = job
+        return Request(job.id, arrived, len(job.tokens), job.most, keys, page if keys else 0)
+
+    def run(self, watch: Callable[[Loop], None] | None = None) -> None:
+        """Serves until nobody is left and nobody will come. watch: is shown the loop before every effect."""
+        effects = self.loop.run()
+        effect = next(effects)
+        try:
+            while True:
+                if watch is not None:
+                    watch(self.loop)
+                effect = effects.send(self.carry_out(effect))
+        except StopIteration:
+            pass
+
+    def carry_out(self, effect: Effect) -> Done:
+        """Does what the loop asks for, and says what came of it."""
+        if isinstance(effect, Run):
+            return self._run(effect)
+        if isinstance(effect, Move):
+            self._move(effect)
+        elif isinstance(effect, Wait):
+            self.source.wait()
+        gone = [] if isinstance(effect, Move) else self._gone()
+        return Done(self.source.now(), arrived=self.source.arrived(), gone=gone)
+
+    def _job(self, entry: Entry) -> Job:
+        job = self.jobs[entry.request.id]
+        job.entry = entry
+        return job
+
+    def _look(self) -> None:
+        """Forgets what is stored of requests that gave way or ended, and looks where all others lie."""
+        here = {entry.request.id for entry in (*self.loop.reading, *self.loop.writing)}
+        for place in [*self.lanes.values(), *([] if self.pages is None else [self.pages])]:
+            for id in place.holds() - here:
+                place.drop(id)
+        if self.pages is not None:
+            # A page may have been replaced by the tree's since a request last wrote.
+            tables = self.loop.ledger.tables
+            self.pages.tables = {id: list(tables[id]) for id in here if self.jobs[id].place is self.pages}
+
+    def _move(self, move: Move) -> None:
+        # Pages of those that leave are another's by now, and hold what they held until something is written.
+        for entry in move.out:
+            if entry.state == AWAY:
+                self._job(entry).place.leave(entry.request.id)
+                self.moved += entry.stored
+        for entry in move.back:
+            job = self._job(entry)
+            job.place.come_back(job, list(self.loop.ledger.tables[job.id]))
+            self.moved += entry.stored
+
+    def _run(self, run: Run) -> Done:
+        self._look()
+        began = self.source.now()
+        ended, failed = [], []
+        for entry, count in run.read:
+            job = self._job(entry)
+            try:
+                token = job.place.read(job, entry.stored, count, entry.goal)
+            except (InputError, NotImplementedError) as error:
+                job.error, token = str(error), None
+            self.computed += count
+            if token is not None:
+                job.add(*token)
+            if job.error:
+                failed.append(entry)
+            elif token is not None and job.over:
+                ended.append(entry)
+        steps = self._write(run, ended, failed)
+        now = self.source.now()
+        self.ends += np.linspace(began, now, steps + 1)[1:].tolist()
+        self.computed += steps * (len(run.write) + run.standing)
+        lost = {id(entry) for entry in failed}
+        gone = failed + [entry for entry in self._gone() if id(entry) not in lost]
+        left = {id(entry) for entry in gone}
+        ended = [entry for entry in ended if id(entry) not in left]
+        return Done(now, steps, ended, self.source.arrived(), gone)
+
+    def _write(self, run: Run, ended: list[Entry], failed: list[Entry]) -> int:
+        """Writes with every row until somebody ends; how many steps that were."""
+        if not run.write:
+            return 1
+        crews: dict[int, list[Entry]] = {}
+        for entry in run.write:
+            crews.setdefault(id(self._job(entry).place), []).append(entry)
+        one = len(crews) > 1 or run.read or getattr(self._job(run.write[0]).place, "apart", False)
+        n = min(run.steps, SLICE, *(entry.request.output - entry.written for entry in run.write))
+        n = 1 if one else n
+        for crew in crews.values():
+            jobs = [self._job(entry) for entry in crew]
+            found: Written = jobs[0].place.write(jobs, n)
+            n = found.count
+            for entry, job, tokens, logprobs in zip(crew, jobs, found.tokens, found.logprobs, strict=True):
+                for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+                    job.add(token, logprob)
+                if job.error:
+                    failed.append(entry)
+                elif job.over:
+                    ended.append(entry)
+        return n
+
+    def _gone(self) -> list[Entry]:
+        """The entries of those whose asker left."""
+        if not self.gone:
+            return []
+        loop = self.loop
+        everyone = (*loop.waiting, *loop.reading, *loop.writing, *loop.away)
+        found = [entry for entry in everyone if entry.request.id in self.gone]
+        self.gone -= {entry.request.id for entry in found}
+        return found

@@ -1,0 +1,145 @@
+"""What is asked of an engine, what it answers, and what it knows of a request that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.api.prefill import check_reach
+from kvjax.api.sampling import Sampler
+from kvjax.base.checks import check_in_vocabulary, finite_number, id_array, prng_key, stop_ids, whole_number
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_budget
+from kvjax.compat.shipped_fits import ready
+from kvjax.grammar import Method
+from kvjax.methods import as_method
+from kvjax.models.model import Model
+from kvjax.serve.requests import Entry
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One request: a prompt, and how its text is to go on.
+
+    Args:
+        tokens: token ids of the prompt.
+        max_new_tokens: how many tokens are written at most.
+        method: a method, its text, or None for the full cache; requests of one run may differ in it.
+        sampler: how tokens are drawn; None takes the likeliest.
+        key: a PRNG key, by which `kvjax.generate` would draw the same tokens.
+        stop: token ids that end the text; None takes the checkpoint's.
+        arrived: seconds after the start at which it comes.
+
+    >>> Prompt([1, 2, 3], max_new_tokens=4).max_new_tokens
+    4
+    """
+
+    tokens: Sequence[int] | Int[np.ndarray, "T"]
+    max_new_tokens: int = 64
+    method: Method | str | None = None
+    sampler: Sampler | None = None
+    key: Array | None = None
+    stop: Sequence[int] | None = None
+    arrived: float = 0.0
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    tokens, logprobs: of what it wrote, a stop token included. state: "ended", "refused" (it needs more pages
+    than the pool has), "failed" (`error` says why) or "gone" (whoever asked left). reason: why its text ends,
+    "stop" or "length"; empty where it did not. matched: tokens of its prompt that others had read.
+    """
+
+    tokens: Int[np.ndarray, "n"]
+    logprobs: Float[np.ndarray, "n"]
+    state: str
+    reason: str = ""
+    error: str = ""
+    matched: int = 0
+    preempted: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """A request under way: what it wrote, and where its slots lie (`place`).
+
+    next: the position of the next token that is stored. told: called after every token, in the engine's
+    thread.
+    """
+
+    id: int
+    model: Model
+    method: Method
+    tokens: np.ndarray
+    most: int
+    sampler: Sampler
+    key: np.ndarray
+    stop: tuple[int, ...]
+    place: Any = None
+    entry: Entry | None = None
+    next: int = 0
+    written: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    error: str = ""
+    told: Callable[[Job], None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether its text has ended."""
+        return bool(self.reason)
+
+    @property
+    def reason(self) -> str:
+        """Why its text has ended; empty where it goes on."""
+        if self.written and self.written[-1] in self.stop:
+            return "stop"
+        return "length" if len(self.written) >= self.most else ""
+
+    def add(self, token: int, logprob: float) -> None:
+        """One more token; an error where its log-probability is not a number."""
+        if np.isnan(logprob):
+            self.error = (
+                f"the logits of token {len(self.written)} are not numbers: the model or its method overflows "
+                "there"
+            )
+            return
+        self.written.append(token)
+        self.logprobs.append(logprob)
+        if self.told is not None:
+            self.told(self)
+
+    def answer(self) -> Answer:
+        """What it has to say for itself."""
+        entry = self.entry
+        state = "failed" if self.error else "gone" if entry is None else entry.state
+        matched, preempted = (0, 0) if entry is None else (entry.matched, entry.preempted)
+        reason = self.reason if state == "ended" else ""
+        ids, heard = np.array(self.written, np.int32), np.array(self.logprobs, np.float32)
+        return Answer(ids, heard, state, reason, self.error, matched, preempted)
+
+
+def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = None) -> Job:
+    """A request that was checked: InputError for whatever `kvjax.generate` would refuse."""
+    method = ready(model, as_method(given.method if given.method is not None else default) or Method())
+    ids = id_array("tokens", given.tokens)
+    if ids.ndim != 1 or not ids.size:
+        raise InputError(f"tokens is {list(ids.shape)}, expected the ids of one prompt, at least one")
+    check_in_vocabulary(ids, model.config.vocab)
+    most = whole_number("max_new_tokens", given.max_new_tokens, 1, "tokens")
+    finite_number("arrived", given.arrived, 0.0)
+    check_reach(model, len(ids) + most, method)
+    read = len(ids) if method.reread is None else method.reread.most(len(ids))
+    check_budget(method, {read})
+    stop = tuple(stop_ids(model.stop_ids if given.stop is None else given.stop))
+    sampler = given.sampler or Sampler()
+    if not isinstance(sampler, Sampler):
+        raise InputError(f"sampler is {sampler!r}, expected a kvjax.Sampler, such as kvjax.Sampler(1.0)")
+    key = jax.random.key(0) if given.key is None else prng_key(given.key)
+    data = np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
+    return Job(id, model, method, ids.astype(np.int32), most, sampler, data, stop)

@@ -1,0 +1,147 @@
+"""One decoder over pages: a third `Memory` beside those of prefill and step, of two operations that exist."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.models.attending import rotary
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected
+from kvjax.models.mixer import Step as Recurrence
+from kvjax.models.transformer import decode_layers, unembed
+from kvjax.ops.decode.page_pool import PagePool
+from kvjax.ops.decode.paged_append import paged_append
+from kvjax.ops.decode.paged_decode import paged_decode
+from kvjax.ops.decode.paged_write import paged_write
+from kvjax.state.cache import GroupState
+
+NAME = "pages"
+
+
+class Rows(NamedTuple):
+    """Where the slots of some rows lie.
+
+    blocks: a block is one page of every layer and KV head, with the number head * blocks + block among the
+    pages of a layer. stored: slots of every list. next: the position of the row's next token.
+    """
+
+    blocks: Int[Array, "R M"]
+    stored: Int[Array, "L R K"]
+    next: Int[Array, "R"]
+
+
+def table_of(pool: PagePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array, "R K M"]:
+    """The pages of every list."""
+    of_head = pool.words.shape[1] // heads
+    return jnp.arange(heads, dtype=jnp.int32)[None, :, None] * of_head + blocks[:, None]
+
+
+def paged_hidden(
+    config: Config, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "R T"],
+    counts: Int[Array, "R"], implementation: str | None = None,
+) -> tuple[Float[Array, "R T D"], tuple[PagePool, ...]]:  # fmt: skip
+    """The hidden states behind all layers of the first `counts` tokens of every row, which are stored."""
+    heads, t = rows.stored.shape[2], tokens.shape[1]
+    new = jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
+    at = rows.next[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    pos, length = jnp.where(new, at, -1), rows.next + counts
+
+    def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, dict[str, Any]]:
+        pool: PagePool = state.rows[NAME]
+        assert x.k is not None and x.v is not None
+        table, stored = table_of(pool, rows.blocks, heads), rows.stored[layer.number]
+        q, k = (rotary(layer, y, at, length) for y in (x.q, x.k))
+        k, v = (y.astype(jnp.dtype(pool.payload)) for y in (k, x.v))
+        where = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, t))
+        if t == 1:
+            pool = paged_append(
+                pool, table, stored, k[:, :, 0], v[:, :, 0], layer.index,
+                numbers={"pos": where[:, :, 0]}, active=new[:, 0], implementation=implementation,
+            )  # fmt: skip
+        else:
+            pool = paged_write(pool, table, stored, counts, k, v, layer.index, numbers={"pos": where})
+        out, _, _ = paged_decode(
+            q, pool, table, stored + counts[:, None], pos, layer.index, scale=layer.scale,
+            window=layer.window, softcap=config.attention_softcap, implementation=implementation,
+        )  # fmt: skip
+        return out, GroupState(rows={NAME: pool}), {}
+
+    def recur(layer: Layer, step: Recurrence, state: GroupState) -> Any:
+        raise AssertionError("pages hold slots, and this layer carries a state")
+
+    memory = Memory(pos, attend, recur, lambda layer, state: [], implementation=implementation)
+    states = tuple(GroupState(rows={NAME: pool}) for pool in pools)
+    x, states, *_ = decode_layers(params, tokens, config, memory, states)
+    return x, tuple(state.rows[NAME] for state in states)
+
+
+class PagedStep(NamedTuple):
+    """A step over pages, for `write_slice`; equal ones share programs. Its state is (pools, Rows)."""
+
+    config: Config
+    implementation: str | None = None
+
+    def __call__(
+        self, params: Params, state: tuple[tuple[PagePool, ...], Rows], token: Int[Array, "R"],
+        active: Bool[Array, "R"],
+    ) -> tuple[Float[Array, "R V"], tuple[tuple[PagePool, ...], Rows]]:  # fmt: skip
+        pools, rows = state
+        counts = active.astype(jnp.int32)
+        x, pools = paged_hidden(self.config, params, pools, rows, token[:, None], counts, self.implementation)
+        rows = rows._replace(stored=rows.stored + counts[None, :, None], next=rows.next + counts)
+        return unembed(params, x[:, 0], self.config), (pools, rows)
+
+
+@partial(jax.jit, static_argnames=("step",), donate_argnames=("pools",))
+def read_piece(
+    step: PagedStep, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "1 T"],
+    count: Int[Array, "1"],
+) -> tuple[Float[Array, "1 V"], tuple[PagePool, ...]]:  # fmt: skip
+    """Logits behind the first `count` tokens of a piece of one prompt, which are stored."""
+    x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, step.implementation)
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)
+    return unembed(params, last[:, 0], step.config), pools
+
+
+@partial(jax.jit, donate_argnames=("pools",))
+def adopt(
+    pools: tuple[PagePool, ...], blocks: Int[Array, "1 M"], count: Int[Array, "1"],
+    new: tuple[tuple[Array, Array, Array], ...],
+) -> tuple[PagePool, ...]:  # fmt: skip
+    """The pools with the first `count` slots of lists (keys, values, positions) [Lg, K, S, H] in blocks."""
+    done = []
+    for pool, (k, v, pos) in zip(pools, new, strict=True):
+        table, start = table_of(pool, blocks, k.shape[1]), jnp.zeros((1, k.shape[1]), jnp.int32)
+        for i in range(k.shape[0]):
+            pool = paged_write(
+                pool, table, start, count, k[i][None], v[i][None], i, numbers={"pos": pos[i][None]}
+            )
+        done.append(pool)
+    return tuple(done)
+
+
+@jax.jit
+def taken(pools: tuple[PagePool, ...], pages: Int[Array, "N"]) -> tuple[Array, ...]:
+    """The words of some pages of all layers."""
+    return tuple(pool.words[:, pages] for pool in pools)
+
+
+@partial(jax.jit, donate_argnames=("pools",))
+def put_back(
+    pools: tuple[PagePool, ...], pages: Int[Array, "N"], words: tuple[Array, ...]
+) -> tuple[PagePool, ...]:
+    """The pools with these words in some pages; a page beyond the last is none."""
+    pairs = zip(pools, words, strict=True)
+    return tuple(
+        PagePool(
+            pool.words.at[:, pages].set(x, mode="drop"), pool.page, pool.payload, pool.names, pool.groups,
+            pool.packed,
+        )
+        for pool, x in pairs
+    )  # fmt: skip

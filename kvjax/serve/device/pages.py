@@ -1,0 +1,226 @@
+"""Pages: requests in one pool, by tables of pages that lie anywhere.
+
+The full cache is read piece by piece, over pages that others may have read before. What a method chooses
+once, at the end of a prompt, becomes lists of unequal lengths in the request's pages; steps do not ask who
+chose, so requests of all such methods are written on in one batch by one program.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import with_fitted
+from kvjax.hosts.arrays import fetch
+from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.model import Model
+from kvjax.ops.decode.page_pool import PagePool, page_rows
+from kvjax.pure import bind
+from kvjax.serve.device.jobs import Job
+from kvjax.serve.device.lists import in_front, lists_of
+from kvjax.serve.device.paged_step import PagedStep, Rows, adopt, put_back, read_piece, taken
+from kvjax.serve.device.reading import read_alone, size_of
+from kvjax.serve.device.write import Token, Written, draws_of, first_token, replayed, write_slice, written
+from kvjax.steps import Run
+
+PIECES = (16, 64, 256)
+
+
+def refusal(model: Model) -> str:
+    """Why the slots of a model cannot lie in pages; empty where they can."""
+    config = getattr(model, "config", None)
+    if config is None or hasattr(model, "stepping"):
+        return "the model reads and steps by itself"
+    if model.on_mesh is not None:
+        return "the model lies on several devices"
+    mixers = [mixer_of(config, i) for i in range(config.layers)]
+    plain = all(
+        type(one) is Attention and not (one.takes or one.sink or one.kv_bias or one.clip) for one in mixers
+    )
+    if not plain or any(at is not None for at in config.inputs):
+        return "layers carry states, take from each other, or see more than the sequence"
+    if len({one.slots_of(config)[:3] for one in mixers}) > 1:
+        return "layers differ in their KV heads"
+    if any(one.rope(config, i).by_length for i, one in enumerate(mixers)):
+        return "the rotation depends on the length of a text"
+    return ""
+
+
+def pages_refusal(model: Model, method: Method) -> str:
+    """Why requests of a method cannot lie in pages; empty where they can."""
+    if why := refusal(model):
+        return why
+    plain = Method().decode_part()
+    if method.make is not None or method.layers or method.stack is not None or method.decode_part() != plain:
+        return f"{method.id} has steps, slots or weights of its own"
+    keep = method.keep
+    if keep is not None and (keep.merge is not None or keep.lower is not None):
+        return f"{method.id} merges slots"
+    whole = method == Method()
+    if not whole and any(window is not None for window in model.config.windows):
+        return "windowed layers evict in steps"
+    run = Run(model.config, bind(method, model))
+    if not whole and not all(gm.lasting for gm in run.groups(model.params)):
+        return f"{method.id} changes stored slots in steps"
+    return ""
+
+
+def of_a_few(least: int, first: int = 4) -> int:
+    """The smallest of first, 4 first, 16 first ... from `least` up.
+
+    >>> of_a_few(3), of_a_few(17)
+    (4, 64)
+    """
+    while first < least:
+        first *= 4
+    return first
+
+
+class Pages:
+    """A pool of `blocks` blocks of `page` tokens, each a page of every layer and KV head.
+
+    rows: that step at once, or four times as many. most: pages of the longest request. lists: slots of every
+    (layer, KV head) of a request. read_tokens: how many tokens ran through the layers to be read.
+    """
+
+    def __init__(self, model: Model, page: int, blocks: int, rows: int, most: int):
+        config = model.config
+        slots = mixer_of(config, 0).slots_of(config)
+        self.params, self.page, self.blocks, self.rows = (
+            with_fitted(model.params, Method()),
+            page,
+            blocks,
+            rows,
+        )
+        self.heads, self.step, self.most = slots.heads, PagedStep(config), of_a_few(most)
+        sizes = [next(iter(p.values())).shape[0] for p in model.params["layers"]]
+        self.layers = sum(sizes)
+        dtype = model.params["norm"].dtype.name
+        height = page_rows(dtype, page, slots.key, ("pos",))
+        shape = self.heads * blocks, height, slots.key
+        self.pools = tuple(
+            PagePool(jnp.zeros((size, *shape), jnp.int32), page, dtype, ("pos",)) for size in sizes
+        )
+        self.lists: dict[int, np.ndarray] = {}
+        self.away: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.read_tokens = 0
+
+    def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
+        """The token behind what a job reads, once that is all there; else None."""
+        if job.method != Method():
+            return self._choose(job) if start + count == goal else None
+        if job.id not in self.lists:
+            self.lists[job.id] = np.full((self.layers, self.heads), start, np.int32)
+            job.next = start
+        logits, text = None, [*job.tokens.tolist(), *job.written]
+        for at in range(start, start + count, PIECES[-1]):
+            logits = self._piece(job, text[at : min(at + PIECES[-1], start + count)])
+        return first_token(job, logits) if start + count == goal else None
+
+    def write(self, jobs: list[Job], n: int) -> Written:
+        """Up to n steps of some jobs, of which each stores its last token."""
+        return self._steps(jobs, [job.written[-1] for job in jobs], n)
+
+    def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
+        where, rows = range(len(jobs)), of_a_few(len(jobs), self.rows)
+        for job in jobs:
+            self._check_room(job, n)
+        token, active = np.zeros(rows, np.int32), np.zeros(rows, bool)
+        token[: len(jobs)], active[: len(jobs)] = tokens, True
+        state = self.pools, self._rows(jobs, rows)
+        draws = draws_of(jobs, where, rows)
+        done = write_slice(self.step, self.params, state, token, active, draws, np.int32(n))
+        self.pools = done.state[0]
+        found = written(done, where)
+        for job in jobs:
+            self.lists[job.id] += found.count
+            job.next += found.count
+        return found
+
+    def _rows(self, jobs: list[Job], rows: int, most: int = 0) -> Rows:
+        most = of_a_few(max([most, *(len(self.tables[job.id]) for job in jobs)]))
+        blocks = np.zeros((rows, most), np.int32)
+        stored, at = np.zeros((self.layers, rows, self.heads), np.int32), np.zeros(rows, np.int32)
+        for i, job in enumerate(jobs):
+            table = self.tables[job.id]
+            blocks[i, : len(table)], stored[:, i], at[i] = table, self.lists[job.id], job.next
+        return Rows(blocks, stored, at)
+
+    def _check_room(self, job: Job, n: int) -> None:
+        longest, room = int(self.lists[job.id].max()), len(self.tables[job.id]) * self.page
+        assert longest + n <= room, f"{n} tokens more than {longest} in a table of {room}"
+
+    def _piece(self, job: Job, tokens: list[int]) -> Array:
+        """Logits behind a piece of a prompt, which is stored."""
+        size = next(size for size in PIECES if size >= len(tokens))
+        self._check_room(job, len(tokens))
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        count = np.array([len(tokens)], np.int32)
+        logits, self.pools = read_piece(
+            self.step, self.params, self.pools, self._rows([job], 1, self.most), padded, count
+        )
+        self.lists[job.id] += len(tokens)
+        job.next += len(tokens)
+        self.read_tokens += len(tokens)
+        return logits
+
+    def _choose(self, job: Job) -> Token:
+        """Reads a prompt alone by its method, and moves what it keeps into the job's pages."""
+        table = self.tables[job.id]
+        logits, cache = read_alone(job, size_of(job))
+        each = lists_of(cache)
+        longest = max(int((pos >= 0).sum(-1).max()) for _, _, pos in each)
+        most = of_a_few(max(self.most, len(table)))
+        if longest > len(table) * self.page:
+            raise InputError(
+                f"{job.method.id} keeps {longest} slots of a prompt of {len(job.tokens)} tokens, more than "
+                f"its {len(table)} pages of {self.page} hold: serve it with larger pages"
+            )
+        blocks = np.zeros((1, most), np.int32)
+        blocks[0, : len(table)] = table
+        self.lists[job.id] = np.concatenate([(pos >= 0).sum(-1) for _, _, pos in each]).astype(np.int32)
+        packed = tuple(in_front(one, most * self.page) for one in each)
+        self.pools = adopt(self.pools, blocks, np.array([len(table) * self.page], np.int32), packed)
+        job.next = int(fetch(cache.next)[0])
+        self.read_tokens += len(job.tokens)
+        return replayed(job, self._steps) or first_token(job, logits)
+
+    def drop(self, id: int) -> None:
+        """Forgets a request; its pages are the ledger's."""
+        self.lists.pop(id, None)
+        self.away.pop(id, None)
+
+    def leave(self, id: int) -> None:
+        """Copies what a request has stored to the host; its pages may then be another's."""
+        table = self.tables.pop(id)
+        words = fetch(taken(self.pools, self._pages_of(table).reshape(-1)))
+        each = [np.asarray(x).reshape(x.shape[0], self.heads, -1, *x.shape[2:]) for x in words]
+        self.away[id] = self.lists.pop(id), [x[:, :, : len(table)] for x in each]
+
+    def come_back(self, job: Job, table: list[int]) -> None:
+        """Copies it into its new pages."""
+        self.lists[job.id], each = self.away.pop(job.id)
+        self.tables[job.id] = list(table)
+        pages = self._pages_of(table)
+        same = min(len(table), each[0].shape[2])
+        pages[:, same:] = self.heads * self.blocks
+        wide = [np.zeros((x.shape[0], *pages.shape, *x.shape[3:]), x.dtype) for x in each]
+        for x, held in zip(wide, each, strict=True):
+            x[:, :, :same] = held[:, :, :same]
+        words = tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in wide)
+        self.pools = put_back(self.pools, pages.reshape(-1), words)
+
+    def _pages_of(self, table: list[int]) -> np.ndarray:
+        """The pages of some blocks by KV head; beyond the table a number that no page has."""
+        found = np.full((self.heads, of_a_few(len(table))), self.heads * self.blocks, np.int32)
+        found[:, : len(table)] = np.arange(self.heads)[:, None] * self.blocks + np.array(table)
+        return found
+
+    def holds(self) -> set[int]:
+        """The requests of which it stores anything on the device."""
+        return {*self.lists}

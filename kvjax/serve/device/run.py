@@ -1,0 +1,93 @@
+"""Serving requests that are known from the start: `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.base.checks import whole_number
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.model import Model
+from kvjax.serve.device.engine import Engine, Given
+from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
+from kvjax.serve.grammar import System
+from kvjax.serve.loop import Loop
+from kvjax.serve.policies.room import pages as pages_of
+from kvjax.serve.requests import Request
+from kvjax.serve.sim import Outcome
+from kvjax.serve.systems import system as as_system
+
+
+class Served(NamedTuple):
+    """What became of requests: an answer for each, in their order, and the run for `load.metrics.metrics`.
+
+    pages: of the pool.
+    """
+
+    answers: list[Answer]
+    outcome: Outcome
+    pages: int
+
+
+def run(
+    model: Model, requests: Sequence[Prompt], system: System | str = "vllm", *,
+    method: Method | str | None = None, pages: int | None = None,
+    watch: Callable[[Loop], None] | None = None,
+) -> Served:  # fmt: skip
+    """Serves requests on this machine's devices; each is answered as `kvjax.generate` answers it alone.
+
+    Requests of several methods may be in one run. Those that keep what they read, or choose once at the end
+    of a prompt, lie in pages of one pool and are written on together; all others, and models whose layers
+    pages cannot hold, have a cache of their own each (lanes), which steps together with its like.
+
+    Args:
+        model: a model.
+        requests: what is asked.
+        system: whose policies run, or its text, such as "sarathi(tokens=256)".
+        method: of requests that name none.
+        pages: of the pool (default: room for all that may run at once). Lanes lie beside it; for them it
+            only says how many requests may run.
+        watch: is shown the loop before every effect.
+
+    Returns:
+        A `Served`: answers, and an outcome with every iteration's end.
+
+    Raises:
+        InputError: for what `kvjax.generate` would refuse, with the number of the request.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> done = run(model, [Prompt([1, 2, 3], 4), Prompt([1, 2, 4], 2, "h2o(budget=0.5)")])
+    >>> [(answer.state, len(answer.tokens)) for answer in done.answers]
+    [('ended', 4), ('ended', 2)]
+    """
+    chosen = as_system(system) if isinstance(system, str) else system
+    jobs = [_checked(model, i, given, method) for i, given in enumerate(requests)]
+    if not jobs:
+        raise InputError("requests is empty, expected at least one: give a list of kvjax.serve.Prompt")
+    rows = min(chosen.batch.rows, len(jobs))
+    asked = [Request(job.id, 0.0, len(job.tokens), job.most) for job in jobs]
+    most = max(pages_of(chosen.place, one, one.most) for one in asked)
+    count = most * rows if pages is None else whole_number("pages", pages, 1, "pages of the pool")
+    source = Given()
+    engine = Engine(model, chosen, count, rows, min(most, count), source)
+    source.start([engine.accept(job, one.arrived) for job, one in zip(jobs, requests, strict=True)])
+    engine.run(watch)
+    for entry in engine.loop.entries:
+        jobs[entry.request.id].entry = entry
+    by, ends = f"measured on {jax.devices()[0].device_kind}", np.array(engine.ends)
+    outcome = Outcome(engine.loop.entries, ends, engine.moved, engine.computed, chosen, by)
+    return Served([job.answer() for job in jobs], outcome, count)
+
+
+def _checked(model: Model, id: int, given: Any, method: Method | str | None) -> Job:
+    if not isinstance(given, Prompt):
+        raise InputError(f"request {id} is {given!r:.60}, expected a kvjax.serve.Prompt")
+    try:
+        return job_of(model, id, given, method)
+    except InputError as error:
+        raise InputError(f"request {id}: {error}") from error

@@ -1,0 +1,332 @@
+"""The engine on a device answers every request as `kvjax.generate` answers it alone."""
+
+import json
+import random
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.commands.main import main
+from kvjax.models.model import Model
+from kvjax.serve import Prompt, System, run
+from kvjax.serve.device import engine as engines
+from kvjax.serve.device import lanes, paged_step, write
+from kvjax.serve.device.jobs import job_of
+from kvjax.serve.device.pages import pages_refusal
+from kvjax.serve.grammar import words
+from kvjax.serve.ledger.audit import audit
+from kvjax.serve.load.synth import synthetic
+from kvjax.serve.load.texts import scaled
+from kvjax.serve.load.texts import texts as texts_of
+from kvjax.serve.sim import Costs, simulate
+from tests.methods import battery
+from tests.methods.table import BY_LABEL, ROWS
+from tests.serve.test_loop import at_random, clean
+
+NEW, PAGE, PAGES = 12, 4, 20
+PAGED = System(words.Blocks(PAGE), words.Tree(), words.LRU(), batch=words.Chunked(16, 8))
+SYSTEMS = {
+    "chunks and a tree": PAGED,
+    "prompts first": System(words.Blocks(PAGE), batch=words.PrefillFirst(8, 64), preempt=words.Swap()),
+    "iterations": System(words.Blocks(PAGE), batch=words.Iterations(8)),
+    "static": System(words.Lanes("oracle", page=PAGE), batch=words.Whole(4), preempt=words.Never()),
+}
+# How many programs a run has: those of pages and lanes.
+PROGRAMS = (
+    write.write_slice, write._first, paged_step.read_piece, paged_step.adopt, paged_step.taken,
+    paged_step.put_back, lanes.put, lanes.take, lanes.grown,
+)  # fmt: skip
+
+
+@cache
+def texts(count=9, seed=0):
+    """Prompts of 16 to 32 tokens, which begin alike."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, battery.VOCAB, 18).tolist()
+    return [
+        (*base[: rng.integers(8, 18)], *rng.integers(0, battery.VOCAB, rng.integers(8, 15)).tolist())
+        for _ in range(count)
+    ]
+
+
+@cache
+def alone(text, method=None, name="4/2", **options):
+    """What `kvjax.generate` writes behind a text."""
+    out = kvjax.generate(
+        battery.model(name), [list(text)], method=method, max_new_tokens=NEW, stop=[], **options
+    )
+    return out.tokens[0].tolist()
+
+
+def crowd(methods=(None,), **options):
+    return [
+        Prompt(text, NEW - 5 * i % 8, methods[i % len(methods)], stop=[], **options)
+        for i, text in enumerate(texts())
+    ]
+
+
+def check_alone(done, prompts, name="4/2"):
+    for answer, prompt in zip(done.answers, prompts, strict=True):
+        want = alone(tuple(prompt.tokens), prompt.method, name)[: prompt.max_new_tokens]
+        assert answer.state == "ended" and answer.tokens.tolist() == want, (prompt, answer)
+        assert (answer.logprobs <= 0).all() and answer.reason == "length"
+
+
+def adversary(monkeypatch, seed):
+    draw = random.Random(seed)
+    monkeypatch.setattr("kvjax.serve.loop.loop.decide", lambda s, v: at_random(draw, s, v))
+    preempt = draw.choice([words.Recompute(), words.Swap()])
+    return System(words.Blocks(PAGE), words.Tree(), words.LRU(), preempt=preempt)
+
+
+def poisoned(monkeypatch):
+    """Pages that nobody holds hold NaN, before every effect."""
+    carry_out = engines.Engine.carry_out
+
+    def poison(self, effect):
+        if self.pages is not None and not isinstance(effect, engines.Move):
+            free = np.array(self.loop.ledger.free_list, int)
+            at = (np.arange(self.pages.heads)[:, None] * self.pages.blocks + free).reshape(-1)
+            bits = np.float32(np.nan).view(np.int32)
+            self.pages.pools = tuple(
+                paged_step.PagePool(p.words.at[:, at].set(bits), p.page, p.payload, p.names)
+                for p in self.pages.pools
+            )
+        return carry_out(self, effect)
+
+    monkeypatch.setattr(engines.Engine, "carry_out", poison)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_policy_gives_the_tokens_of_generate_alone(name):
+    prompts = crowd()
+    done = run(battery.model("4/2"), prompts, SYSTEMS[name], pages=PAGES, watch=clean)
+    check_alone(done, prompts)
+    assert (np.diff(done.outcome.ends) >= 0).all()
+    assert sum(one.preempted for one in done.answers) > 0 or name == "static"
+    assert (sum(one.matched for one in done.answers) > 0) == (SYSTEMS[name].share is not None)
+    assert (done.outcome.moved > 0) == isinstance(SYSTEMS[name].preempt, words.Swap)
+
+
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in range(2, 200))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_legal_schedule_gives_the_tokens_of_generate_alone(seed, monkeypatch):
+    """Random rows, chunks, preemptions and returns, with NaN in every page that nobody holds."""
+    system = adversary(monkeypatch, seed)
+    poisoned(monkeypatch)
+    prompts = crowd()
+    done = run(battery.model("4/2"), prompts, system, pages=PAGES, watch=clean)
+    check_alone(done, prompts)
+
+
+MIXED = {
+    "pages": ("adakv", "expected-attention", "kvzip", "keydiff"),
+    "lanes": ("h2o", "kivi"),
+}
+
+
+def mixed(labels, system):
+    prompts = crowd((None, *(BY_LABEL[label].method() for label in labels)))
+    done = run(battery.model("4/2"), prompts, system, pages=PAGES, watch=clean)
+    check_alone(done, prompts)
+
+
+def test_requests_of_five_methods_in_one_batch_are_written_by_one_program(monkeypatch):
+    before, crews = write.write_slice._cache_size(), []
+    call = write.write_slice
+
+    def counted(step, params, state, token, active, *more):
+        crews.append(int(active.sum()))
+        return call(step, params, state, token, active, *more)
+
+    monkeypatch.setattr("kvjax.serve.device.pages.write_slice", counted)
+    mixed(MIXED["pages"], SYSTEMS["iterations"])
+    # Neighbours are of different methods.
+    assert max(crews) > 1 and call._cache_size() - before <= 2
+
+
+def test_methods_in_lanes_beside_pages_are_answered_alone(monkeypatch):
+    mixed(MIXED["lanes"][:1], adversary(monkeypatch, 4))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_of_many_methods_are_answered_alone_under_any_schedule(seed, monkeypatch):
+    mixed(random.Random(seed).sample(MIXED["pages"] + MIXED["lanes"], 3), adversary(monkeypatch, seed))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
+def test_every_method_is_served_under_any_schedule(row, monkeypatch):
+    """Each compressed alone: lists in pages where they last, lanes of its own cache elsewhere."""
+    system, method = adversary(monkeypatch, len(row.label)), row.method()
+    prompts = [Prompt(text, 7, method, stop=[]) for text in texts() if len(text) > 16][:3]
+    done = run(battery.model(row.model), prompts, system, pages=PAGES, watch=clean)
+    check_alone(done, prompts, row.model)
+
+
+def test_a_run_has_at_most_twelve_programs():
+    before = sum(f._cache_size() for f in PROGRAMS)
+    config = battery.Config(
+        vocab=battery.VOCAB, d_model=16, head_dim=8, d_ff=16, layers=1, heads=2, kv_heads=1
+    )
+    model = Model(config, battery.init(config, jax.random.key(3)))
+    system = System(words.Blocks(PAGE), words.Tree(), words.LRU(), preempt=words.Swap())
+    done = run(model, crowd(), system, pages=PAGES)
+    assert all(one.state == "ended" for one in done.answers) and done.outcome.moved > 0
+    assert sum(f._cache_size() for f in PROGRAMS) - before <= 12
+
+
+def test_engine_and_simulator_make_the_same_iterations():
+    prompts = crowd()
+    costs = Costs("by hand", 0.01, 0.0, 2e-6, 1e-5, 0.0, 1e-5, 1e6, 1.0)
+    for name in ("prompts first", "iterations", "static"):
+        done = run(battery.model("4/2"), prompts, SYSTEMS[name], pages=PAGES)
+        asked = [entry.request for entry in done.outcome.entries]
+        out = simulate(SYSTEMS[name], asked, costs, pages=PAGES)
+        for ours, theirs in zip(done.outcome.entries, out.entries, strict=True):
+            assert (ours.request.id, ours.spans, ours.preempted) == (
+                theirs.request.id, theirs.spans, theirs.preempted,
+            )  # fmt: skip
+        assert len(done.outcome.ends) == len(out.ends) and done.outcome.computed == out.computed
+
+
+def test_tokens_are_drawn_as_generate_draws_them():
+    sampler, key = kvjax.Sampler(1.3, top_k=20, top_p=0.95), jax.random.key(5)
+    prompts = crowd(sampler=sampler, key=key)
+    prompts[0] = Prompt(texts()[0], 3, stop=[])
+    done = run(battery.model("4/2"), prompts, PAGED, pages=PAGES)
+    for answer, prompt in zip(done.answers[1:], prompts[1:], strict=True):
+        want = kvjax.generate(
+            battery.model("4/2"), [prompt.tokens], max_new_tokens=NEW, stop=[], sampler=sampler, key=key
+        )
+        assert answer.tokens.tolist() == want.tokens[0, : prompt.max_new_tokens].tolist()
+    assert done.answers[0].tokens.tolist() == alone(texts()[0])[:3]
+
+
+def test_a_stop_token_ends_a_request_and_its_pages_are_free():
+    text = texts()[1]
+    want = alone(text)
+    end = next(i for i in range(2, NEW) if want[i] not in want[:i])
+    others = crowd()[2:4]
+    done = run(
+        battery.model("4/2"),
+        [Prompt(text, NEW, stop=[want[end], 3]), *others],
+        PAGED,
+        pages=PAGES,
+        watch=clean,
+    )
+    assert done.answers[0].tokens.tolist() == want[: end + 1] and done.answers[0].reason == "stop"
+    for answer, prompt in zip(done.answers[1:], others, strict=True):
+        assert answer.tokens.tolist() == alone(tuple(prompt.tokens))[: prompt.max_new_tokens]
+
+
+def test_who_needs_more_than_the_pool_is_refused_and_others_go_on():
+    prompts = [Prompt(texts()[0] * 4, NEW, stop=[]), *crowd()[1:3]]
+    done = run(battery.model("4/2"), prompts, PAGED, pages=PAGES, watch=clean)
+    assert done.answers[0].state == "refused" and not len(done.answers[0].tokens)
+    assert [one.state for one in done.answers[1:]] == ["ended", "ended"]
+
+
+def test_logits_that_are_no_numbers_fail_one_request_and_harm_no_other():
+    model, bad = battery.model("4/2"), 63
+    embed = model.params["embed"].at[bad].set(jnp.nan)
+    assert not model.config.tied
+    broken = Model(model.config, {**model.params, "embed": embed})
+    prompts = [one for one in crowd() if bad not in one.tokens][:4]
+    prompts[1] = Prompt((*prompts[1].tokens, bad), NEW, stop=[])
+    want = [alone(tuple(one.tokens))[: one.max_new_tokens] for one in prompts]
+    done = run(broken, prompts, PAGED, pages=PAGES, watch=clean)
+    assert done.answers[1].state == "failed" and "are not numbers" in done.answers[1].error
+    for i in (0, 2, 3):
+        if bad not in want[i]:
+            assert done.answers[i].tokens.tolist() == want[i]
+
+
+def test_who_leaves_gives_back_all_pages_and_others_are_unharmed():
+    model, prompts = battery.model("4/2"), crowd()
+    source = engines.Given()
+    engine = engines.Engine(model, PAGED, PAGES, 8, PAGES, source)
+    jobs = [job_of(model, i, one) for i, one in enumerate(prompts)]
+    source.start([engine.accept(job, 0.0) for job in jobs])
+    calls = []
+
+    def watch(loop):
+        calls.append(1)
+        clean(loop)
+        engine.gone |= {1: {0}, 4: {3}, 6: {8}}.get(len(calls), set())
+
+    engine.run(watch)
+    states = [entry.state for entry in engine.loop.entries]
+    assert [i for i, state in enumerate(states) if state == "gone"] == [0, 3, 8]
+    for job in jobs:
+        if states[job.id] == "ended":
+            assert job.written == alone(texts()[job.id])[: prompts[job.id].max_new_tokens]
+    ledger = engine.loop.ledger
+    assert not ledger.tables and ledger.free + ledger.idle == PAGES and not audit(ledger, engine.loop.tree)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (Prompt([1, 64]), "request 1: .*token id 64"),
+        (Prompt([]), "request 1: .*at least one"),
+        (Prompt([1], 0), "request 1: max_new_tokens is 0"),
+        (Prompt([1], 4, "snapkw"), "did you mean"),
+        (Prompt([1] * 9000, 4), "request 1: the prompt reaches position"),
+    ],
+)
+def test_what_generate_would_refuse_is_refused_before_anything_runs(given, said):
+    with pytest.raises(ValueError, match=said):
+        run(battery.model("4/2"), [Prompt([1]), given])
+
+
+@pytest.mark.rotating
+def test_pages_hold_windows_and_say_what_they_do_not_hold():
+    prompts = crowd()[:4]
+    done = run(battery.model("windowed"), prompts, PAGED, pages=PAGES, watch=clean)
+    check_alone(done, prompts, "windowed")
+    why = pages_refusal(battery.model("4/2"), kvjax.method("h2o", budget=0.5))
+    assert why == "h2o has steps, slots or weights of its own"
+    assert "windowed" in pages_refusal(battery.model("windowed"), kvjax.method("keydiff", budget=0.5))
+
+
+@pytest.mark.rotating
+def test_the_command_serves_drawn_requests_and_compares_them_with_generate(monkeypatch, capsys):
+    monkeypatch.setattr("kvjax.io.load.load", lambda *_, **__: battery.model("4/2"))
+    words = ["--synthetic", "tree:requests=4,groups=1,prefix=600,suffix=300,output=200", "--scale", "40"]
+    assert main(["serve", "run", "--system", "sglang(page=4,rows=1)", "--check", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["completed"], found["equal"], found["unequal"], found["failed"]) == (4, 4, 0, 0)
+    assert not found["simulated"] and "measured on" in found["costs"] and found["hit_rate"] > 0.3
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--system", "vlm"], "did you mean vllm?"),
+        (["--method", "snapkw"], "did you mean 'snapkv'?"),
+        (["--scale", "0"], "--scale"),
+        (["--synthetic", "tree:requests=1,prefix=9000"], "more than the 2048 positions of the model"),
+    ],
+)
+def test_what_cannot_be_served_is_answered_in_a_line(words, said, capsys):
+    load = [] if "--synthetic" in words else ["--synthetic", "tree:requests=1,prefix=8,suffix=8"]
+    assert main(["serve", "run", *words, *load]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_equal_keys_are_equal_tokens_and_lengths_are_divided():
+    asked = synthetic("tree:requests=30,groups=3,prefix=600,suffix=300,output=200")
+    found = texts_of(scaled(asked, 20), 64, 2048)
+    for one, text in zip(asked, found, strict=True):
+        assert len(text) == -(-one.prompt // 20) and max(text) < 64
+    heads = {one.keys[0]: tuple(text[:30]) for one, text in zip(asked, found, strict=True)}
+    assert len(set(heads.values())) == len(heads) == 3
+    assert all(tuple(text[:30]) == heads[one.keys[0]] for one, text in zip(asked, found, strict=True))
