@@ -40,7 +40,7 @@ device_description_str: "{gpu.kind}"
 
 
 def programs(folder: str, kernel: str, gpu: Gpu) -> dict[str, Any]:
-    """Of the kernels whose names end with `kernel`, the worst of each figure; None where nothing is known.
+    """Of the kernels whose names end with `kernel`, the worst of each figure; None if nothing is known.
 
     registers: of a thread. spills: bytes that a thread stores and loads for want of more. shared: bytes of a
     program. resident: programs that fit one processor. waves: in how many turns all programs run.
@@ -95,7 +95,7 @@ def _texts(folder: str) -> list[tuple[str, Path]]:
 
 
 def _assembled(path: Path, gpu: Gpu) -> tuple[int, int] | None:
-    """(registers of a thread, bytes spilled) as ptxas tells; None where that is not installed."""
+    """(registers of a thread, bytes spilled) as ptxas tells; None if that is not installed."""
     if (tool := assembler()) is None:
         return None
     text = path.read_text()

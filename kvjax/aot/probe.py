@@ -34,7 +34,7 @@ RAISED = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.M)
 
 
 def available(platform: str = "tpu") -> str:
-    """Why nothing can be compiled for TPUs, or GPUs, here; empty where it can."""
+    """Why nothing can be compiled for TPUs, or GPUs, here; empty if it can."""
     if platform == "gpu" and find_spec("jax_cuda13_plugin") is None:
         return (
             "the CUDA compiler is not installed: pip install 'kvjax[cuda-aot]' (700 MB; no GPU is needed), "
@@ -52,7 +52,7 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
 
     options: of the case, instead of its own.
     hbm_us, mxu_us: bytes and operations at the device's rates; of a TPU bundles_us, issue cycles of the
-    schedule, and model_us, the compiler's simulated cycles (None where it has no estimate); bound_us: the
+    schedule, and model_us, the compiler's simulated cycles (None if it has no estimate); bound_us: the
     largest, and bound its name. "error" instead where it does not compile.
 
     Raises InputError for unknown cases, ValueError for unknown topologies.

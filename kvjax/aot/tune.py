@@ -143,7 +143,7 @@ def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
 
 
 def pick(rows: list[Row], vmem: int = VMEM) -> Row | None:
-    """The fastest row, or of those within `TIE` of it the one of the least VMEM; None where none fits.
+    """The fastest row, or of those within `TIE` of it the one of the least VMEM; None if none fits.
 
     >>> row = dict(slots=512, us=100.0, vmem=2**20, spills=0.0)
     >>> pick([row, row | dict(slots=1024, us=99.0, vmem=2**21)])["slots"]

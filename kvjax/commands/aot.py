@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _todo(args: argparse.Namespace, devices: dict[str, Device | Gpu]) -> list[tuple[str, str]]:
-    """(case, topology) of all that is asked for; InputError where there is none, or no compiler."""
+    """(case, topology) of all that is asked for; InputError if there is none, or no compiler."""
     from kvjax.aot.probe import available, cases_of
     from kvjax.base.errors import InputError
 

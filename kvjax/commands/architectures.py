@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 def _chosen(
     rows: list[dict[str, Any]], id: str | None, family: str | None, search: str | None
 ) -> list[dict[str, Any]]:
-    """Those that were asked for; InputError where there are none, with the nearest name."""
+    """Those that were asked for; InputError if there are none, with the nearest name."""
     import difflib
 
     from kvjax.base.errors import InputError

@@ -29,7 +29,7 @@ _WRITTEN = 256
 def print_explanation(method: Method, model: str, context: int, dtype: str) -> None:
     """Prints what `method` does with a prompt of `context` tokens, and what that weighs on a model.
 
-    Raises InputError where there is no such model, it has fewer positions, or what must stay is more than the
+    Raises InputError if there is no such model, it has fewer positions, or what must stay is more than the
     budget.
     """
     config, folder = find_config(model)

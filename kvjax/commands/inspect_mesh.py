@@ -28,7 +28,7 @@ from kvjax.state.shardings import described
 def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | None, dtype: str) -> None:
     """Prints who would hold what of a model and of its cache after `context` tokens (None: as many as usual).
 
-    Raises InputError where there is no such model, mesh or method.
+    Raises InputError if there is no such model, mesh or method.
     """
     config, _ = find_config(name)
     axes = parse_mesh(mesh)

@@ -40,7 +40,7 @@ BUDGETS = (0.5, 0.25)
 def print_model(name: str, context: int | None, dtype: str) -> None:
     """Prints a model's shapes and the bytes of its caches at `context` tokens (None: as many as usual).
 
-    Raises InputError where there is no such model, or it has fewer positions.
+    Raises InputError if there is no such model, or it has fewer positions.
     """
     config, folder = find_config(name)
     tokens = context or min(config.max_positions, LONGEST_DEFAULT)
@@ -62,7 +62,7 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
     """A model's config and, where it lies on disk, its directory or GGUF file; no weights are read.
 
-    Raises InputError where there is no such model.
+    Raises InputError if there is no such model.
     """
     folder = None
     if os.path.lexists(name) or "/" not in name:

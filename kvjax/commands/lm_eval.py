@@ -121,7 +121,7 @@ def _harness(words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def _check_folder(path: Path) -> None:
-    """InputError where results could not be written; the harness would say so at the end, and lose them."""
+    """InputError if results could not be written; the harness would say so at the end, and lose them."""
     folder = path.parent if path.suffix == ".json" else path
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from kvjax.methods.user import from_file, load_function
 def own_card(text: str) -> Card:
     """The card of `path/to/file.py:function`, with the hyper-parameters that stand in the text.
 
-    Raises InputError where there is no such function, or it builds no method.
+    Raises InputError if there is no such function, or it builds no method.
     """
     name, hyper = single(text)
     function = load_function(name)

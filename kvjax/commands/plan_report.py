@@ -78,7 +78,7 @@ def plan_all(args: argparse.Namespace) -> int:
 
 
 def find_model(name: str) -> Named:
-    """A model by its name here, or else as `kvjax inspect` finds it. InputError where there is none."""
+    """A model by its name here, or else as `kvjax inspect` finds it. InputError if there is none."""
     if not os.path.lexists(name) and "/" not in name:
         from kvjax.io.load import shipped
 

@@ -21,7 +21,7 @@ def _config() -> Any:
 def folder() -> Path | None:
     """Where programs are kept: where $JAX_COMPILATION_CACHE_DIR says, else in the user's cache folder.
 
-    None where $JAX_ENABLE_COMPILATION_CACHE is false, where the former is empty, and without a home.
+    None if $JAX_ENABLE_COMPILATION_CACHE is false, where the former is empty, and without a home.
     """
     config = _config()
     given = config.jax_compilation_cache_dir

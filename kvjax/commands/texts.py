@@ -19,7 +19,7 @@ def read_texts(
 ) -> list[Any]:  # fmt: skip
     """At most `rows` texts as ids: pieces of a file, or contexts of tasks, with questions where these matter.
 
-    Raises InputError where a file and tasks were both given.
+    Raises InputError if a file and tasks were both given.
     """
     from kvjax.eval.run.perplexity import read_windows
     from kvjax.eval.tasks.suite import make_suite
@@ -37,7 +37,7 @@ def read_texts(
 
 
 def text_of_file(name: str) -> str:
-    """The text of a file, or of the standard input where it is called "-". InputError where there is none."""
+    """The text of a file, or of the standard input where it is called "-". InputError if there is none."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:

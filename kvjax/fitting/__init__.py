@@ -1,6 +1,7 @@
-"""Fitting: arrays that some words of a method need for a model, from a few texts or questions.
+"""Fits the arrays that some methods need for a model, from a few texts or questions.
 
-`fit` reads them once or several times, batch by batch, and never holds the activations of more than one.
+`fit` makes one or several passes over them, batch by batch, and never holds the activations of more than one
+batch.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ from kvjax.store.predicted import Predicted
 
 
 class Fitter(NamedTuple):
-    """How a word is fitted: (model, batches, options) -> arrays.
+    """How the arrays of one word of a method are fitted: (model, batches, options) -> arrays.
 
-    asks: its batches are of samples that have an answer and spans, and not of rows of tokens. acts: it learns
-    from what the method does, and is handed the method.
+    asks: its batches are samples that have an answer and spans, instead of rows of tokens. acts: the fit
+    depends on what the method does, so it is passed the method.
     """
 
     fit: Callable[..., Fitted]
@@ -147,10 +148,10 @@ def fit(
         texts: rows of token ids, or samples (`kvjax.eval.tasks.sample`): questions about contexts, their
             answers and the spans of the context that these need. A fit to texts reads the contexts of
             samples; a fit to questions reads the samples that have an answer and spans.
-        batch: texts that are read at a time.
-        budget: of a method given as text, where the arrays depend on it.
+        batch: the number of texts per batch.
+        budget: the budget of a method given as text, if the arrays depend on it.
         progress: wraps the loop, as `rich.progress.track` does.
-        **options: those of the method's own fit (`kvjax.fitting.gates.hidden_gate.fit_gate`,
+        **options: the options of the method's own fit (`kvjax.fitting.gates.hidden_gate.fit_gate`,
             `kvjax.fitting.statistics.profiles.fit_profile`, `kvjax.fitting.gates.head_gates.fit_head_gates`,
             `kvjax.fitting.merges.residue.fit_residue`, `kvjax.fitting.statistics.queries.fit_statistics`,
             `kvjax.fitting.statistics.levels.fit_levels`, `kvjax.fitting.statistics.search.fit_budgets`).
@@ -159,8 +160,8 @@ def fit(
         The fitted arrays, by name and layer.
 
     Raises:
-        InputError: where the method has nothing to fit, its fit has no such option, or `texts` hold nothing
-            that it can learn from.
+        InputError: if the method has nothing to fit, its fit has no such option, or `texts` contain nothing
+            to fit it to.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -185,7 +186,8 @@ def fit(
     return fitted
 
 
-# The least that whole numbers may be, and what they count; all other options are numbers from 0 on.
+# The smallest allowed value of each whole-number option, and what it counts; all other options are numbers >=
+# 0.
 _WHOLE = {
     "hidden": (0, "hidden channels"),
     "rank": (1, "dimensions"),
@@ -216,15 +218,15 @@ def _check_option(name: str, value: Any) -> None:
 
 
 def learns_from_questions(method: Method | str) -> bool:
-    """Whether a method's word is fitted to questions and answers, and not to texts alone.
+    """Whether a method is fitted to questions and answers instead of to texts alone.
 
-    Raises InputError where it has no word that is fitted.
+    Raises InputError if no word of the method is fitted.
     """
     return _fitter(method, None)[1].asks
 
 
 def options_of(method: Method | str) -> list[str]:
-    """The options that `fit` takes for a method; InputError where it has no word that is fitted.
+    """The options that `fit` takes for a method; InputError if it has no word that is fitted.
 
     >>> options_of("headkv")
     []
@@ -235,7 +237,7 @@ def options_of(method: Method | str) -> list[str]:
 
 
 def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, Fitter]:
-    """The method, and how its word is fitted."""
+    """The method, and the fitter of its first word that needs one."""
     needs = False
     if isinstance(method, Method):
         chosen = method
@@ -246,7 +248,7 @@ def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, F
     words = [word for word in fitted_words(chosen) if type(word) in FITS]
     if not words:
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
-    # Before all others, what the method cannot do without.
+    # First the word without whose arrays the method cannot run.
     found = FITS[type(min(words, key=lambda word: not getattr(word, "fit_first", True)))]
     if budget is not None and not (needs and found.acts):
         raise InputError(f"what is fitted for {chosen.id} does not depend on a budget: leave budget= out")

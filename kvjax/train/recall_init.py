@@ -52,7 +52,7 @@ CONFIG = Config(
 
 
 def check_circuit(config: Config) -> None:
-    """Raises ValueError where a decoder has no room for the circuit."""
+    """Raises ValueError if a decoder has no room for the circuit."""
     need = 3 * config.head_dim + 2
     if config.layers < 2 or config.heads < 2 or config.d_model < need:
         raise ValueError(
@@ -208,7 +208,7 @@ def circuit_init(
     look_back: logits that each of the used RoPE pairs adds at the right distance, in nats.
     match: attention logit of a full match in layer 1, in nats.
 
-    Returns float32 parameters of `kvjax.models.transformer`. Raises ValueError where `config` has no room for
+    Returns float32 parameters of `kvjax.models.transformer`. Raises ValueError if `config` has no room for
     the circuit.
 
     >>> params = circuit_init(jax.random.key(0))

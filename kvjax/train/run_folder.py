@@ -31,7 +31,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Map
 
     defaults: what holds, by section, for settings that are younger than the run.
 
-    Raises InputError where it holds a run with other settings, any without `resume` or none with it, and
+    Raises InputError if it holds a run with other settings, any without `resume` or none with it, and
     where it cannot be written.
     """
     check_folder(folder, resume)
@@ -83,7 +83,7 @@ def alone(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """InputError where a folder cannot be that of a new run, or with `resume` holds none to go on with."""
+    """InputError if a folder cannot be that of a new run, or with `resume` holds none to go on with."""
     run = (folder / SETTINGS).exists()
     if resume and not run:
         raise InputError(f"{folder} holds no run to go on with: leave --resume out to start one")
@@ -107,7 +107,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def differing(found: dict[str, Any], asked: dict[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
-    """What is asked otherwise than it was found, as (name, found, asked); None where one has no such name.
+    """What is asked otherwise than it was found, as (name, found, asked); None if one has no such name.
 
     >>> differing({"loop": {"steps": 2, "seed": 0}}, {"loop": {"steps": 3, "seed": 0}})
     [('loop.steps', 2, 3)]

@@ -32,7 +32,7 @@ class Saver:
         return self.manager.latest_step()
 
     def save(self, step: int, state: Any, rest: dict[str, Any]) -> None:
-        """Starts to write a state and what JSON takes beside it. Raises InputError where the disk refuses."""
+        """Starts to write a state and what JSON takes beside it. Raises InputError if the disk refuses."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), rest=ocp.args.JsonSave(rest))
         try:
             self.manager.save(step, args=args)
@@ -40,7 +40,7 @@ class Saver:
             raise self._refused(error) from error
 
     def load(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest state, in the places and dtypes of `like`. Raises InputError where it cannot be read."""
+        """The newest state, in the places and dtypes of `like`. Raises InputError if it cannot be read."""
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), rest=ocp.args.JsonRestore())
         try:
@@ -56,7 +56,7 @@ class Saver:
         return found["state"], rest
 
     def close(self) -> None:
-        """Waits until everything is on disk. Raises InputError where the disk refuses."""
+        """Waits until everything is on disk. Raises InputError if the disk refuses."""
         try:
             self.manager.wait_until_finished()
             self.manager.close()

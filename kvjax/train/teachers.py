@@ -22,7 +22,7 @@ from kvjax.train.step import Companions, Frozen
 
 
 def beside(run: Training, config: Config | BlockConfig, params: Params, words: Words) -> Companions:
-    """What a run's settings name; InputError where it does not fit the model or its tokenizer."""
+    """What a run's settings name; InputError if it does not fit the model or its tokenizer."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     if run.loop.method is not None:
         return Companions(teacher, None, _compressor(run, run.loop.method, config, params))
@@ -37,7 +37,7 @@ def learning(run: Training, others: Companions) -> Any:
 
 
 def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
-    """InputError where a model reads other ids than the run's texts become."""
+    """InputError if a model reads other ids than the run's texts become."""
     if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
         of_words = run.data.kind in OF_WORDS
         texts = "data.kind is" if of_words else "data.tokenizer is"

@@ -1,6 +1,6 @@
 """Which weights learn: all, those of some names, or low-rank changes of some matrices (LoRA).
 
-Weights that learn and weights that do not are two trees of the model's form, each with None where the other
+Weights that learn and weights that do not are two trees of the model's form, each with None if the other
 has the weight. A matrix that learns by LoRA stays in the second, and the first has its `Adapter`. Names of
 parameters read "embed" or "layers.3.q", whatever layers are stacked.
 """
@@ -40,7 +40,7 @@ class Fixed(NamedTuple):
 def kinds(config: Config, tune: Tune) -> dict[str, str]:
     """How every parameter learns, by name: "trained", "lora" or "fixed".
 
-    Raises InputError where a pattern names nothing, nothing learns, or what learns by LoRA is no matrix.
+    Raises InputError if a pattern names nothing, nothing learns, or what learns by LoRA is no matrix.
 
     >>> from kvjax.train.settings import SIZES
     >>> of = kinds(Config(vocab=8, **SIZES), Tune(lora=("*.q",), trained=("norm",)))
@@ -136,7 +136,7 @@ def joined(trained: Any, fixed: Fixed | None) -> Params:
 
 
 def check_finite(params: Any, what: str) -> None:
-    """InputError where a weight of `what` is NaN or infinite, with the names of the first of them."""
+    """InputError if a weight of `what` is NaN or infinite, with the names of the first of them."""
     found = jax.tree.leaves_with_path(_all_finite(params))
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, ok in found if not bool(ok)]
     if names:

@@ -108,7 +108,7 @@ class KvjaxLM(TemplateLM):
         return self.texts.encode(string, add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's template; InputError where it has none, or another one is asked for by name."""
+        """The model's template; InputError if it has none, or another one is asked for by name."""
         if isinstance(chat_template, str) and chat_template != "default":
             raise InputError(
                 f"the chat template {chat_template!r} was asked for, expected the model's default: write "

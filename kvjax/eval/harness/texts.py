@@ -24,7 +24,7 @@ class Marker(NamedTuple):
     def split(self, prompt: str) -> tuple[str, int]:
         """The prompt without a dropped marker, and the character at which the question begins.
 
-        InputError where the marker does not occur.
+        InputError if the marker does not occur.
         """
         before, found, after = prompt.rpartition(self.text)
         if not found:
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 class Texts:
-    """A model's tokenizer as the `hf` backend uses it. InputError where the model has none."""
+    """A model's tokenizer as the `hf` backend uses it. InputError if the model has none."""
 
     def __init__(self, model: Model, marker: Marker | None = None):
         if model.tokenizer is None:
@@ -111,7 +111,7 @@ class Texts:
     def chat(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
         """A conversation in the model's chat format. answer: it ends where the assistant's answer begins.
 
-        Otherwise the last message is to be continued, and nothing follows its content. InputError where the
+        Otherwise the last message is to be continued, and nothing follows its content. InputError if the
         model has no template, or the template refuses.
         """
         text = render_chat(self.model, messages, answer)

@@ -29,7 +29,7 @@ class MeanScore:
 
     `wilson` for scores that are all 0 or 1, `bootstrap` (percentile, fixed seed) for fractional ones. `few`:
     there are too few samples for the interval to be shown. nll: the mean of -log p of right answers, in nats
-    per token; None where it was not measured of every sample.
+    per token; None if it was not measured of every sample.
     """
 
     mean: float
@@ -53,8 +53,8 @@ class Cell:
     worst_task, worst_recovery: the task with the smallest score / full-cache score.
     kept_bytes, full_bytes, read_bytes: means over samples; read_bytes is what one decode step reads.
     host_bytes: those of kept_bytes that lie in host memory.
-    nll: mean over tasks of `MeanScore.nll`; None where a task has none.
-    span_kept: mean share of the needed span that survived; None where no task names its span.
+    nll: mean over tasks of `MeanScore.nll`; None if a task has none.
+    span_kept: mean share of the needed span that survived; None if no task names its span.
     reference: whether this is the full cache that recovery is measured against.
     versus: the paired difference to it; None without one, and for itself.
     """

@@ -96,7 +96,7 @@ def latex_cells(cells: Sequence[Cell]) -> str:
 
 
 def text_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a text as records: nats, bytes, shares; ends are None where there is no interval."""
+    """The rows of a text as records: nats, bytes, shares; ends are None if there is no interval."""
     none = dict.fromkeys(("delta_low", "delta_high"))
     plain = [{name: x for name, x in row.items() if name != "distances"} for row in rows]
     pairs = zip(rows, plain, strict=True)

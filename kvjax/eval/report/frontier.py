@@ -64,7 +64,7 @@ _MANY = 24
 class Point(NamedTuple):
     """A method at a budget: bytes kept and read (% of the full cache), and quality with its interval.
 
-    ends: None where there are too few samples for an interval. reads_less: whether `read` is worth a point.
+    ends: None if there are too few samples for an interval. reads_less: whether `read` is worth a point.
     """
 
     method: str

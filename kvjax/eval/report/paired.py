@@ -54,7 +54,7 @@ def scores_of(rows: Iterable[Mapping[str, Any]]) -> Scores:
 
 
 def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Difference | None:
-    """What `ours` scores more than `theirs` on the samples of both; None where they share none.
+    """What `ours` scores more than `theirs` on the samples of both; None if they share none.
 
     shares: scores are in [0, 1]; False for figures without bounds, such as nats.
 

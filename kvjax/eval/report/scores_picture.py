@@ -34,7 +34,7 @@ def draw_scores(path: str | os.PathLike[str], found: Scores, row: int = 0) -> No
         row: number of the prompt.
 
     Raises:
-        InputError: where no layer has slots, there is no such row, or the file cannot be written.
+        InputError: if no layer has slots, there is no such row, or the file cannot be written.
 
     >>> import pathlib, tempfile, kvjax
     >>> model = kvjax.load("recall-tiny")

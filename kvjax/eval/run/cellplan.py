@@ -40,7 +40,7 @@ BUDGETS = (0.5, 0.25)
 
 
 class Entry(NamedTuple):
-    """One cell: a label, its nominal budget (None where it has none), and the sentence."""
+    """One cell: a label, its nominal budget (None if it has none), and the sentence."""
 
     label: str
     budget: float | int | None
@@ -52,7 +52,7 @@ Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 
 def _bound(method: Method, model: Model) -> Method:
-    """The method as it runs on the model, or on what it makes of it; InputError where it does not fit."""
+    """The method as it runs on the model, or on what it makes of it; InputError if it does not fit."""
     method = ready(model, method)
     check_fits(model, method)
     return bind(method, made(model, method))

@@ -149,7 +149,7 @@ def check_out(out: str | Path | None) -> None:
 
 
 def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
-    """Parses a finished unit from a line of the log; None where the line is damaged or lacks fields."""
+    """Parses a finished unit from a line of the log; None if the line is damaged or lacks fields."""
     try:
         unit = json.loads(line)
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _check_settings(folder: Path, text: str, known: dict[str, Any] | None) -> No
 
 
 def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
-    """Makes the folder; returns the settings of the run it holds. InputError where it cannot serve."""
+    """Makes the folder; returns the settings of the run it holds. InputError if it cannot serve."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

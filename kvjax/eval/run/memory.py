@@ -28,7 +28,7 @@ def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
 
 
 def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int:
-    """The largest batch up to `wanted` that fits on every host; InputError where not even one row does."""
+    """The largest batch up to `wanted` that fits on every host; InputError if not even one row does."""
     free, one = min(gathered(free_bytes())), row_bytes(config, tokens, itemsize)
     rows = min(wanted, int(free * SHARE) // one)
     if rows < 1:

@@ -64,7 +64,7 @@ class Batch(NamedTuple):
 
 
 def seeds_of(seed: int, seeds: Sequence[int] | None, text: str | Path | None) -> tuple[int, ...]:
-    """The seeds of a run; InputError where they do not fit together."""
+    """The seeds of a run; InputError if they do not fit together."""
     several = (seed,) if seeds is None else tuple(seeds)
     for one in several:
         if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < 0:
@@ -124,7 +124,7 @@ def planned(
 
 
 def batches_of(plan: Plan) -> list[Batch]:
-    """Every batch. InputError where positions or a budget do not suffice.
+    """Every batch. InputError if positions or a budget do not suffice.
 
     A batch holds whole contexts, or with `gold` rows of one task, whose answers are about equally long.
     """
@@ -186,7 +186,7 @@ def _pieces(
 
 
 def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:
-    """InputError where a row, its questions and its answers reach beyond the model's positions."""
+    """InputError if a row, its questions and its answers reach beyond the model's positions."""
     asked = lambda s: len(s.question) + len(s.answer) + new_tokens(s)  # noqa: E731
     longest = max(len(row[0].context) + sum(map(asked, row)) for context in rows for row in context)
     last = model.config.max_positions

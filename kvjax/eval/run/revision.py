@@ -25,7 +25,7 @@ def _is_ours(project: Path) -> bool:
 
 
 def _git(folder: Path, *command: str) -> str | None:
-    """What git answers about a folder; None where there is no git, no repository or no commit."""
+    """What git answers about a folder; None if there is no git, no repository or no commit."""
     ask = ["git", "-C", str(folder), *command]
     try:
         return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -72,7 +72,7 @@ _COMPILED = (observe, probed, settle, generate_answers)
 class Unit(NamedTuple):
     """What one cell did on one batch.
 
-    rows: lines of results.jsonl. seconds: per stage, None where compiling hid them; "read" is one of them
+    rows: lines of results.jsonl. seconds: per stage, None if compiling hid them; "read" is one of them
     where the cell read its prompt by itself. steps: tokens decoded.
     share: per token of the first prompt, the share of (layer, head) lists that held it.
     """
@@ -244,7 +244,7 @@ class Runner:
         return self.bytes[key]
 
     def compressed(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Cache:
-        """The cache that a cell makes of a prompt, ready. InputError where a score is not a number.
+        """The cache that a cell makes of a prompt, ready. InputError if a score is not a number.
 
         newest: how many of a prompt's last tokens stay.
         """

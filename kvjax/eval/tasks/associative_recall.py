@@ -25,7 +25,7 @@ ROW_TOKENS = 4
 def pair_count(length: int) -> int:
     """How many pairs a row of so many tokens has.
 
-    Raises InputError where `length` is no multiple of 4, or asks for more pairs than there are keys.
+    Raises InputError if `length` is no multiple of 4, or asks for more pairs than there are keys.
 
     >>> pair_count(64)
     16

@@ -45,7 +45,7 @@ class Functions:
         return tuple(f"{DRAWN}{name} {_digest(made)}" for name, made in self.functions.items())
 
     def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
-        """One row per function, with one question. InputError where it draws nothing that can be asked."""
+        """One row per function, with one question. InputError if it draws nothing that can be asked."""
         if protocol == "multi-turn":
             raise InputError(
                 f"the task {self.tasks[0]} is a function, which asks one question about a context: leave out "

@@ -213,7 +213,7 @@ class Words:
         return self.reader.words(ids)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Raises InputError where `length` cannot hold the facts that these questions need."""
+        """Raises InputError if `length` cannot hold the facts that these questions need."""
         facts = {"get": 1, "chase": 2, "all": 2, "multikey": 1 + _LOOKALIKES, "copy": 0}
         need = sum(facts[t] for t in tasks) * self._fact_tokens() + self._question_tokens(tasks)
         need += len(self.reader.bos) + len(self.reader.split(_INTRO)[0])

@@ -77,7 +77,7 @@ def joiner_of(words: Sequence[str]) -> str:
 
 
 def reader_of(model: Model) -> Reader:
-    """The model's tokenizer, without truncation or padding; InputError where it has none.
+    """The model's tokenizer, without truncation or padding; InputError if it has none.
 
     >>> from kvjax.io.load import load
     >>> reader_of(load("recall-tiny")).split("<get> brave", " otter")

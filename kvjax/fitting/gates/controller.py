@@ -1,4 +1,4 @@
-"""ADORE's controller, taught which tokens the next query looks at most (arXiv:2407.02328)."""
+"""Fits ADORE's controller to predict the tokens that the next query attends to most (arXiv:2407.02328)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvjax.ops.attention.union import Keys
 
 
 class ControllerBatch(NamedTuple):
-    """The inputs of layers, and whether the query behind token t looks most at token j [L, B, K, T, T].
+    """The inputs of layers, and whether the query after token t attends most to token j [L, B, K, T, T].
 
-    counts: the pairs of which something is learned: j is no newer than t, and a query stands behind t.
+    counts: the pairs (t, j) in the loss: j is not newer than t, and there is a query after t.
     """
 
     hidden: Float[Array, "L B T D"]
@@ -50,14 +50,15 @@ def fit_controller(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """A GRU of `hidden` states for every layer, and `channels` numbers by which its heads know a token.
+    """Fits a GRU of `hidden` states for every layer, with `channels` numbers per token in each KV head.
 
-    Of a text with its question and answer, every query but the first has the model's own attention say which
-    `share` of the tokens before it are looked at most by a group's heads, in sum. What becomes small is the
-    binary cross-entropy between that and sigmoid(score) of the controller's state one token earlier; by
-    `steps` steps of Adam (arXiv:1412.6980) at learning rate `rate` on every batch, in `epochs` readings.
-    Deviations: the paper trains the model along with its controller, and every layer has its own here. Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens.
+    For a text with its question and answer, the targets come from the model's own attention: at every query
+    but the first, the `share` of earlier tokens with the most attention, summed over the heads of a group.
+    The loss is the binary cross-entropy between these targets and sigmoid(score) of the controller's state
+    one token earlier. Adam (arXiv:1412.6980) takes `steps` steps at learning rate `rate` on every batch, in
+    `epochs` passes over the batches. Deviations: the paper trains the model along with its controller, and
+    here every layer has its own controller. Raises InputError for a model whose layers are not all plain
+    attention that keeps all tokens.
     """
     check_whole(model, "controllers")
     c, keys = model.config, jax.random.split(jax.random.key(seed), 4)
@@ -95,7 +96,7 @@ def looked_at(
     def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, tuple[Array, Array]]:
         p = probabilities(s)
         out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(p.dtype)).reshape(*inputs.q.shape[:3], -1)
-        # Of the query behind t; the last one has none.
+        # The target at t is the attention of query t + 1; the last token has none.
         next_one = jnp.where(counts[:, None], jnp.roll(p.sum(2), -1, axis=2), -1.0)
         best = -jnp.sort(-next_one, axis=-1)
         least = jnp.take_along_axis(best, jnp.broadcast_to(last[:, None], (*best.shape[:3], 1)), axis=-1)
@@ -118,7 +119,7 @@ def missed(arrays: Arrays, batch: ControllerBatch) -> Float[Array, ""]:
 def scores(
     arrays: Arrays, hidden: Float[Array, "B T D"], live: Bool[Array, "B T"]
 ) -> Float[Array, "B K T T"]:
-    """What one layer's controller expects behind every token of all tokens."""
+    """One layer's scores, after every token, of all tokens."""
     states = after(arrays, hidden, live, jnp.zeros((hidden.shape[0], arrays["state"].shape[0])))
     known = jnp.einsum("btd,dkr->bktr", hidden, arrays["told"])
     return jnp.einsum("tbkr,bksr->bkts", asked_for(arrays, states), known)

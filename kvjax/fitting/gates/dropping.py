@@ -1,4 +1,4 @@
-"""Interactions by which newer tokens drop older ones, taught by what the model says with all tokens (DCP)."""
+"""Fits the interactions by which newer tokens drop older ones, by distillation from the full cache (DCP)."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ def fit_dropping(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """DCP's interactions of `rank` channels (arXiv:2305.15805, section 3.1), of every layer.
+    """Fits DCP's interactions of `rank` channels (arXiv:2305.15805, section 3.1) for every layer.
 
     The log of I[n, j] = prod_{j < m <= n} sigmoid_a(a_m' b_j / sqrt(R) + c) is added to the logits of query n
     and key j, where sigmoid_a is the sparse sigmoid (`log_sparse_sigmoid`) and a rises from 1 to `alpha` over
-    all steps, as a cosine does. What becomes small is the divergence from the model itself where it says
-    answers, plus `sparsity` times the mean of I over layers and pairs j < n; by Adam (arXiv:1412.6980) at
-    learning rate `rate`, one step per batch, in `epochs` readings. Deviations: the model stays as it is and
-    tells what to say, where the authors train it on texts; and no sigmoid is below exp(-16). Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens.
+    all steps on a cosine schedule. The loss is the divergence from the model with the full cache at the
+    tokens that predict the answers, plus `sparsity` times the mean of I over layers and pairs j < n. Adam
+    (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the batches.
+    Deviations: the model is not trained and serves as the teacher, while the authors train it on texts; and
+    no sigmoid is below exp(-16). Raises InputError for a model whose layers are not all plain attention that
+    keeps all tokens.
     """
     check_whole(model, "interactions")
     c, keys = model.config, jax.random.split(jax.random.key(seed))
@@ -75,7 +76,7 @@ def fit_dropping(
 
 
 def rising(share: float, most: float) -> Float[Array, ""]:
-    """Alpha where a share of all steps is done: from 1 to `most`, as a cosine falls.
+    """Alpha after a share of all steps: it rises from 1 to `most` on a cosine schedule.
 
     >>> [round(float(rising(share, 8.0)), 2) for share in (0.0, 0.5, 1.0)]
     [1.0, 4.5, 8.0]
@@ -86,9 +87,9 @@ def rising(share: float, most: float) -> Float[Array, ""]:
 def log_sparse_sigmoid(x: Float[Array, "*_"], alpha: Float[Array, ""]) -> Float[Array, "*_"]:
     """Computes log argmax_p p x + H(p), H = (p - p^alpha + q - q^alpha) / (alpha (alpha - 1)) (Tsallis).
 
-    q = 1 - p (entmax of two, arXiv:1905.05702). It is the sigmoid for alpha = 1, and 0 or 1 beyond
-    1 / (alpha - 1) else. p solves x = (p^(alpha - 1) - q^(alpha - 1)) / (alpha - 1), which is tabulated by
-    the log-odds of p and read between; these stay within 16.
+    q = 1 - p (entmax of two, arXiv:1905.05702). It is the sigmoid for alpha = 1; otherwise it is 0 or 1 for
+    |x| > 1 / (alpha - 1). p solves x = (p^(alpha - 1) - q^(alpha - 1)) / (alpha - 1), which is tabulated over
+    the log-odds of p, from -16 to 16, and interpolated.
 
     >>> jnp.exp(log_sparse_sigmoid(jnp.asarray([-2.0, 0.0, 0.5, 2.0]), jnp.float32(2.0))).round(2).tolist()
     [0.0, 0.5, 0.75, 1.0]

@@ -1,4 +1,4 @@
-"""Gates that decide what leaves, taught by what the model says without it (DMS, and Attention-Gate)."""
+"""Fits gates that decide which tokens to evict, by distillation from the full cache (DMS, Attention-Gate)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvjax.models.model import Model
 from kvjax.ops.attention.union import Keys
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
-# (a layer's arrays, what it computed, which tokens are before the cut) -> the log-odds that they leave.
+# (a layer's arrays, its inputs, which tokens are before the cut) -> the log-odds that each token is evicted.
 Odds = Callable[[Arrays, Inputs, Bool[Array, "B T"]], Float[Array, "B K T"]]
 
 
 class Aim(NamedTuple):
-    """What decisions are pressed to: the share `target` that leaves, by `penalty`; relaxed at `tau`."""
+    """The eviction loss: the target share of evicted tokens, its weight `penalty`, the temperature `tau`."""
 
     target: float
     penalty: float
@@ -49,15 +49,16 @@ def fit_eviction_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """DMS's decisions (arXiv:2506.05345, section 3), learned from what the model says with all slots.
+    """Fits DMS's decisions (arXiv:2506.05345, section 3) by distillation from the model with all slots.
 
-    Decisions a about the tokens of contexts are relaxed, sigmoid((logit + noise) / tau) with the difference
-    of two draws of a Gumbel distribution, and log(1 - a) is added to the logits of those that are `recent` or
-    more tokens before the question. What becomes small is the divergence from the model itself where it says
-    answers, plus `penalty` max(0, target - mean a); by Adam (arXiv:1412.6980) at learning rate `rate`, one
-    step per batch, in `epochs` readings. Deviations: the model stays as it is; `target` is not reached step
-    by step; and the authors learn from all tokens of texts. Raises InputError for a model whose layers are
-    not all plain attention that keeps all tokens.
+    The decisions a about the tokens of contexts are relaxed to sigmoid((logit + noise) / tau), where noise is
+    the difference of two draws of a Gumbel distribution, and log(1 - a) is added to the logits of tokens that
+    are `recent` or more tokens before the question. The loss is the divergence from the model with the full
+    cache at the tokens that predict the answers, plus `penalty` max(0, target - mean a). Adam
+    (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the batches.
+    Deviations: the model is not trained; `target` is constant instead of growing over the steps; and the
+    authors learn from all tokens of texts. Raises InputError for a model whose layers are not all plain
+    attention that keeps all tokens.
     """
     check_whole(model, "gates")
     c, aim = model.config, Aim(target, penalty, tau)
@@ -87,14 +88,16 @@ def fit_attention_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """Attention-Gate's gates (arXiv:2410.12876), of `heads` heads of `rank` channels in every layer.
+    """Fits Attention-Gate's gates (arXiv:2410.12876), with `heads` heads of `rank` channels in every layer.
 
-    The gates see contexts. What becomes small is the divergence from the model itself where it says answers,
-    plus the eviction loss, `penalty` max(0, target - mean of what leaves); by Adam (arXiv:1412.6980) at
-    learning rate `rate`, one step per batch, in `epochs` readings. Deviations: flags are relaxed as DMS's
-    decisions are (`fit_eviction_gate`), where the authors pass hard ones and a straight-through slope; and
-    theirs learn by the likelihood of texts or answers, together with the model. Raises InputError for a model
-    whose layers are not all plain attention that keeps all tokens.
+    The gates read contexts. The loss is the divergence from the model with the full cache at the tokens that
+    predict the answers, plus the eviction loss `penalty` max(0, target - mean share of evicted tokens). Adam
+    (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the batches.
+    Deviations: flags are relaxed like DMS's decisions (`fit_eviction_gate`), while the authors use hard flags
+    and
+    a straight-through gradient; and theirs maximise the likelihood of texts or answers, together with the
+    model.
+    Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "gates")
     c, keys, aim = model.config, jax.random.split(jax.random.key(seed), 4), Aim(target, penalty, tau)
@@ -118,7 +121,7 @@ def linear_odds(arrays: Arrays, inputs: Inputs, before: Bool[Array, "B T"]) -> F
 
 
 def attention_odds(arrays: Arrays, inputs: Inputs, before: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
-    """Attention-Gate's, whose gates say what stays."""
+    """The log-odds of eviction by Attention-Gate, whose gates give the log-odds that a token is kept."""
     return -attention_gate(arrays, inputs.hidden.astype(jnp.float32), before)
 
 
@@ -153,5 +156,5 @@ def relaxed(
 
 
 def mean_of(found: tuple[Any, ...]) -> Float[Array, ""]:
-    """The mean over layers of what was found in each."""
+    """The mean over all layers of the values collected in each."""
     return jnp.concatenate([jnp.atleast_1d(x) for x in found]).mean()

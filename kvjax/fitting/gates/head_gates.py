@@ -1,4 +1,4 @@
-"""Gates of heads: which of them a model needs whole to say what it says (DuoAttention, arXiv:2410.10819)."""
+"""Fits head gates: which heads need the full cache (DuoAttention, arXiv:2410.10819)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ def fit_head_gates(
     epochs: int = 16,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """A gate [L, K] of every KV head, by distillation from the model itself (section 2.2).
+    """Fits a gate [L, K] for every KV head, by distillation from the model itself (section 2.2).
 
-    A head gives gate * (its attention) + (1 - gate) * (its attention to the first `sinks` and the newest
-    `recent` tokens alone). The gates, which start at 1, come to minimise what this changes of the last hidden
-    states where the model says answers, plus `penalty` times their mean, as in the authors' code. By Adam
-    (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. sinks and recent must
-    be much smaller than the contexts, or no head is missed. Raises InputError for a model whose layers are
-    not all plain attention that keeps all tokens.
+    A head returns gate * (its attention) + (1 - gate) * (its attention to the first `sinks` and the newest
+    `recent` tokens alone). The gates start at 1. The loss is the mean square of the resulting change in the
+    last
+    hidden states at the tokens that predict the answers, plus `penalty` times the mean gate, as in the
+    authors'
+    code. Adam (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the
+    batches. sinks and recent must be much smaller than the contexts, or the window alone suffices for every
+    head.
+    Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "gates of heads")
     gates = jnp.ones((model.config.layers, model.config.kv_heads), jnp.float32)
@@ -66,9 +69,9 @@ def distilled(
     lengths: Int[Array, "B"],
     said: Bool[Array, "B T"],
 ) -> Float[Array, ""]:
-    """The mean square of what gates change in the last normalised hidden states of the tokens `said`.
+    """The mean squared change by the gates of the last normalised hidden states at the tokens `said`.
 
-    window: (sinks, recent), what a head of gate 0 attends to.
+    window: (sinks, recent), the tokens that a head of gate 0 attends to.
     """
     gated, whole = (
         _hidden(config, window, params, each, tokens, lengths) for each in (gates, jnp.ones_like(gates))
@@ -85,7 +88,7 @@ def _hidden(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
 ) -> Float[Array, "B T D"]:
-    """The last hidden states, behind the norm, of a model whose heads are gated."""
+    """The last hidden states, after the norm, of a model whose heads are gated."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     sinks, recent = window
     apart = at.pos[:, :, None] - at.pos[:, None]

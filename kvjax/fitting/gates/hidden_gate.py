@@ -34,7 +34,7 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class GateBatch(NamedTuple):
-    """What the layers of a model saw of a batch, and KVzip's scores of it: L layers with slots."""
+    """The inputs of a model's layers in a batch, and KVzip's scores of its tokens; L: layers with slots."""
 
     hidden: Float[Array, "L B T D"]
     scores: Float[Array, "L B K T"]
@@ -52,12 +52,12 @@ def fit_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """A gate of every layer, by least squares on the logarithm of KVzip's scores.
+    """Fits a gate for every layer, by least squares on the logarithm of KVzip's scores.
 
-    hidden=0: a linear map, exactly, from sums over one reading of all texts; ridge is relative to the mean
-    square of the inputs. Otherwise a network of that hidden width, by Adam (arXiv:1412.6980) at learning rate
-    `rate`, in `epochs` readings. Raises InputError for a model whose layers are not all alike in what they
-    keep.
+    hidden=0: a linear map, solved exactly from sums over one pass over the texts; ridge is relative to the
+    mean square of the inputs. Otherwise a network of that hidden width, trained by Adam (arXiv:1412.6980) at
+    learning rate `rate`, in `epochs` passes over the batches. Raises InputError for a model whose layers
+    differ in what they keep.
     """
     if not hidden:
         return Fitted(_solved(read(model, batches, 1, progress), ridge), "HiddenGate", model.signature)
@@ -90,13 +90,13 @@ def fit_sink_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """A gate of every layer whose `rank` channels and `sink_keys` sinks learn KVzip's scores.
+    """Fits a gate for every layer, of `rank` channels and `sink_keys` sinks, to predict KVzip's scores.
 
-    What becomes small is the binary cross-entropy between both (section 3.3), by `steps` steps of Adam
-    (arXiv:1412.6980) at learning rate `rate` on every batch, in `epochs` readings. Deviations: the authors
-    descend by SGD with momentum on tokens of all texts at once, and start from sinks of zeros, which then
-    stay equal; ours are drawn. Raises InputError for a model whose layers are not all alike in what they
-    keep.
+    The loss is the binary cross-entropy between both (section 3.3). Adam (arXiv:1412.6980) takes `steps`
+    steps at learning rate `rate` on every batch, in `epochs` passes over the batches. Deviations: the authors
+    use SGD with momentum on tokens of all texts at once, and initialise all sinks with zeros, which then stay
+    equal to each other; ours are drawn at random. Raises InputError for a model whose layers differ in what
+    they keep.
     """
     c, keys = model.config, jax.random.split(jax.random.key(seed), 4)
     group = c.heads // c.kv_heads
@@ -129,7 +129,7 @@ def _mean(x: Float[Array, "L B K T"], live: Bool[Array, "B T"]) -> Float[Array, 
 def read(
     model: Model, batches: list[list[list[int]]], epochs: int, progress: Progress
 ) -> Iterator[GateBatch]:
-    """What the model saw of every batch of texts, `epochs` times, and KVzip's scores."""
+    """Yields the layers' inputs and KVzip's scores for every batch of texts, `epochs` times."""
     check_whole(model, "gates")
     run = Run(model.config, bind(build_method("kvzip", budget=1.0, sinks=0), model))
     for rows in progress([rows for _ in range(epochs) for rows in batches]):

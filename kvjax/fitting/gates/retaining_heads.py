@@ -1,4 +1,4 @@
-"""Retaining heads that guess how much answers look at a token (Locret, arXiv:2410.01805)."""
+"""Fits retaining heads, which predict how much answers attend to a token (Locret, arXiv:2410.01805)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvjax.ops.attention.union import Keys, weigh
 
 
 class RetainingBatch(NamedTuple):
-    """What the layers made of texts, and the largest logit that answers gave every token before them."""
+    """The queries, keys and values of texts, and the largest logit that answers give each earlier token."""
 
     q: Float[Array, "L B N T H"]
     k: Float[Array, "L B K T H"]
@@ -46,16 +46,16 @@ def fit_retaining_heads(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """A retaining head of every layer, of width `hidden` (1024 in the paper), taught by right answers.
+    """Fits a retaining head of width `hidden` (1024 in the paper) for every layer, on correct answers.
 
-    What it guesses (section 3.3) of a token of the context or the question is the causal importance score:
-    the largest logit q k / sqrt(H) that it gets, over the queries of the answer and a group's heads. What
-    becomes small is the smooth L1 loss, plus `smooth` times the mean square of what the guesses of
-    neighbours differ by, summed over layers; by `steps` steps of Adam (arXiv:1412.6980) at learning rate
-    `rate` on every batch, in `epochs` readings. Deviations: the answer's queries are those at which the model
-    says its tokens, so that of the token before it counts and that of its last one does not; and the authors'
-    AdamW warms up. Raises InputError for a model whose layers are not all plain attention that keeps all
-    tokens.
+    The target (section 3.3) for a token of the context or the question is the causal importance score: the
+    largest logit q k / sqrt(H) that it gets, over the queries of the answer and a group's heads. The loss is
+    the smooth L1 loss plus `smooth` times the mean squared difference between the predictions for
+    neighbouring tokens, summed over layers. Adam (arXiv:1412.6980) takes `steps` steps at learning rate
+    `rate` on every batch, in `epochs` passes over the batches. Deviations: the answer's queries are those
+    that predict its tokens, so the query of the token before the answer counts and that of its last token
+    does not; and the authors use AdamW with warm-up. Raises InputError for a model whose layers are not all
+    plain attention that keeps all tokens.
     """
     check_whole(model, "retaining heads")
     c, keys = model.config, jax.random.split(jax.random.key(seed))
@@ -75,7 +75,7 @@ def fit_retaining_heads(
 
 
 def looked_at(config: Config, params: Params, given: Answers) -> RetainingBatch:
-    """What the layers make of texts, and how much the answers look at what is before them."""
+    """Computes queries, keys and values for texts, and the largest logits that answers give to tokens."""
     at = positions(given.tokens, given.lengths, jnp.zeros_like(given.lengths))
 
     def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Any]:
@@ -90,7 +90,7 @@ def looked_at(config: Config, params: Params, given: Answers) -> RetainingBatch:
 
 
 def missed(arrays: Arrays, batch: RetainingBatch, smooth: float) -> Float[Array, ""]:
-    """The loss of retaining heads on what answers looked at."""
+    """The loss of the retaining heads' predictions of the logits that answers give."""
     said = jax.vmap(retained)(arrays, batch.q, batch.k, batch.v)
     counts = batch.counts[None, :, None]
     apart = jnp.abs(jnp.where(counts, said - batch.largest, 0.0))

@@ -1,4 +1,4 @@
-"""Gates that say which tokens share a slot, taught by what the model says with them (DMC)."""
+"""Fits gates that decide which tokens share a slot, by distillation from the full cache (DMC)."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def fit_run_gates(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """DMC's decisions and weights (arXiv:2403.09636, section 3.2), learned from what the model says itself.
+    """Fits DMC's decisions and weights (arXiv:2403.09636, section 3.2) by distillation from the model itself.
 
-    Contexts are merged by relaxed decisions a = sigmoid((logit + noise) / tau), with the difference of two
-    draws of a Gumbel distribution (`merged`). What becomes small is the divergence from the model itself
-    where it says answers, plus `penalty` max(0, target - mean a), where `target` is the share of tokens that
-    join others, 1 - 1 / the compression ratio; by Adam (arXiv:1412.6980) at learning rate `rate`, one step
-    per batch, in `epochs` readings. Deviations: the model stays as it is, where the authors train all of it
-    on, by all tokens of texts; `target` is not reached step by step; and every token of a context sees the
-    others one by one. Raises InputError for a model whose layers are not all plain attention that keeps all
+    Contexts are merged by relaxed decisions a = sigmoid((logit + noise) / tau), where noise is the difference
+    of two draws of a Gumbel distribution (`merged`). The loss is the divergence from the model with the full
+    cache at the tokens that predict the answers, plus `penalty` max(0, target - mean a), where `target` is
+    the share of tokens that are merged into another one's slot, 1 - 1 / the compression ratio. Adam
+    (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the batches.
+    Deviations: the model is not trained, while the authors continue to train all of it on all tokens of
+    texts; `target` is constant instead of growing over the steps; and within a context, every token sees the
+    others unmerged. Raises InputError for a model whose layers are not all plain attention that keeps all
     tokens.
     """
     check_whole(model, "gates")
@@ -84,17 +85,17 @@ def merged(
     v: Float[Array, "B K T V"],
     before: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"], Float[Array, "B K T"]]:
-    """(unrotated keys, values, what is added to logits) of slots that tokens share by relaxed decisions.
+    """Merges tokens by relaxed decisions: (unrotated keys, values, what is added to the logits).
 
-    With a_j = sigmoid(joins_j), but 0 for the first token, and w_j = sigmoid(weight_j), token i is
-    sum_j c_ij w_j x_j / z_i for x = k and v, where c_ij = a_i+1 .. a_j from i on, up to the cut, and z_i =
-    sum_j c_ij w_j. log(z_i / w_i) + log(1 - a_i) is added. What is not before the cut stays.
+    With a_j = sigmoid(joins_j), but 0 for the first token, and w_j = sigmoid(weight_j), token i becomes
+    sum_j c_ij w_j x_j / z_i for x = k and v, where c_ij = a_i+1 .. a_j for j >= i up to the cut, and z_i =
+    sum_j c_ij w_j. log(z_i / w_i) + log(1 - a_i) is added to its logits. Tokens after the cut are unchanged.
     """
     t = joins.shape[-1]
     later = jnp.arange(t) > 0
     together = jnp.cumsum(jnp.where(later, jax.nn.log_sigmoid(joins), 0.0), -1)
     reach = jnp.tril(jnp.ones((t, t), bool)).T[None, None] & before[:, None, None, :]
-    # What is added to a logit that counts must not overflow in one that does not.
+    # Masked before the exponential, which could overflow for pairs that do not count.
     apart = jnp.where(reach, together[..., None, :] - together[..., :, None], 0.0)
     w = jax.nn.log_sigmoid(weight)
     share = jnp.where(reach, jnp.exp(apart + w[..., None, :]), 0.0)

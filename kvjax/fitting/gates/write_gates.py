@@ -1,4 +1,4 @@
-"""Gates that say what is worth being written to a cache, by distillation (WG-KV, arXiv:2512.17452)."""
+"""Fits gates that decide which tokens to write to the cache, by distillation (WG-KV, arXiv:2512.17452)."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def fit_write_gate(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """A gate of every KV head, by distillation from the model itself (section 3.3).
+    """Fits a gate for every KV head, by distillation from the model itself (section 3.3).
 
-    What `recent` or more tokens are newer than has the logarithm of its gate added to its logits. The gates
-    come to minimise what this changes of the last hidden states, in the mean square, plus `penalty` times
-    what they let through (`kept`), by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in
-    `epochs` readings. hidden: the width of a head's network, 4 H where it is 0, as in the authors' code.
-    Deviation: theirs is AdamW, with a learning rate that rises and falls. Raises InputError for a model whose
-    layers are not all plain attention that keeps all tokens.
+    The logits of tokens that are `recent` or more tokens older than the query have the logarithm of their
+    gate added. The loss is the mean squared change of the last hidden states, plus `penalty` times the share
+    of attended tokens that the gates admit (`kept`). Adam (arXiv:1412.6980) takes one step per batch at
+    learning rate `rate`, in `epochs` passes over the batches. hidden: the width of a head's network; 0 stands
+    for 4 H, as in the authors' code. Deviation: theirs is AdamW, with a learning rate that rises and falls.
+    Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "gates")
     arrays = drawn(model.config, hidden or 4 * model.config.head_dim, seed)
@@ -79,7 +79,7 @@ def drawn(config: Config, hidden: int, seed: int) -> Arrays:
 def distilled(
     config: Config, recent: int, params: Params, arrays: Arrays, batch: Texts
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """What gates change of the last normalised hidden states (its mean square), and what they let through."""
+    """The mean squared change by the gates of the last normalised hidden states, and the admitted share."""
     whole, _ = _hidden(config, recent, params, None, batch)
     gated, through = _hidden(config, recent, params, arrays, batch)
     live = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
@@ -89,9 +89,10 @@ def distilled(
 
 
 def kept(g: Float[Array, "B K T"], lengths: Int[Array, "B"], recent: int) -> Float[Array, ""]:
-    """The mean of w + (1 - w) (1 - (1 - g)^2) over tokens: the share of what sees a token that may see it.
+    """The mean of w + (1 - w) (1 - (1 - g)^2) over tokens: the share of later queries that can see a token.
 
-    w = min(recent / (the tokens from this one on), 1) is the part of these to which it is near.
+    w = min(recent / (number of tokens from this one to the end), 1) is the share of later queries for which
+    the token is within the `recent` window.
     """
     behind = lengths[:, None] - jnp.arange(g.shape[-1])[None]
     near = jnp.minimum(recent / jnp.maximum(behind, 1).astype(jnp.float32), 1.0)[:, None]
@@ -103,7 +104,7 @@ def kept(g: Float[Array, "B K T"], lengths: Int[Array, "B"], recent: int) -> Flo
 def _hidden(
     config: Config, recent: int, params: Params, arrays: Arrays | None, batch: Texts
 ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
-    """The last hidden states behind the norm, with gates or without, and what these let through."""
+    """The last hidden states after the norm, with gates or without, and the share that the gates admit."""
     at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
     far = (at.pos[:, :, None] - at.pos[:, None] >= recent)[:, None, None]
 

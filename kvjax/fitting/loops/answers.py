@@ -1,4 +1,4 @@
-"""Samples as rows of tokens, with the tokens at which a model says the answers."""
+"""Samples as rows of tokens, with the positions at which the model predicts the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.models.model import Model
 
 
 class Answers(NamedTuple):
-    """Contexts, questions and answers as texts, and the tokens at which the model says the answers."""
+    """Contexts, questions and answers as rows of tokens, and the positions that predict the answers."""
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, "B"]
@@ -22,7 +22,7 @@ class Answers(NamedTuple):
 
 
 def answers(model: Model, samples: list[Sample]) -> Answers:
-    """A batch of samples as texts; the last token of an answer is said and not read."""
+    """Builds a batch from samples; the last token of an answer is predicted but is not an input."""
     given = padded(model, [[*s.context, *s.question, *s.answer[:-1]] for s in samples], None)
     ends, many = np.asarray(given.lengths)[:, None], np.array([[len(s.answer)] for s in samples])
     at = np.arange(given.tokens.shape[1])[None]

@@ -1,4 +1,4 @@
-"""Bases that are learnt through codes, by gradient descent with a round that gradients pass (FlatQuant)."""
+"""Bases that minimise the error of codes, by gradient descent with straight-through rounding (FlatQuant)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ STEPS, RATE, ROWS = 200, 1e-2, 1024
 
 
 def flat(x: Float[np.ndarray, "L K T H"], bits: int, clip: float) -> dict[str, np.ndarray]:
-    """The matrices [L, K, H, H] in whose basis codes lose least, and their inverses; one for all heads.
+    """The matrices [L, K, H, H] in whose basis quantisation loses least, and inverses; equal in all heads.
 
-    M^-1 = R Q diag(e^s), for a Hadamard matrix R to begin with, an orthogonal Q by Cayley's map of a
-    skew-symmetric matrix, and scales. `STEPS` steps of Adam minimise the squared error of rows that come back
-    of codes of `bits` bits between `clip` times a row's minimum and maximum, as a share of the rows' squares.
+    M^-1 = R Q diag(e^s), for an initial Hadamard matrix R, an orthogonal Q by Cayley's map of a
+    skew-symmetric matrix, and scales. `STEPS` steps of Adam minimise the squared error of rows decoded from
+    codes of `bits` bits between `clip` times a row's minimum and maximum, relative to the rows' squares.
     """
     layers, heads, tokens, width = x.shape
     rows = x.reshape(layers, heads * tokens, width)
@@ -69,7 +69,7 @@ def basis(
 
 
 def rounded(z: Float[Array, "*b H"], bits: int, clip: float) -> Float[Array, "*b H"]:
-    """What comes back of `Affine(bits, clip=clip)`, ranges in float32; gradients pass the rounding."""
+    """Encodes and decodes by `Affine(bits, clip=clip)`, ranges in float32; straight-through gradient."""
     low, high = clip * z.min(-1, keepdims=True), clip * z.max(-1, keepdims=True)
     step = (high - low) / (2**bits - 1)
     step = jnp.where(step > 0, step, 1.0)

@@ -1,4 +1,4 @@
-"""Texts that are cut in two: what is left of the first part is what the second one is read with."""
+"""Texts that are cut in two: the second part attends to what is left of the first after compression."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.ops.attention.union import Keys, logits, weigh
 
 
 class Cut(NamedTuple):
-    """Texts, how many tokens are before their cuts, where answers are said, and a seed of what is drawn."""
+    """Texts, the tokens before each cut, the positions that predict the answers, and a random seed."""
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, "B"]
@@ -33,9 +33,9 @@ class Cut(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a layer has left of the tokens before a cut: keys and values, and what is added to their logits.
+    """What a layer keeps of the tokens before a cut: keys and values, and what is added to their logits.
 
-    found: what is collected of the layer.
+    found: any value that the fit collects from the layer.
     """
 
     k: Float[Array, "B K T H"]
@@ -44,7 +44,7 @@ class Left(NamedTuple):
     found: Any = None
 
 
-# (the layer, what it computed, its keys, logits, which tokens are before the cut [B, T]) -> what is left.
+# (the layer, its inputs, its keys, logits, which tokens are before the cut [B, T]) -> what the layer keeps.
 Leaving = Callable[[Layer, Inputs, Keys, Array, Bool[Array, "B T"]], Left]
 
 
@@ -52,7 +52,7 @@ def cut_behind_contexts(
     model: Model, batches: list[list[Sample]], epochs: int, seed: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[Cut]:  # fmt: skip
-    """Batches of contexts, questions and answers, `epochs` times, cut where the questions begin."""
+    """Yields batches of contexts, questions and answers, `epochs` times, cut where the questions begin."""
     draw = np.random.default_rng(seed)
     for samples in progress([samples for _ in range(epochs) for samples in batches]):
         given = answers(model, samples)
@@ -63,10 +63,10 @@ def cut_behind_contexts(
 def behind(
     config: Config, params: Params, batch: Any, leaving: Leaving | None, what: str
 ) -> tuple[Float[Array, "B T Z"], Bool[Array, "B T"], tuple[Any, ...]]:
-    """(logits, which tokens stand behind the cuts, what was found in every group's layers).
+    """(logits, which tokens are after the cuts, the values collected in every group's layers).
 
-    Tokens before a cut see all tokens; those behind it see what `leaving` leaves of these, and each other.
-    leaving: None where all stays. what: what is fitted so, for an error.
+    Tokens before a cut attend as usual; those after it see what `leaving` keeps of these, and each
+    other. leaving: None to keep all. what: the name of the fit, for error messages.
     """
     at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
     before = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
@@ -80,7 +80,7 @@ def behind(
         left = leaving(layer, inputs, keys, s, before)
         seen = Keys(left.k, left.v, keys.pos)
         near = logits(inputs.q, seen, at.pos, scale=layer.scale, softcap=config.attention_softcap)
-        # Queries before the cut are not asked; what is added there must not touch their slopes.
+        # Queries before the cut do not use these terms, which must not affect the gradients there.
         amount = jnp.where(before[:, None], left.amount, 0.0)[:, :, None, None]
         near = jnp.where(later[:, None, None, :, None], near + amount, s)
         part = weigh([near], [seen])[0]
@@ -94,10 +94,10 @@ def behind(
 def divergence(
     config: Config, params: Params, batch: Cut, leaving: Leaving, what: str
 ) -> tuple[Float[Array, ""], tuple[Any, ...]]:
-    """(KL(p || q), what was found in every group's layers).
+    """(KL(p || q), the values collected in every group's layers).
 
-    The mean in nats over the tokens at which answers are said; p is what the model says there with all slots,
-    and q with what is left.
+    The mean in nats over the tokens that predict the answers; p is what the model predicts there with all
+    slots, and q with what the method keeps.
     """
     told, *_ = behind(config, params, batch, None, what)
     said, _, found = behind(config, params, batch, leaving, what)
@@ -107,7 +107,7 @@ def divergence(
 def divergence_of(
     told: Float[Array, "B T Z"], said: Float[Array, "B T Z"], at: Bool[Array, "B T"]
 ) -> Float[Array, ""]:
-    """KL(p || q) in nats, the mean over the tokens `at`; p by the logits `told`, which are no subject."""
+    """KL(p || q) in nats, the mean over the tokens `at`; p by the logits `told`, which get no gradient."""
     wanted = jax.lax.stop_gradient(jax.nn.log_softmax(told))
     each = (jnp.exp(wanted) * (wanted - jax.nn.log_softmax(said))).sum(-1)
     many = jnp.maximum(at.sum(), 1).astype(jnp.float32)

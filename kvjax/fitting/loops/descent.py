@@ -1,4 +1,4 @@
-"""The loop by which words learn what has no closed form: Adam, batch by batch."""
+"""The training loop for arrays without a closed form: Adam, batch by batch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def descended(
     within: Callable[[Arrays], Arrays] | None = None,
     rule: Callable[[float], optax.GradientTransformation] = optax.adam,
 ) -> dict[str, np.ndarray]:
-    """The arrays that Adam (arXiv:1412.6980) finds at learning rate `rate`, by `steps` steps on every batch.
+    """Trains arrays by Adam (arXiv:1412.6980) at learning rate `rate`, with `steps` steps on every batch.
 
-    loss: (arrays, batch, fixed) -> what becomes small; fixed: what it needs besides, such as the parameters
-    of a model. within: brings the arrays back to where they may be, behind every step. rule: what moves the
-    arrays, of a learning rate.
+    loss: (arrays, batch, fixed) -> the loss; fixed: other inputs of the loss, such as the parameters of a
+    model. within: projects the arrays to their allowed range after every step. rule: learning rate -> the
+    optimiser.
     """
     optimiser = rule(rate)
 
@@ -47,7 +47,7 @@ def descended(
 
 
 def warmed_up(rate: float) -> optax.GradientTransformation:
-    """Adam whose rate grows to `rate` over 50 steps, on gradients of a norm of at most 1."""
+    """Adam whose learning rate warms up to `rate` over 50 steps, with gradients clipped to a norm of 1."""
     grown = optax.warmup_constant_schedule(0.0, rate, 50)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(grown))
 

@@ -23,7 +23,7 @@ from kvjax.steps import Run
 
 
 class Texts(NamedTuple):
-    """Keys and values of all tokens of all texts, one after the other."""
+    """The keys and values of all tokens of all texts, concatenated."""
 
     k: Float[np.ndarray, "L K T H"]
     v: Float[np.ndarray, "L K T V"]
@@ -35,7 +35,7 @@ def read_numbers(
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     raw: bool = False,
 ) -> Texts:
-    """The keys and values of texts, in one reading. raw: keys before RoPE."""
+    """The keys and values of texts, in one pass over the texts. raw: keys before RoPE."""
     run, k, v = Run(model.config, Method()), [], []
     for rows in progress(batches):
         given = padded(model, rows, None)

@@ -21,13 +21,13 @@ from kvjax.state.cache import NOTHING
 from kvjax.steps import Run
 from kvjax.steps.shared.run import held
 
-# (the layer, what it computed of its tokens, keys and values, logits [B, K, G, T, S]) -> (out [B, N, T, V],
-# what is collected of the layer).
+# (the layer, its inputs, keys and values, logits [B, K, G, T, S]) -> (out [B, N, T, V], values collected from
+# the layer).
 Attention = Callable[[Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Float[Array, "B N T V"], Any]]
 
 
 def check_whole(model: Model, what: str) -> None:
-    """InputError for a model that has layers which do not keep all tokens in slots of their own."""
+    """Raises InputError if a layer of the model does not keep all tokens in slots of its own."""
     kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
     if kinds != {"slots"} or model.config.windows:
         raise InputError(
@@ -39,9 +39,9 @@ def check_whole(model: Model, what: str) -> None:
 def read_whole(
     config: Config, params: Params, tokens: Int[Array, "B T"], at: Positions, attention: Attention, what: str
 ) -> Ran:
-    """A model's reading of texts whose every layer attends by `attention`; its `collected` is by group.
+    """Runs a model over texts with `attention` in every layer; `collected` is per group of layers.
 
-    what: what is fitted so, for the InputError where a layer is no plain attention.
+    what: the name of the fit, for the InputError if a layer is not plain attention.
     """
 
     def attend(layer: Layer, x: Projected, state: Any) -> Any:

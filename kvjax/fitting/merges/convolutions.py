@@ -1,4 +1,4 @@
-"""Convolutions that mix what leaves into a few slots (LoCoCo, arXiv:2406.05317)."""
+"""Fits convolutions that mix evicted tokens into a few slots (LoCoCo, arXiv:2406.05317)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def fit_convolutions(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The convolution of every layer, which makes `slots` mixtures and sees so many `neighbours`.
+    """Fits the convolution of every layer, which makes `slots` mixtures from windows of `neighbours` tokens.
 
-    Every text is cut at a place between a quarter and three quarters, which differs from epoch to epoch; what
-    is before it is compressed by the method, and what becomes small is the negative log-likelihood of what
-    stands behind it. By Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs`
-    readings, with the model as it is. Raises InputError for a model whose layers are not all plain attention
-    that keeps all tokens, for a keep of unequal heads, and for a budget under which nothing leaves.
+    Every text is cut at a random place between a quarter and three quarters of it, which differs from epoch
+    to epoch; what is before the cut is compressed by the method, and the loss is the negative log-likelihood
+    of what is after it. Adam (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs`
+    passes over the batches; the model is not trained. Raises InputError for a model whose layers are not all
+    plain attention that keeps all tokens, for a keep of unequal heads, and for a budget under which nothing
+    is evicted.
     """
     check_whole(model, "convolutions")
     assert method.keep is not None
@@ -62,7 +63,7 @@ def fit_convolutions(
 
 
 def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
-    """Draws the convolutions before the fit; `share` is 0.5: a slot becomes half its own, half mixture."""
+    """Draws the initial convolutions; `share` is 0.5: a slot becomes half itself, half mixture."""
     keys, width = jax.random.split(jax.random.key(seed)), 2 * config.head_dim
     return {
         "conv": uniform(keys[0], (config.layers, neighbours, width, slots), neighbours * width),
@@ -74,9 +75,9 @@ def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
 def surprise(
     config: Config, newest: int, params: Params, arrays: Arrays | None, batch: ResidueBatch
 ) -> Float[Array, ""]:
-    """The mean negative log-likelihood of the tokens behind the cuts, over what is left of those before.
+    """The mean negative log-likelihood of the tokens after the cuts, given the compressed tokens before.
 
-    arrays: None where nothing is mixed, so that what leaves is dropped.
+    arrays: None to mix nothing, so that evicted tokens are dropped.
     """
 
     def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:

@@ -1,4 +1,4 @@
-"""Compressed states and attention to them, taught by answers that need what has left (Neurocache)."""
+"""Fits compressed states and attention to them, on answers that need evicted tokens (Neurocache)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def fit_states(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The projection of states, cache attention and a LoRA of rank `rank` (arXiv:2407.02486, section 3).
+    """Fits the projection of states, cache attention and a LoRA of rank `rank` (arXiv:2407.02486, section 3).
 
-    What becomes small is -log p of the answers, of texts that the model with windows and states reads from
-    their beginning; by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs`
-    readings. No gradient goes through what is kept but that of the projection. What is learned is of the
-    method's window and numbers. Deviation: the paper learns from all tokens of texts. Raises InputError for a
-    model whose layers are not all plain attention that keeps all tokens.
+    The loss is -log p of the answers, in texts that the model reads from the beginning with windows and
+    states. Adam (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over
+    the batches. No gradient flows through the cache except through the projection. The arrays fit only the
+    method's window and hyper-parameters. Deviation: the paper learns from all tokens of texts. Raises
+    InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "compressed states")
     word = dataclasses.replace(method.make, fitted=None)
@@ -56,7 +56,7 @@ def fit_states(
 
 
 class Said(NamedTuple):
-    """Contexts, questions and answers as texts, and what the model says of an answer at which token."""
+    """Contexts, questions and answers as rows of tokens, and the answer token to predict at each position."""
 
     texts: Answers
     answer: Int[Array, "B T"]

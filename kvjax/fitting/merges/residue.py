@@ -1,4 +1,4 @@
-"""Kernels that ask a residue for what has left (LESS, arXiv:2402.09398)."""
+"""Fits the kernels by which queries read the residue of evicted tokens (LESS, arXiv:2402.09398)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvjax.steps.shared.run import Run
 
 
 class ResidueBatch(NamedTuple):
-    """Texts, the tokens in which each is cut, and which slots stay of what is before the cut."""
+    """Texts, the tokens before each cut, and which of their slots are kept."""
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, "B"]
@@ -52,14 +52,14 @@ def fit_residue(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The kernels of a method's `Residue` in every layer, so that a layer gives what it gave with all slots.
+    """Fits the kernels of a method's `Residue` in every layer, to give the layer's output with all slots.
 
-    Every text is cut at a place between a quarter and three quarters, which differs from epoch to epoch; what
-    is before it is compressed by the method's keep, and the loss is the mean square of what the queries
-    behind it miss in the layer's output, for every layer by itself. By Adam (arXiv:1412.6980) at learning
-    rate `rate`, one step per batch, in `epochs` readings; rank, hidden: the sizes of the kernels. Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens, for a keep of
-    unequal heads, and for a budget under which nothing leaves.
+    Every text is cut at a random place between a quarter and three quarters of it, which differs from epoch
+    to epoch; what is before the cut is compressed by the method's keep, and the loss is the mean squared
+    error of the layer's output at the queries after it, for every layer separately. Adam (arXiv:1412.6980)
+    takes one step per batch at learning rate `rate`, in `epochs` passes over the batches; rank, hidden: the
+    sizes of the kernels. Raises InputError for a model whose layers are not all plain attention that keeps
+    all tokens, for a keep of unequal heads, and for a budget under which nothing is evicted.
     """
     check_whole(model, "kernels")
     if hidden < 1:
@@ -75,9 +75,9 @@ def fit_residue(
 
 
 def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) -> Run:
-    """Builds the run that says which slots a method keeps of the tokens before a cut, without its merge.
+    """Builds the run, without the method's merge, that selects the slots to keep of the tokens before a cut.
 
-    Raises InputError for a keep of unequal heads, and for a budget under which nothing leaves.
+    Raises InputError for a keep of unequal heads, and for a budget under which nothing is evicted.
     """
     keep = method.keep
     assert keep is not None
@@ -91,7 +91,7 @@ def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) ->
 
 
 def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator) -> ResidueBatch:
-    """Texts, each cut at a place between a quarter and three quarters, and what stays before it."""
+    """Cuts texts at random places between a quarter and three quarters, and selects the slots to keep."""
     given = padded(model, rows, None)
     lengths = np.asarray(given.lengths)
     share = draw.uniform(0.25, 0.75, len(lengths))
@@ -137,9 +137,9 @@ def _kept(
 
 
 def missed(run: Run, params: Params, arrays: dict[str, Array], batch: ResidueBatch) -> Float[Array, "L"]:
-    """The mean square of what every layer's output misses behind the cuts, when the rest is asked by kernels.
+    """The mean squared error of the layers' outputs after the cuts, with evicted slots read through kernels.
 
-    Layers see what the layers below give with all slots.
+    A layer's inputs are those of the model with all slots.
     """
     at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
     old = (at.pos >= 0) & (at.pos < batch.cuts[:, None])

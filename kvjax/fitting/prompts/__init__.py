@@ -1,1 +1,1 @@
-"""Fits of what changes how a prompt is read: memory tokens, restore tokens, distilled scorers."""
+"""Fits words that change how a prompt is read: memory tokens, restore tokens, distilled scorers."""

@@ -1,4 +1,4 @@
-"""KV-Distill's scorer and weights, taught by what the model says with all slots (arXiv:2503.10337)."""
+"""Fits KV-Distill's scorer and weights by distillation from the full cache (arXiv:2503.10337)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from kvjax.state.cache import Cache, GroupState
 from kvjax.steps import Run
 from kvjax.steps.prefilling.lora import Marks
 
-# Under this name a fit's arrays lie beside the parameters.
+# The name under which the arrays of a running fit are stored beside the parameters.
 _NAME = "learned now"
 
 
 class Aim(NamedTuple):
-    """How scores decide while they learn, and what for.
+    """How scores select tokens during the fit, and the loss.
 
-    least, most: the shares of a context that stay, between which one is drawn. tau: how soft decisions are.
-    forward: the weight of KL(p || q) beside KL(q || p).
+    least, most: the range from which the share of kept tokens of a context is drawn. tau: the temperature of
+    the decisions. forward: the weight of KL(p || q); KL(q || p) gets the rest.
     """
 
     least: float
@@ -49,7 +49,7 @@ class Aim(NamedTuple):
 
 
 class DistilledBatch(NamedTuple):
-    """Questions, and the inputs of the layer whose scores choose."""
+    """Questions, and the inputs of the layer whose scores select."""
 
     asked: AnswerBatch
     hidden: Float[Array, "B T D"]
@@ -71,15 +71,16 @@ def fit_distilled(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """A scorer of `hidden` channels and a LoRA of rank `rank`, by what the model says with all slots.
+    """Fits a scorer of `hidden` channels and a LoRA of rank `rank` by distillation from the full cache.
 
-    The share of a context that stays is drawn from `least` to `most`. A token's decision a is
-    sigmoid((score - that of the last one to stay + noise) / tau), with the difference of two draws of a
-    Gumbel distribution: by a it has the LoRA, and log a is added to its logits. What becomes small is
-    forward KL(p || q) + (1 - forward) KL(q || p) where answers are said, of p with all slots and q with what
-    is left; by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings.
-    Deviation: the paper learns from instructions of all kinds; how it passes a slope to the scorer is not
-    known to us. Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
+    The share of a context that is kept is drawn from `least` to `most`. A token's decision a is
+    sigmoid((score - the lowest score that is kept + noise) / tau), where noise is the difference of two draws
+    of a Gumbel distribution: the token gets the LoRA to the extent a, and log a is added to its logits. The
+    loss is forward KL(p || q) + (1 - forward) KL(q || p) at the tokens that predict the answers, with p from
+    all slots and q from the kept ones. Adam (arXiv:1412.6980) takes one step per batch at learning rate
+    `rate`, in `epochs` passes over the batches. Deviation: the paper learns from instructions of all kinds;
+    how it passes a gradient to the scorer is not known to us. Raises InputError for a model whose layers are
+    not all plain attention that keeps all tokens.
     """
     check_whole(model, "scorers")
     if not 0 < least <= most <= 1:

@@ -1,4 +1,4 @@
-"""Memory tokens at first: taught to leave what some of the text's own tokens would have left."""
+"""The first phase of fitting memory tokens: their slots imitate the slots of tokens of the text."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def taught(
     model: Model, run: Run, start: Arrays, batches: Iterator[AnswerBatch], loss: Loss,
     *, rate: float, imitate: int, alike: float,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Embeddings and weights of memory tokens that make loss(params, prompt, batch) small.
+    """Fits embeddings and weights of memory tokens that minimise loss(params, prompt, batch).
 
-    By `imitated` alone in the first `imitate` batches, and then by the loss plus `alike` times that. A model
-    that does not learn with memory reads nothing there but slots like its own, so answers teach nothing
-    before memory holds some; and answers alone would then soon have it say only what answers look like.
+    The loss is `imitated` alone in the first `imitate` batches, and then the loss plus `alike` times
+    `imitated`. A model that is not trained can use only slots that resemble its own, so answers give no
+    useful gradient until the memory holds such slots; and answers alone would then soon make it predict only
+    what answers look like.
     """
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
@@ -55,11 +56,11 @@ def taught(
 
 
 def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Float[Array, ""]:
-    """How far the memory of contexts is from slots of the tokens that it stands for (`stands_for`).
+    """The distance of the memory of contexts from slots of the tokens that it stands for (`stands_for`).
 
     The mean, over layers and over keys and values, of squared distances over squared lengths. A token's slot
-    is the one that the model itself computes in the whole text, turned to where the memory stands; and their
-    mean over chunks, where the memory is a mean.
+    is the one that the model itself computes in the whole text, rotated to the position of the memory; for a
+    memory that is a mean, it is the mean of these over chunks.
     """
     word: MemoryTokens = run.method.reread
     needs, plain = frozenset({RawKeys()}), Run(run.config, Method())
@@ -84,7 +85,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Fl
 
 
 def _stood_for(word: MemoryTokens, batch: AnswerBatch) -> tuple[Int[Array, "B C M"], Bool[Array, "B C M"]]:
-    """For which tokens of a context the memory of every chunk stands, and which memory there is."""
+    """The tokens of a context for which the memory of every chunk stands, and which memory slots exist."""
     t, text = batch.context.shape[1], jnp.maximum(batch.lengths - 1, 0)
     size = word.chunk(t)
     before = size * jnp.arange(word.chunks(t), dtype=jnp.int32)
@@ -96,7 +97,7 @@ def _stood_for(word: MemoryTokens, batch: AnswerBatch) -> tuple[Int[Array, "B C 
 def _slots_of(
     word: MemoryTokens, x: Float[Array, "Lg B K T H"], at: Int[Array, "B C M"], there: Bool[Array, "B C M"]
 ) -> Float[Array, "Lg B K S H"]:
-    """What tokens left, in the order of the memory that stands for them."""
+    """The slots of tokens, in the order of the memory that stands for them."""
     rows, chunks, many = at.shape
     found = jnp.take_along_axis(x, at.reshape(1, rows, 1, chunks * many, 1), axis=3)
     if not word.mean:

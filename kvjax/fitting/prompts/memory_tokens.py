@@ -1,4 +1,4 @@
-"""Memory tokens, taught by the answers that are given behind what they leave of contexts (CCM, Gisting)."""
+"""Fits memory tokens on answers that attend to them in place of contexts (CCM, Gisting)."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def fit_memory(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Embeddings of memory tokens and a LoRA of rank `rank` (arXiv:2312.03414, section 3.2; 2304.08467).
+    """Fits embeddings of memory tokens and a LoRA of rank `rank` (arXiv:2312.03414, section 3.2; 2304.08467).
 
-    Contexts are read as the method reads them. What becomes small is -log p of the answers behind what it
-    leaves; by Adam (arXiv:1412.6980) at learning rate `rate`, which grows over 50 steps, on gradients of a
-    norm of at most 1, one step per batch, in `epochs` readings. What is learned is of the method's number of
-    memory tokens, length of chunks and way to hold several. Deviations: the first `imitate` steps, but half
-    of all at most, teach memory to leave slots like those of tokens (`kvjax.fitting.prompts.imitation`),
-    which has a weight of `alike` afterwards; and the model stays as it is, as in CCM; the authors of Gisting
-    train all of it (`kvjax.train.compressed`). Raises InputError for a model whose layers are not all plain
-    attention that keeps all tokens.
+    Contexts are read as the method reads them. The loss is -log p of the answers, given the compressed
+    contexts. Adam (arXiv:1412.6980) takes one step per batch, with a learning rate that grows to `rate` over
+    50 steps and gradients clipped to a norm of 1, in `epochs` passes over the batches. The arrays fit only
+    the method's number of memory tokens, length of chunks and way to combine several chunks. Deviations: in
+    the first `imitate` steps, but at most half of all, memory is fitted to resemble slots of tokens
+    (`kvjax.fitting.prompts.imitation`), a loss that has the weight `alike` afterwards; and the model is not
+    trained, as in CCM; the authors of Gisting train all of it (`kvjax.train.compressed`). Raises InputError
+    for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "memory tokens")
     start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)
@@ -65,7 +65,7 @@ def fit_memory(
 
 
 def embeddings(model: Model, word: MemoryTokens | RestoreTokens, seed: int) -> Arrays:
-    """Embeddings as they begin, as long as tokens': of learned tokens, and by what runs are said again."""
+    """The initial embeddings, as long as tokens': of learned tokens, and of the one that repeats runs."""
     length, d = jnp.std(model.params["embed"].astype(jnp.float32)), model.config.d_model
     found = {"memory": jax.random.normal(jax.random.key(seed + 1), (1, word.tokens, d)) * length}
     if isinstance(word, RunMemory):
@@ -74,17 +74,17 @@ def embeddings(model: Model, word: MemoryTokens | RestoreTokens, seed: int) -> A
 
 
 def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
-    """What is static in reading as a method with these arrays does."""
+    """The static settings for reading a prompt by a method with these arrays."""
     word = dataclasses.replace(method.reread, fitted=fitted)
     return Run(model.config, dataclasses.replace(method, reread=word))
 
 
 def surprise(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Float[Array, ""]:
-    """The mean of -log p of answers' tokens behind what a method leaves of contexts that it has read."""
+    """The mean of -log p of answers' tokens, given contexts that a method has read and compressed."""
     return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
 
 
 def surprise_over(run: Run, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, ""]:
-    """The mean of -log p of answers' tokens over what a cache holds of contexts."""
+    """The mean of -log p of answers' tokens, given a cache of the contexts."""
     said = said_behind(run.config, params, cache, batch)
     return mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)

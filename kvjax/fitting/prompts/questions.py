@@ -1,4 +1,4 @@
-"""Questions behind contexts of which a method has left a cache, and what the model says there."""
+"""Questions after contexts that a method has compressed, and the predictions of the answers there."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kvjax.steps import Run
 
 
 class AnswerBatch(NamedTuple):
-    """Contexts, the questions and answers behind them, and where and what answers say.
+    """Contexts, the questions and answers after them, and the positions and tokens of the answers.
 
-    told: what the model says with all slots, in log-probabilities. seed: of what is drawn.
+    told: the log-probabilities that the model predicts with all slots. seed: of random draws.
     """
 
     context: Int[Array, "B T"]
@@ -54,7 +54,7 @@ def asked(
 
 
 def _tail(sample: Sample) -> list[int]:
-    """What is read behind a context; the last token of an answer is said and not read."""
+    """The tokens after a context; the last token of an answer is predicted but is not an input."""
     return [*sample.question, *sample.answer[:-1]]
 
 
@@ -82,24 +82,24 @@ def _told(config: Config, params: Params, batch: AnswerBatch) -> Float[Array, "B
 
 
 def left_by(run: Run, params: Params, batch: AnswerBatch) -> Cache:
-    """What a method leaves of the contexts, with room for what stands behind them."""
+    """The cache of the contexts under a method, with room for the questions and answers."""
     return left_of(run, params, read_by(run, params, batch), batch)
 
 
 def read_by(run: Run, params: Params, batch: AnswerBatch) -> steps.Prompt:
-    """The contexts as a method reads them."""
+    """Reads the contexts as a method does."""
     needs = steps.needs_of(run, params)
     return steps.observe(run, params, batch.context, batch.lengths, None, needs)
 
 
 def left_of(run: Run, params: Params, prompt: steps.Prompt, batch: AnswerBatch) -> Cache:
-    """What a method leaves of contexts that it has read."""
+    """The cache that a method keeps of contexts that it has read."""
     sizes: dict[str, Any] = dict(tokens=batch.context.shape[1], room=batch.tail.shape[1])
     return steps.settle(run, params, prompt, None, compress=True, **sizes)
 
 
 def said_behind(config: Config, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, "B Q V"]:
-    """Log-probabilities of what follows every token behind the contexts, over what a cache holds of these."""
+    """Log-probabilities of the next token at every token of questions and answers, given the cache."""
     run = Run(config, Method())
     read = steps.read_tokens(run, params, batch.tail, batch.tails, cache, frozenset(), as_steps=True)
     return jax.nn.log_softmax(read.logits.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Restore tokens, taught by what the model says with all slots (RestoreKV, arXiv:2608.01247)."""
+"""Fits restore tokens by distillation from the full cache (RestoreKV, arXiv:2608.01247)."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def fit_restored(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Embeddings of restore tokens and a LoRA of rank `rank`, by what the model says with all slots.
+    """Fits embeddings of restore tokens and a LoRA of rank `rank` by distillation from the full cache.
 
-    Contexts are compressed as the method does it, at its budget, such as 0.125. What becomes small is
-    KL(p || q) + KL(q || p) where answers are said, of p with all slots and q with what is left; by Adam
-    (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations: the
-    authors draw a budget from 0.025 to 0.25 for every step, and their answers are what the model writes
-    itself. Raises InputError for the budget 1.0, and for a model whose layers are not all plain attention
-    that keeps all tokens.
+    Contexts are compressed by the method at its budget, such as 0.125. The loss is KL(p || q) + KL(q || p) at
+    the tokens that predict the answers, with p from all slots and q from the kept ones. Adam
+    (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the batches.
+    Deviations: the authors draw a budget from 0.025 to 0.25 for every step, and use answers that the model
+    generates itself. Raises InputError for the budget 1.0, and for a model whose layers are not all plain
+    attention that keeps all tokens.
     """
     check_whole(model, "restore tokens")
     assert method.keep is not None and method.keep.restore is not None
@@ -71,7 +71,7 @@ def fit_restored(
 
 
 def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
-    """What is static in compressing as a method with these arrays does."""
+    """The static settings for compressing by a method with these arrays."""
     assert method.keep is not None
     word = dataclasses.replace(method.keep.restore, fitted=fitted)
     full = dataclasses.replace(method, keep=dataclasses.replace(method.keep, restore=word))
@@ -79,6 +79,6 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
 
 
 def restored(run: Run, params: Params, batch: AnswerBatch) -> Float[Array, ""]:
-    """KL in both directions between what is said with all slots and with what a method leaves."""
+    """KL in both directions between the predictions with all slots and with a method's cache."""
     said = said_behind(run.config, params, left_by(run, params, batch), batch)
     return mean_said(divergence(batch.told, said), batch)

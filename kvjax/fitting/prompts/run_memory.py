@@ -1,4 +1,4 @@
-"""Memory tokens, taught by saying runs of a text again from their memory alone (LoMA)."""
+"""Fits memory tokens by repeating runs of a text from their memory alone (LoMA)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvjax.steps import Prompt, Run
 
 
 class Runs(NamedTuple):
-    """The runs of contexts: how many tokens each has, and how many of the context are before it."""
+    """The runs of contexts: the tokens of each, and how many tokens of the context are before it."""
 
     tokens: Int[Array, "B U"]
     before: Int[Array, "U"]
@@ -47,15 +47,15 @@ def fit_repetition(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Embeddings of memory tokens and a LoRA of rank `rank`, by which runs are said again (arXiv:2401.09486).
+    """Fits embeddings of memory tokens and a LoRA of rank `rank` that repeat runs (arXiv:2401.09486).
 
-    Contexts are read as the method reads them. What becomes small is -log p of the tokens of every run, said
-    from its memory alone (`repeated`), plus `answers` times -log p of the answers behind all of the memory;
-    by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations:
-    the model stays as it is, where the paper trains all of it (`kvjax.train.compressed`), so what is repeated
-    is what its own weights read in the memory; and of the text behind memory only answers count, where the
-    paper's first loss is that of all tokens, with a weight of 1: with that, runs are learned later. Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens.
+    Contexts are read as the method reads them. The loss is -log p of the tokens of every run, predicted from
+    its memory alone (`repeated`), plus `answers` times -log p of the answers given all of the memory. Adam
+    (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the batches.
+    Deviations: the model is not trained, while the paper trains all of it (`kvjax.train.compressed`), so its
+    own weights must be able to use the memory; and of the text after the memory only answers count, while the
+    paper's first loss is that of all tokens, with a weight of 1: with that loss, runs are learned later.
+    Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "memory tokens")
     start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)
@@ -72,7 +72,7 @@ def fit_repetition(
 
 
 def losses(run: Run, params: Params, batch: AnswerBatch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The means of -log p: of answers' tokens behind contexts' memory, of runs' tokens from theirs alone."""
+    """The mean -log p of answers' tokens given contexts' memory, and of runs' tokens given theirs alone."""
     prompt = read_by(run, params, batch)
     said = surprise(run, params, prompt, batch)
     return said, repeated(run, params, prompt, batch.context, batch.lengths)
@@ -81,10 +81,11 @@ def losses(run: Run, params: Params, batch: AnswerBatch) -> tuple[Float[Array, "
 def repeated(
     run: Run, params: Params, prompt: Prompt, context: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, ""]:
-    """The mean of -log p of the tokens of every run, said in their order from its memory alone.
+    """The mean of -log p of the tokens of every run, predicted in order from its memory alone.
 
-    Behind the memory as many tokens with the embedding "repeat" are read as the run has; the i-th sees the
-    memory and those before it, stands as far behind the run's i-th token as the run is long, and says it.
+    After the memory, the model reads as many tokens with the embedding "repeat" as the run has. The i-th sees
+    the memory and those before it, has the position of the run's i-th token plus the length of the run, and
+    predicts that token.
     """
     word: RunMemory = run.method.reread
     assert word.fitted is not None
@@ -104,7 +105,7 @@ def repeated(
 
 
 def _apart(run: Run, params: Params, prompt: Prompt, runs: Runs) -> Cache:
-    """A cache in which every run's memory is a row of its own, as if nothing stood before it."""
+    """A cache in which every run's memory is a row of its own, without the tokens before it."""
     word: RunMemory = run.method.reread
     (rows, many), size = runs.tokens.shape, word.tokens
     each = jnp.arange(many, dtype=jnp.int32)

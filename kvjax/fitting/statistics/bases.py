@@ -1,4 +1,4 @@
-"""Bases of keys and values, by what a few texts show of a head's channels."""
+"""Bases of keys and values, fitted to the distribution of a head's channels in a few texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Numbers = Float[np.ndarray, "L K T H"]
 
 
 class Meant(NamedTuple):
-    """What a basis is for: how keys turn, None where that does not matter, and the codec in it."""
+    """What a basis is for: the rotation of the keys (None if it does not matter), and the codec."""
 
     rope: Rope | None
     codec: Codec
@@ -38,7 +38,7 @@ def fit_basis(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """What the method's bases are of a model, by the rule of its paper, in one reading of texts.
+    """Fits the method's bases to a model, by the rule of its paper, in one pass over the texts.
 
     Raises InputError for a model whose layers are not all plain attention with slots of their own, and for a
     method whose rule is not known.
@@ -61,7 +61,7 @@ def fit_basis(
 
 
 def smooth(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """QServe: channels over the root of their largest number, that of both channels that RoPE turns."""
+    """QServe: scales channels by the root of their largest magnitude, equal for both of a RoPE pair."""
     return scaled(paired(np.abs(x).max(2), meant.rope) ** 0.5)
 
 
@@ -73,14 +73,14 @@ def principal(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
 
 
 def in_order(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """SKVQ: channels in the order of their ranges, so that those of one group are alike."""
+    """SKVQ: sorts channels by their ranges, so that those of one group are alike."""
     order = np.argsort(x.max(2) - x.min(2), -1, kind="stable")
     permutation = np.eye(x.shape[-1])[order]
     return {"matrix": permutation, "inverse": np.swapaxes(permutation, -1, -2)}
 
 
 def learnt(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """FlatQuant: the matrix in whose basis the method's codes lose least, by gradients through them."""
+    """FlatQuant: the matrix in whose basis the method's codes lose least, by gradients through the codes."""
     codec = meant.codec
     if not isinstance(codec, Affine) or codec.axis != "token" or codec.group is not None:
         raise InputError(f"a basis is learnt through an Affine of whole tokens, and {codec!r} was given")
@@ -88,7 +88,7 @@ def learnt(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
 
 
 def paired(most: Float[np.ndarray, "*b H"], rope: Rope | None) -> Float[np.ndarray, "*b H"]:
-    """`most` with both channels of a turning pair at their larger one; as it is where nothing turns."""
+    """`most`, with the larger of both channels for each pair that RoPE rotates; unchanged without it."""
     out = most.copy()
     if rope is None:
         return out

@@ -33,12 +33,12 @@ def fit_clusters(
     least: float = 0.9,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """For every query head [L, N] the head whose attention it gets.
+    """Fits, for every query head [L, N], the head whose attention it shares.
 
-    Heads of a layer are clustered by the correlation of their attention over all queries and tokens of the
-    texts that these see (section 3.2), as far as clusters have a mean correlation of at least `least` to each
-    other (average linkage); the head that is most like all others of its cluster stands for them. Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens.
+    Heads of a layer are clustered by the correlation of their attention over all queries and the tokens that
+    these see in the texts (section 3.2), by average linkage, as long as a cluster's heads have a mean
+    correlation of at least `least`; each cluster is represented by the head that is most like all others in
+    it. Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "clusters of heads")
     total = None
@@ -57,7 +57,7 @@ def fit_clusters(
 
 
 def _clustered(correlation: Float[np.ndarray, "N N"], least: float) -> Int[np.ndarray, "N"]:
-    """For every head the one that stands for its cluster.
+    """The representative of each head's cluster.
 
     >>> _clustered(np.array([[1.0, 0.2, 0.95], [0.2, 1.0, 0.1], [0.95, 0.1, 1.0]]), 0.9).tolist()
     [0, 1, 0]
@@ -71,7 +71,7 @@ def _clustered(correlation: Float[np.ndarray, "N N"], least: float) -> Int[np.nd
     source = np.arange(heads)
     for number in np.unique(cluster):
         mine = np.flatnonzero(cluster == number)
-        # Of heads that differ by rounding alone the first.
+        # Rounded, so that the first is chosen of heads that differ by rounding errors alone.
         source[mine] = mine[correlation[np.ix_(mine, mine)].sum(1).round(6).argmax()]
     return source
 
@@ -80,7 +80,7 @@ def _clustered(correlation: Float[np.ndarray, "N N"], least: float) -> Int[np.nd
 def _moments(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "L"], Float[Array, "L N"], Float[Array, "L N N"]]:
-    """Of all pairs of a query and a token that it sees: their number, sum p, and sum p p' over heads."""
+    """Over all pairs of a query and a token that it sees: their number, sum p, and sum p p' over heads."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     pairs = (at.pos + 1).sum().astype(jnp.float32)
 

@@ -1,4 +1,4 @@
-"""What heads lose when a score chooses for them, and the budgets that lose least in all (LU-KV)."""
+"""What heads lose when a score selects their slots, and the budgets that minimise the total loss (LU-KV)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def fit_curves(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The share [L, K, 99] of its slots that every head keeps where 1 to 99 percent of all slots leave.
+    """Fits the share [L, K, 99] of its slots that every head keeps if 1 to 99 percent of all are evicted.
 
-    Half of every text is scored by the method's score, and what the tokens of the other half give each of its
-    tokens, the mean over these and the heads of a group, is what that token is good for. A head's curve is
-    what its best tokens by score are good for together, by their share, the mean over texts; of its concave
-    hull each percent is worth less than the one before, so that the percents of all heads that are worth most
-    are the best budgets (arXiv:2602.08585, section 4). Raises InputError for texts of fewer than 100 tokens,
-    and a model whose layers are not all plain attention that keeps all tokens.
+    The method scores the first half of every text. The utility of a token there is the attention that it gets
+    from the tokens of the other half, the mean over these and the heads of a group. A head's curve is the
+    total utility of its best tokens by score, as a function of their share, the mean over texts. On the
+    curve's concave hull each percent adds less than the one before, so the percents of all heads that add
+    most are the best budgets (arXiv:2602.08585, section 4). Raises InputError for texts of fewer than 100
+    tokens, and a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "budgets of heads")
     assert method.keep is not None and method.keep.score is not None
@@ -73,7 +73,7 @@ def fit_curves(
 def curves(
     score: Float[np.ndarray, "L K T"], good: Float[np.ndarray, "L K T"]
 ) -> Float[np.ndarray, "L K 101"]:
-    """What the best 0 to 100 percent of a head's tokens by score are good for together."""
+    """The total utility of the best 0 to 100 percent of a head's tokens by score."""
     order = np.argsort(-score, axis=-1, kind="stable")
     total = np.cumsum(np.take_along_axis(good, order, -1), -1)
     total = np.concatenate([np.zeros((*total.shape[:-1], 1)), total], -1)
@@ -82,7 +82,7 @@ def curves(
 
 
 def best_shares(worth: Float[np.ndarray, "L K 101"]) -> Float[np.ndarray, "L K 99"]:
-    """What heads keep of their slots where 1 to 99 percent of all leave, so that most worth is left.
+    """The shares of slots that heads keep when 1 to 99 percent of all are evicted, to keep the most utility.
 
     >>> steep, even = np.minimum(np.arange(101) * 10.0, 100), np.arange(101.0)
     >>> best_shares(np.stack([steep, even])[None])[0, :, 94].tolist()  # 95 percent leave
@@ -90,7 +90,7 @@ def best_shares(worth: Float[np.ndarray, "L K 101"]) -> Float[np.ndarray, "L K 9
     """
     heads = worth.reshape(-1, PERCENT + 1)
     gains = np.stack([np.diff(_hull(one)) for one in heads])
-    # Of a concave curve the first percents are worth most, so the best ones are its first ones.
+    # On a concave curve the first percents add most, so selecting the best ones selects a prefix.
     order = np.argsort(-gains, axis=None, kind="stable") // PERCENT
     kept = [
         np.bincount(order[: (PERCENT - leave) * len(heads)], minlength=len(heads))
@@ -125,7 +125,7 @@ def _scores(
 def _good_for(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cuts: Int[Array, "B"]
 ) -> Float[Array, "L B K T"]:
-    """What the tokens behind the cuts give every token, the mean over them and the heads of a group."""
+    """The attention from tokens after the cuts to every token, the mean over these and a group's heads."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     asks = (at.pos >= cuts[:, None])[:, None, None, :, None]
     many = jnp.maximum(lengths - cuts, 1).astype(jnp.float32)[:, None, None]

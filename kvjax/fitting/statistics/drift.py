@@ -1,4 +1,4 @@
-"""How far a layer's keys drift where a text is read block by block (EpiCache, arXiv:2509.17396)."""
+"""How far a layer's keys drift when a text is read block by block (EpiCache, arXiv:2509.17396)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def fit_drift(
     power: float = 1.3,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The importance [L, K] of every layer: how much its keys change under reading by blocks.
+    """Fits the importance [L, K] of every layer: how much its keys change under block-wise reading.
 
-    A text is read whole, and once more with every token seeing its block of `tokens` tokens, the second half
-    of the block before it and the first `sinks` tokens alone. A layer's likeness is the mean cosine, over
-    heads, blocks and texts, of all keys of a block; its importance ((most - likeness) / (most - least))^power
-    over the layers' largest and smallest, as in the authors' code. Raises InputError for texts of a block or
-    less, and for a model whose layers are not all plain attention that keeps all tokens.
+    A text is read whole, and once more with every token seeing only its block of `tokens` tokens, the second
+    half of the block before it and the first `sinks` tokens. A layer's similarity is the mean cosine between
+    the keys of both readings, over heads, blocks and texts; its importance is ((most - similarity) / (most -
+    least))^power with the layers' largest and smallest similarity, as in the authors' code. Raises InputError
+    for texts of a block or less, and for a model whose layers are not all plain attention that keeps all
+    tokens.
     """
     check_whole(model, "budgets by drift")
     total, count = np.zeros(model.config.layers), 0
@@ -88,7 +89,7 @@ def _keys(
     block: int,
     sinks: int,
 ) -> Float[Array, "L B K T H"]:
-    """The rotated keys of all layers; block: how much of a text its tokens see, 0 for all of it."""
+    """The rotated keys of all layers; block: how many tokens a token sees, 0 for all before it."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     sees: Bool[Array, "1 T T"] = jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool)
     if block:

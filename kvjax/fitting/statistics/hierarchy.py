@@ -1,4 +1,4 @@
-"""What a logit is at a distance, whatever the tokens are, by which HOMER judges tokens."""
+"""The mean logit at each distance, which HOMER subtracts when it scores tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvjax.steps import Run
 
 @dataclasses.dataclass(frozen=True)
 class LogitsByDistance:
-    """Of the pairs of a query and a key d tokens before it: sum_ij max_n q_n,i k_j / sqrt(H), their number.
+    """Sums max_n q_n,i k_j / sqrt(H) over pairs of a query and a key d tokens before it; counts the pairs.
 
-    scale, softcap: of the model's logits.
+    scale, softcap: those of the model's logits.
     """
 
     scale: float
@@ -53,10 +53,10 @@ def fit_biases(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The mean over all pairs at a distance d of the largest logit of the heads [L, D], in one reading.
+    """Fits the mean, over all pairs at a distance d, of the largest logit of the heads [L, D].
 
-    Largest distances are those of the longest text. Raises InputError for a model whose layers are
-    not all alike in what they keep.
+    One pass over the texts; D is the length of the longest text. Raises InputError for a model whose layers
+    differ in what they keep.
     """
     check_whole(model, "biases")
     run, longest = Run(model.config, Method()), max(len(row) for rows in batches for row in rows)

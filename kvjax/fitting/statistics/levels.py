@@ -1,4 +1,4 @@
-"""Levels for keys and values, by what a text's likelihood feels of errors (KVQuant, arXiv:2401.18079)."""
+"""Levels for codes of keys and values, by the likelihood's sensitivity (KVQuant, arXiv:2401.18079)."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def fit_levels(
     outliers: float | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The range of every key channel, and the levels of every layer's keys and values.
+    """Fits the range of every key channel, and the levels of every layer's keys and values.
 
-    Ranges are quantiles over all texts: half of the share `outliers` of a channel's numbers lies beyond each
+    Ranges are quantiles over all texts: half of the share `outliers` of a channel's numbers is beyond each
     end. Levels minimise sum_i F_i (x_i - Q(x_i))^2 over the numbers within the ranges, where F_i is the
     square of the gradient of the texts' negative log-likelihood (the Fisher information's diagonal; section
-    3.3), so a number that was brought to [-1, 1] weighs F_i times its range squared. The first tokens, which
-    the method stores as computed, do not count. bits, outliers: those of the method unless they are given.
-    The texts are read twice. Raises InputError for a model whose layers are not all plain attention with
-    slots of their own, for bits that are not 1 to 4, for a share that is not below 1, and for texts that are
-    too short.
+    3.3), so a number that was scaled to [-1, 1] has the weight F_i times its range squared. The first tokens,
+    which the method stores unencoded, do not count. bits, outliers: those of the method unless they are
+    given. The fit makes two passes over the texts. Raises InputError for a model whose layers are not all
+    plain attention with slots of their own, for bits that are not 1 to 4, for a share that is not below 1,
+    and for texts that are too short.
     """
     plan = _plan(model, method, bits, outliers)
     count = sum(max(len(row) - plan.sinks, 0) for rows in batches for row in rows)
@@ -69,7 +69,7 @@ def fit_levels(
     for rows in progress(batches):
         given, counts = padded_rows(model, rows, plan.sinks)
         k = np.asarray(_keys(model.config, model.params, *given))
-        # [L, K, H, tokens]: of each channel the numbers that may be among the outermost of all texts.
+        # [L, K, H, tokens]: for each channel, the numbers that may be among the outermost of all texts.
         mine = np.moveaxis(k, (1, 3), (-2, -1))[..., counts]
         low, high = _outermost(low, mine, beyond + 1), -_outermost(-high, -mine, beyond + 1)
     low, high = low.max(-1), high.min(-1)
@@ -93,7 +93,7 @@ def fit_levels(
 
 
 class Plan(NamedTuple):
-    """What is fitted: bits, the share of the numbers that are outliers, tokens that are left as computed."""
+    """The settings of the fit: bits, the share of outliers, and the first tokens, which are not encoded."""
 
     bits: int
     outliers: float
@@ -118,7 +118,7 @@ def _plan(model: Model, method: Method, bits: int | None, outliers: float | None
 
 
 def only_slots(model: Model, what: str) -> None:
-    """InputError where a layer of the model keeps no slots of its own."""
+    """Raises InputError if a layer of the model keeps no slots of its own."""
     kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
     if kinds != {"slots"}:
         raise InputError(f"{what} are fitted where every layer keeps slots of its own: use another method")
@@ -168,7 +168,7 @@ def _by_token(
 def _binned(
     x: Float[np.ndarray, "L B K T H"], weight: Float[np.ndarray, "L B K T H"], counts: Bool[np.ndarray, "B T"]
 ) -> Float[np.ndarray, "L 3 N"]:
-    """Of every layer and bin the sums of w, w x and w x^2, of the numbers that count and lie in [-1, 1]."""
+    """For every layer and bin, the sums of w, w x, w x^2 over the numbers that count and are in [-1, 1]."""
     out = []
     for mine, w in zip(x, weight, strict=True):
         inside = (np.abs(mine) <= 1) & counts[:, None, :, None]

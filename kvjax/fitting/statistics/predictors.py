@@ -18,7 +18,7 @@ from kvjax.models.model import Model
 from kvjax.state.codes import at_layer, dense, encode
 from kvjax.store.predicted import OfRest
 
-# What is added to the diagonal of the inputs' moments, as a share of its mean.
+# Added to the diagonal of the inputs' second moments, as a share of its mean.
 RIDGE = 1e-3
 
 
@@ -29,11 +29,11 @@ def fit_predictors(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The maps of all layers by ridge regression (arXiv:2501.19392, section 3.2), in one reading of texts.
+    """Fits the maps of all layers by ridge regression, in one pass (arXiv:2501.19392, section 3.2).
 
-    A layer's inputs are the rows of the layer below as they come back of the method's own codes, so errors of
-    lower layers are learnt, too. Raises InputError for a model whose layers are not all plain attention with
-    slots of their own, and for a method that predicts nothing.
+    A layer's inputs are the rows of the layer below as decoded from the method's own codes, so that the maps
+    also correct the errors of lower layers. Raises InputError for a model whose layers are not all plain
+    attention with slots of their own, and for a method that has no predictor.
     """
     only_slots(model, "predictors")
     store = method.store
@@ -79,7 +79,7 @@ def _regressed(
 
 
 def _through(codec: Any, x: Float[np.ndarray, "T KH"], heads: int) -> Float[np.ndarray, "T KH"]:
-    """What comes back of what is left of rows; the last ones, of no whole granule, as they are."""
+    """Encodes and decodes rows; the last ones, which fill no whole granule, are unchanged."""
     while isinstance(codec, OfRest):
         codec = codec.codec
     if codec is None:

@@ -1,4 +1,4 @@
-"""Profiles of heads: how much of what an answer needs each head retrieves."""
+"""Profiles of heads: how much each head retrieves of the tokens that an answer needs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def fit_profile(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The importance [L, K] of every KV head: what it retrieves when the model says right answers.
+    """Fits the importance [L, K] of every KV head: what it retrieves while the model predicts right answers.
 
-    Every token of an answer is said at a query, at which the model has read the context, the question and the
-    answer so far. Of the k tokens that a head then attends to most, where k tokens of the context are needed,
-    those that are needed count with their probabilities, divided by k (section 4.1). Summed over an answer's
-    tokens, and the mean over samples and a group's heads. Raises InputError for a model whose layers are not
-    all alike in what they keep.
+    Every token of an answer is predicted at a query that sees the context, the question and the answer so
+    far. If k tokens of the context are needed, consider the k tokens to which a head attends most at this
+    query: those among them that are needed count with their probabilities, divided by k (section 4.1). This
+    is summed over an answer's tokens, and the mean taken over samples and a group's heads. Raises InputError
+    for a model whose layers differ in what they keep.
     """
     each = _over_samples(model, batches, progress, "profiles", "best")
     grouped = each.reshape(len(each), model.config.kv_heads, -1).mean(2)
@@ -53,11 +53,11 @@ def fit_semantic_heads(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """How much every query head [L, N] attends to what answers need (CompressKV, arXiv:2508.02401, 3.1).
+    """Fits how much query heads [L, N] attend to the tokens that answers need (arXiv:2508.02401, 3.1).
 
-    All the attention that the needed tokens get counts, summed over an answer's tokens and divided by the
-    number of the needed; the mean over samples. Raises InputError for a model whose layers are not all alike
-    in what they keep.
+    CompressKV's score: all the attention that the needed tokens get counts, summed over an answer's tokens
+    and divided by the number of needed tokens; the mean over samples. Raises InputError for a model whose
+    layers differ in what they keep.
     """
     each = _over_samples(model, batches, progress, "heads", "all")
     return Fitted({"attention": np.asarray(each, np.float32)}, "SemanticHeads", model.signature)
@@ -69,12 +69,12 @@ def fit_copies(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """How often every KV head [L, K] copies: the retrieval score of its best query head (arXiv:2404.15574).
+    """Fits how often every KV head [L, K] copies: its best query head's retrieval score (arXiv:2404.15574).
 
-    A query head copies a token of an answer where, at the query that says it, the token that the head attends
-    to most is one that the answer needs and is the same token (section 2). The score is the share of an
-    answer's tokens that are copied, the mean over samples. Raises InputError for a model whose layers are not
-    all alike in what they keep.
+    A query head copies a token of an answer if, at the query that predicts it, the token that the head
+    attends to most is one that the answer needs and is the same token (section 2). The score is the share of
+    an answer's tokens that are copied, the mean over samples. Raises InputError for a model whose layers
+    differ in what they keep.
     """
     each = _over_samples(model, batches, progress, "profiles", "copies")
     grouped = each.reshape(len(each), model.config.kv_heads, -1).max(2)
@@ -88,7 +88,7 @@ def _over_samples(
     what: str,
     counts: str,
 ) -> Float[np.ndarray, "L N"]:
-    """What every query head retrieves, the mean over samples; counts: as in `_retrieved`."""
+    """What every query head retrieves, the mean over samples; counts: see `_retrieved`."""
     check_whole(model, what)
     run = Run(model.config, Method())
     last = max(len(sample.answer) for batch in batches for sample in batch)
@@ -118,7 +118,7 @@ def _needed(samples: Sequence[Sample], tokens: int) -> Bool[np.ndarray, "B T"]:
 
 
 def _said(samples: Sequence[Sample], last: int) -> Int[np.ndarray, "B W"]:
-    """The tokens of the answers, by the last queries that say them; -1 at queries that say none."""
+    """The answer tokens that the last queries predict; -1 at queries that predict none."""
     said = np.full((len(samples), last), -1, np.int32)
     for row, sample in zip(said, samples, strict=True):
         row[last - len(sample.answer) :] = sample.answer
@@ -136,10 +136,11 @@ def _retrieved(
     *,
     counts: str,
 ) -> Float[Array, "L B N"]:
-    """What the heads retrieve at the last queries of every row, which say the tokens `said`.
+    """How much each head retrieves at the last queries of every row, which predict the tokens `said`.
 
-    counts: "all" the attention to what is needed, "best" only that to what is among a head's best, as many as
-    are needed; both per needed token. "copies": the share of queries whose best is needed and what they say.
+    counts: "all" counts the attention to all needed tokens; "best" only that to needed tokens among a head's
+    best, as many as are needed; both per needed token. "copies": the share of queries whose best token is
+    needed and equal to the predicted token.
     """
     last = said.shape[1]
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({Queries(last)}))

@@ -1,4 +1,4 @@
-"""What texts say of the projections of keys and values: second moments, and slopes of the loss."""
+"""Statistics of the projections of keys and values: second moments, and gradients of the loss."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def fit_projections(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The arrays of `GroupedLowRank` (Palu, arXiv:2407.21118, section 3), in one reading of texts.
+    """Fits the arrays of `GroupedLowRank` (Palu, arXiv:2407.21118, section 3), in one pass over the texts.
 
     "keys" and "values": the mean over all tokens of y y' with y = x W. "fisher": the mean over a matrix of
     the root of the mean over texts of its squared gradient, where a text's loss is the mean negative log
-    likelihood of its tokens behind the first. Raises InputError for a model whose layers are not all plain
+    likelihood of its tokens after the first. Raises InputError for a model whose layers are not all plain
     attention, and for texts of one token.
     """
     check_fit(Method(make=GroupedLowRank(1)), model.config)

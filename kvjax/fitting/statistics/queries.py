@@ -1,4 +1,4 @@
-"""What a model's queries have in common: their main direction, their mean and their covariance."""
+"""Statistics of a model's queries: their main direction, their mean and their covariance."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from kvjax.steps import Run
 
 @dataclasses.dataclass(frozen=True)
 class QuerySums:
-    """How many queries there are, sum q [N, H] and sum q q' [N, H, H], without the first `skip` of a row.
+    """The number of queries, sum q [N, H] and sum q q' [N, H, H], without the first `skip` queries of a row.
 
-    rotated: as they meet keys, or as they are before that.
+    rotated: whether the queries are taken after rotation.
     """
 
     rotated: bool
@@ -47,7 +47,7 @@ class QuerySums:
 
 @dataclasses.dataclass(frozen=True)
 class QueryLengths:
-    """How many queries there are, sum q [N, H] before rotation, and sum |q_f| [N, F] of turning pairs."""
+    """The number of queries, sum q [N, H] before rotation, and sum |q_f| [N, F] of rotation pairs."""
 
     rope: Rope
 
@@ -64,10 +64,11 @@ def fit_norms(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The norms [L, K, H] of the channels of a group's rotated queries (arXiv:2407.21018), in one reading.
+    """Fits the norms [L, K, H] of the channels of a group's rotated queries (arXiv:2407.21018).
 
-    The root of the mean square over all tokens, summed over the heads of the group. Raises InputError for a
-    model whose layers are not all alike in what they keep.
+    The root of the mean square over all tokens, summed over the heads of the group, in one pass over the
+    texts.
+    Raises InputError for a model whose layers differ in what they keep.
     """
     count, _, moments = _summed(model, batches, QuerySums(rotated=True), progress, "norms")
     square = np.einsum("lnhh->lnh", moments) / np.maximum(count, 1.0)[:, None, None]
@@ -81,10 +82,10 @@ def fit_centres(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The mean [L, N, H] of unrotated queries, and the mean length [L, N, F] of their turning pairs.
+    """Fits the mean [L, N, H] of unrotated queries, and the mean length [L, N, F] of their rotation pairs.
 
-    In one reading of texts (arXiv:2604.04921, section 4). Raises InputError for a model whose layers are not
-    all alike in what they keep.
+    In one pass over the texts (arXiv:2604.04921, section 4). Raises InputError for a model whose layers
+    differ in what they keep.
     """
     asked = QueryLengths(Run(model.config, Method()).attention_spec(0).rope)
     count, total, sizes = _summed(model, batches, asked, progress, "centres")
@@ -99,11 +100,11 @@ def fit_filters(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The filter [L, K, H] of every KV head (section 3.2), in one reading of texts.
+    """Fits the filter [L, K, H] of every KV head (section 3.2), in one pass over the texts.
 
-    A query head's is the first right singular vector of its queries, with the sign that gives them a
-    positive mean; a KV head's is the mean over its group, as in the authors' code. Raises InputError for a
-    model whose layers are not all alike in what they keep.
+    A query head's filter is the first right singular vector of its queries, with the sign for which their
+    mean is positive; a KV head's is the mean over its group, as in the authors' code. Raises InputError for a
+    model whose layers differ in what they keep.
     """
     _, total, moments = _summed(model, batches, QuerySums(rotated=True), progress, "filters")
     # The right singular vectors of Q are the eigenvectors of Q'Q, in ascending order.
@@ -122,10 +123,10 @@ def fit_statistics(
     sinks: int = 4,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The mean [L, N, H] and covariance [L, N, H, H] of unrotated queries (arXiv:2510.00636), in one reading.
+    """Fits the mean [L, N, H] and covariance [L, N, H, H] of unrotated queries (arXiv:2510.00636).
 
-    Those of the first `sinks` tokens of every text are left out; the covariance divides by their number less
-    one. Raises InputError for a model whose layers are not all alike in what they keep.
+    In one pass over the texts, without the first `sinks` tokens of every text; the covariance divides by the
+    number of queries less one. Raises InputError for a model whose layers differ in what they keep.
     """
     count, total, moments = _summed(model, batches, QuerySums(False, sinks), progress, "statistics")
     many = np.maximum(count, 2.0)[:, None, None]

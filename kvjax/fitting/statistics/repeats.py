@@ -1,4 +1,4 @@
-"""Heads that look back where a text repeats itself: echo and induction heads (RazorAttention)."""
+"""Heads that attend to earlier repeats of a text: echo and induction heads (RazorAttention)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def fit_repeating_heads(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The echo and the induction score [L, N] of every query head (arXiv:2407.15891, section 3.2).
+    """Fits the echo and the induction score [L, N] of every query head (arXiv:2407.15891, section 3.2).
 
-    At most `tokens` tokens of a text are shuffled, by `seed`, and written `repeats` times. From the second
-    time on, a query's echo score is the attention to its own token in earlier repeats, and its induction
-    score that to the tokens that followed there; both are means over queries and texts. Deviation: the paper
-    repeats tokens drawn from the whole vocabulary. Raises InputError for a model whose layers are not all
-    plain attention that keeps all tokens.
+    At most `tokens` tokens of a text are shuffled, by `seed`, and repeated `repeats` times. From the second
+    repeat on, a query's echo score is the attention to its own token in earlier repeats, and its induction
+    score that to the tokens that followed it there; both are means over queries and texts. Deviation: the
+    paper repeats tokens drawn from the whole vocabulary. Raises InputError for a model whose layers are not
+    all plain attention that keeps all tokens.
     """
     check_whole(model, "repeating heads")
     rng, total, count = np.random.default_rng(seed), np.zeros(()), 0
@@ -64,10 +64,10 @@ def _looked_back(
     lengths: Int[Array, "B"],
     periods: Int[Array, "B"],
 ) -> Float[Array, "2 L B N"]:
-    """Echo and induction scores, the means over the queries behind the first `periods` tokens."""
+    """Echo and induction scores, the means over the queries after the first `periods` tokens."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     apart = at.pos[:, :, None] - at.pos[:, None]
-    # Distances are whole periods to a token itself, and one less to what followed it.
+    # The distance to the same token is a multiple of the period; to the token that followed it, one less.
     echoes, follows = ((apart > 0) & ((apart + more) % periods[:, None, None] == 0) for more in (0, 1))
     repeated = (at.pos >= periods[:, None])[:, None, None]
     queries = jnp.maximum(repeated.sum(-1), 1).astype(jnp.float32)

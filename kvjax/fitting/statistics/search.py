@@ -1,4 +1,4 @@
-"""Budgets of layers, searched for by how right a model's answers stay (EvolKV, arXiv:2509.08315)."""
+"""Searches for budgets of layers under which a model's answers stay correct (EvolKV, arXiv:2509.08315)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvjax.steps import Run
 
 
 class SearchBatch(NamedTuple):
-    """Prompts with their questions, and what is read and said behind them.
+    """Prompts with their questions, and the answers to predict after them.
 
-    fed: the first answers' tokens but the last, of which `said` are the whole answers; -1 says nothing.
+    fed: the answers' tokens but the last, as inputs. said: the answers' tokens, to predict; -1 for none.
     """
 
     tokens: Int[Array, "B T"]
@@ -48,15 +48,15 @@ def fit_budgets(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The importance [L, K] of every layer under which most answers' tokens are right, alike for its heads.
+    """Fits the importance [L, K] of every layer to maximise correct answer tokens; equal for a layer's heads.
 
-    Layers are taken in groups of `layers` neighbours, from the lowest on. CMA-ES (Hansen, 2016; the package
-    `cmaes`) searches for the logarithms of a group's importances in `epochs` generations, those of all other
-    layers fixed at the best that were found, and what is best is how often the token that the model says
-    behind a compressed prompt, its question and the answer so far is the answer's next one. All layers of the
-    same importance are the first try, so nothing found is worse on these samples. Raises InputError without
-    the package, for a model of one layer or whose layers are not all alike in what they keep, and for a
-    method that leaves all prompts whole.
+    Layers are taken in groups of `layers` neighbours, from the lowest upwards. CMA-ES (Hansen, 2016; the
+    package `cmaes`) searches for the logarithms of a group's importances in `epochs` generations, with those
+    of all other layers fixed at the best found so far. The objective is how often the model, given a
+    compressed prompt, its question and the answer so far, predicts the answer's next token. Equal importances
+    are the first candidate, so the result is never worse on these samples. Raises InputError without the
+    package, for a model of one layer or whose layers differ in what they keep, and for a method that evicts
+    nothing from any prompt.
     """
     check_whole(model, "budgets")
     count = model.config.layers
@@ -116,7 +116,7 @@ def _cma() -> Any:
 
 
 def _run(model: Model, method: Method) -> tuple[Run, Fitted]:
-    """The method's run with importances that stand for any: whatever is tried runs in the same programs."""
+    """The method's run with placeholder importances; all candidates use the same compiled programs."""
     keep = method.keep
     if keep is None or not isinstance(keep.allocate, ByProfile):
         raise InputError(f"{method.id} has no budgets that follow from a profile: fit evolkv")
@@ -139,7 +139,7 @@ def _asked(model: Model, samples: list[Sample]) -> SearchBatch:
 
 @partial(jax.jit, static_argnames=("run",))
 def _right(run: Run, params: Params, asked: SearchBatch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How many tokens of the answers the model says behind compressed prompts, and how many there are."""
+    """How many tokens of the answers the model predicts after compressed prompts, and how many there are."""
     tokens, lengths, fed, said = asked
     prompt = steps.observe(run, params, tokens, lengths, None, steps.needs_of(run, params))
     bound = tokens.shape[1]

@@ -1,4 +1,4 @@
-"""Which layers of a model can read another one's keys and values (KVSharer, arXiv:2410.18517)."""
+"""Which layers of a model can reuse another layer's keys and values (KVSharer, arXiv:2410.18517)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def fit_sharing(
     tokens: int = 64,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The map "source" [L] of at most `layers` layers onto lower ones (section 3).
+    """Fits the map "source" [L] of at most `layers` layers to lower ones (section 3).
 
-    Pairs of layers are tried from the most unlike ones on, by the mean distance of the keys and the values
-    that the first `tokens` tokens of the texts have on average. A pair is taken where the last hidden states
-    keep a cosine above `least` to those of the model itself, the mean over texts. Deviation: as in the
-    authors' code, the upper layer of a pair reads the lower one. Raises InputError for texts shorter than
-    `tokens`, and a model whose layers are not all plain attention that keeps all tokens.
+    Pairs of layers are tried in order of decreasing distance between the keys and values that the first
+    `tokens` tokens of the texts have on average. A pair is accepted if the last hidden states keep a cosine
+    above `least` to those of the model itself, the mean over texts. Deviation: as in the authors' code, the
+    upper layer of a pair reads the lower one. Raises InputError for texts shorter than `tokens`, and a model
+    whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "shared layers")
     rows = [text[:tokens] for batch in batches for text in batch if len(text) >= tokens]
@@ -57,7 +57,7 @@ def fit_sharing(
     whole, source = _hidden(model.config, model.params, ids, lengths), own
     for i, j in progress(sorted(pairs, key=lambda pair: -far[pair])):
         shares = source != own
-        # A layer that others read keeps its own slots.
+        # A layer whose slots others reuse keeps its own.
         if shares[i] or i in source[shares] or shares.sum() >= layers:
             continue
         tried = source.copy()
@@ -73,7 +73,7 @@ def fit_sharing(
 def _mean_slots(
     model: Model, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, "2 L K T H"]:
-    """The mean over texts of what layers would store: rotated keys, and values."""
+    """The mean over texts of what the layers would store: rotated keys, and values."""
     run = Run(model.config, Method())
     prompt = steps.observe(run, model.params, tokens, lengths, None, frozenset({RawKeys()}))
     each = [(f.k, f.v) for f in prompt.fresh if isinstance(f, Fresh)]
@@ -84,7 +84,7 @@ def _mean_slots(
 def _hidden(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[np.ndarray, "B D"]:
-    """The last hidden states of every text, one behind the other; padding has none."""
+    """The last hidden states of every text, flattened; padding is zero."""
     x = jax.jit(partial(hidden, config=config))(params, tokens, lengths=lengths)
     live = np.arange(tokens.shape[1])[None] < np.asarray(lengths)[:, None]
     return np.where(live[..., None], np.asarray(x, np.float64), 0.0).reshape(len(live), -1)

@@ -1,4 +1,4 @@
-"""Codebooks of vectors for a head's channels, by what a text's likelihood feels of errors (CQ)."""
+"""Codebooks of vectors for a head's channels, weighted by the likelihood's sensitivity to errors (CQ)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def fit_vectors(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """The 2^bits vectors of every `channels` neighbouring channels of a head (arXiv:2405.03917, section 3.3).
+    """Fits 2^bits vectors for every `channels` neighbouring channels of a head (arXiv:2405.03917).
 
-    k-means over the texts' keys before rotation, and values, in which a vector weighs as much as the sum of
-    squares of the gradient of the texts' negative log-likelihood on it (the Fisher information's diagonal).
-    bits, channels: those of the method unless they are given. Raises InputError for a model whose layers are
-    not all plain attention with slots of their own, for bits that are not 1 to 8, for channels that do not
-    divide a head, and for texts of fewer tokens than a codebook has vectors.
+    k-means over the texts' keys before rotation, and values, in which the weight of a vector is the sum of
+    squares of the gradient of the texts' negative log-likelihood with respect to it (the Fisher information's
+    diagonal). bits, channels: those of the method unless they are given. Raises InputError for a model whose
+    layers are not all plain attention with slots of their own, for bits that are not 1 to 8, for channels
+    that do not divide a head, and for texts with fewer tokens than a codebook has vectors.
     """
     only_slots(model, "codebooks")
     own = [word for word in words_of(method) if isinstance(word, CoupledCodes)]

@@ -37,7 +37,7 @@ def learn(
 
     build: parameters of `made`; its key is another one in every step. extra: what is added to the divergence,
     of the choice and of the share of steps that are over. Adam's eps is 1e-4, so that where nothing is to be
-    learned nothing moves. Raises ValueError where there are no texts.
+    learned nothing moves. Raises ValueError if there are no texts.
     """
     if not texts:
         raise ValueError("it learns from texts: give some")

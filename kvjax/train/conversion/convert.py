@@ -36,7 +36,7 @@ def pool_heads(
 
     With weights [layers, KV heads], a new head is their weighted sum instead (WGQA, arXiv:2407.10855): train
     them through this function, from 1 / group size on; the result decodes as plain GQA, so they cost nothing
-    later. Every layer must be plain attention. Raises ValueError where the heads do not divide or the weights
+    later. Every layer must be plain attention. Raises ValueError if the heads do not divide or the weights
     do not fit.
 
     >>> import jax
@@ -89,7 +89,7 @@ def _pooled(
 class Grouping(NamedTuple):
     """Who shares what in one layer: KV head i goes into key head k[i] and into value head v[i].
 
-    reads: the new head, of keys and of values, that each query head reads; None where each follows its own.
+    reads: the new head, of keys and of values, that each query head reads; None if each follows its own.
     """
 
     k: tuple[int, ...]
@@ -109,7 +109,7 @@ def group_heads(
     The searches of `kvjax.train.grouping` find the groups. A layer of None stays as it is; the others become
     `HeadMaps`, each new head the mean of its group or, with weights [layers, KV heads], its weighted sum
     (DHA's linear fusion, arXiv:2406.06567: train them through this function, from 1 / group size on). Heads
-    that no query head reads are left out. Every layer must be plain attention. Raises ValueError where a
+    that no query head reads are left out. Every layer must be plain attention. Raises ValueError if a
     grouping does not cover the heads.
 
     >>> import jax
@@ -233,7 +233,7 @@ def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
 def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:
     """The model without the mixers of some layers, and without their KV (arXiv:2406.15786).
 
-    Raises ValueError where a layer is not there or another one reads it.
+    Raises ValueError if a layer is not there or another one reads it.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -259,7 +259,7 @@ def insert_cross_attention(
 
     The lowest one holds the context, the others read it. Their output maps start at zero, so that the model
     starts as it was; the paper's code starts them at random. The old parameters are the same arrays: train
-    the new ones alone. Every layer must be plain attention. Raises ValueError where a layer is not there.
+    the new ones alone. Every layer must be plain attention. Raises ValueError if a layer is not there.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -276,7 +276,7 @@ def insert_cross_attention(
     if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
         raise ValueError("inserting layers is defined for models whose layers are all plain attention")
     first = min(before)
-    # The old layers in their new places; None where a new one goes in.
+    # The old layers in their new places; None if a new one goes in.
     order = [i for layer in range(config.layers) for i in [None] * (layer in before) + [layer]]
     reads = dataclasses.replace(word, source=first)
     mixers = tuple(

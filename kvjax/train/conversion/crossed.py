@@ -21,7 +21,7 @@ def cross_behind_each(params: Params, config: Config, width: int, key: Array) ->
     A layer becomes two, (attention, nothing) and (cross-attention, its feed-forward), so what is new are the
     q, k, v, o and attn_norm of layers 1, 3, 5, ... They read the states, `width` channels wide, of an encoder
     that is trained with them while all else stays. Their output maps start at zero, so the model starts as it
-    was. Raises ValueError where a layer is not plain attention.
+    was. Raises ValueError if a layer is not plain attention.
 
     >>> import jax
     >>> config = Config(vocab=32, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)

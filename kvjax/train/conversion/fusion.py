@@ -26,7 +26,7 @@ def weighted_groups(
     them with all other weights, on texts; here they learn first and alone, from the original's predictions.
     One weight per head is the paper's plain form; it also has one per row and per column.
 
-    Raises ValueError where heads do not divide or there are no texts.
+    Raises ValueError if heads do not divide or there are no texts.
 
     >>> from kvjax.models.params import init
     >>> config = Config(vocab=32, d_model=16, layers=1, heads=4, kv_heads=4, head_dim=4, d_ff=32)
@@ -60,7 +60,7 @@ def fused_groups(
     its summaries name a fusion loss and such a Lagrangian, not their constants; there all weights and the
     loss of texts take part, here the fusion alone and the original's predictions.
 
-    Raises ValueError where there are no texts.
+    Raises ValueError if there are no texts.
     """
     member = {leaf: _member(groupings, leaf) for leaf in "kv"}
     eye = jnp.broadcast_to(jnp.eye(config.kv_heads, dtype=jnp.float32), member["k"].shape)

@@ -60,7 +60,7 @@ def to_linear(
 
     layers: which; or keep: how many stay, namely those whose replacement alone does the predictions the most
     damage (the mean KL divergence over the texts). mixer: the name of the new word. A layer starts from the
-    projections of the attention that it replaces. Raises ValueError where there are no texts to learn from,
+    projections of the attention that it replaces. Raises ValueError if there are no texts to learn from,
     and for layers that are not plain attention.
     """
     taught = _checked(config, texts, layers, keep, mixer)

@@ -27,7 +27,7 @@ def to_blocks(
     decoder says is its output, as it is, for each of the `prefix` inputs, which the upper layers read as
     they read that output before. The first prefix is the mean embedding. Nothing of this is exact: train on.
 
-    Raises ValueError where layers of one half read the other half, and where the sizes do not fit.
+    Raises ValueError if layers of one half read the other half, and where the sizes do not fit.
 
     >>> import jax
     >>> from kvjax.models.params import init

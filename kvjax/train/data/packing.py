@@ -136,9 +136,9 @@ class HeldOut(NamedTuple):
 def held_out_rows(
     texts: Texts, encode: Encode, end: int, length: int, rows: int, *, share: float, segments: bool
 ) -> HeldOut | None:
-    """The first held-out rows, in the order of the texts; None where no text is held out.
+    """The first held-out rows, in the order of the texts; None if no text is held out.
 
-    Raises InputError where they are shorter than one row.
+    Raises InputError if they are shorter than one row.
     """
     ids: list[int] = []
     size = 0

@@ -70,7 +70,7 @@ class Pairs:
 
 
 def words_of(data: Data) -> Words:
-    """The tokenizer of a run. Raises InputError where its directory has none, or none that ends a text."""
+    """The tokenizer of a run. Raises InputError if its directory has none, or none that ends a text."""
     if data.kind in OF_WORDS:
         special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
         special["repeat_prompt"] = recall.WORDS[recall.COPY]

@@ -62,7 +62,7 @@ class Files:
 def read_texts(data: Data) -> Texts:
     """The texts that a run's settings name; empty ones are counted and left out.
 
-    Raises InputError where a file is missing or not UTF-8 (with its line), where a row lacks the field (with
+    Raises InputError if a file is missing or not UTF-8 (with its line), where a row lacks the field (with
     its line), where a pattern matches no file, and where all texts are empty.
     """
     if data.kind == "python":
@@ -214,7 +214,7 @@ def _named(name: str) -> list[Path]:
 
 
 def _holds_text(path: Path, kind: str) -> bool:
-    """Whether a file holds anything. InputError where it is missing, or no UTF-8 text."""
+    """Whether a file holds anything. InputError if it is missing, or no UTF-8 text."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: data.files names what is read, from the current folder")
     if kind == "parquet":

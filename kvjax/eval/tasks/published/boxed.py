@@ -17,7 +17,7 @@ _WORDS = re.compile(r"\\(?:text|mbox|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} or \fbox{...} of a text holds; None where none closes.
+    r"""What the last \boxed{...} or \fbox{...} of a text holds; None if none closes.
 
     >>> last_boxed("So x = \\boxed{2}, or \\boxed{\\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -37,7 +37,7 @@ class Row(NamedTuple):
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """A field that is a list of texts or numbers, or one of them; InputError where it is empty."""
+        """A field that is a list of texts or numbers, or one of them; InputError if it is empty."""
         value = self.data.get(field)
         items = value if isinstance(value, list | tuple) else [value]
         if not items or not all(isinstance(x, str | int | float) and str(x).strip() for x in items):
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """The rows of a file, one after the other; InputError where it cannot be read, or holds none."""
+    """The rows of a file, one after the other; InputError if it cannot be read, or holds none."""
     places = _parquet(file) if file.suffix == ".parquet" else json_rows(str(file))
     row = None
     try:

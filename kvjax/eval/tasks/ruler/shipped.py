@@ -39,7 +39,7 @@ def sentences(text: str) -> list[str]:
 
 
 def haystack(path: str | None = None) -> Haystack:
-    """Alice in Wonderland (`data/README.md`), or a text file; InputError where it has no words."""
+    """Alice in Wonderland (`data/README.md`), or a text file; InputError if it has no words."""
     file = DATA / "alice29.txt" if path is None else Path(path)
     try:
         raw = file.read_bytes()

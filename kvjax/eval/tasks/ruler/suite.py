@@ -91,7 +91,7 @@ class Ruler:
         return self.reader.words(ids)
 
     def sample(self, task: str, index: int) -> Sample:
-        """Sample `index` of a task; InputError where its shortest prompt does not fit."""
+        """Sample `index` of a task; InputError if its shortest prompt does not fit."""
         if (task, index) not in self.drawn:
             self.drawn[task, index] = self._encoded(task, index, self.draft(task, index))
         return self.drawn[task, index]

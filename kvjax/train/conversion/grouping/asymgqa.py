@@ -36,7 +36,7 @@ def asymgqa(
     again; the probability of keeping sizes in the unequal form, `swap` here, is named but not used; and only
     what beats the best so far is taken, accept and restart are 0.1, in ten iterations per layer.
 
-    Raises ValueError where the heads cannot form that many groups.
+    Raises ValueError if the heads cannot form that many groups.
 
     >>> heads = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [1.0, 0.1]])
     >>> asymgqa(heads @ heads.T, 2)

@@ -36,7 +36,7 @@ def dha(
     more, and those by `losses` are among the ten best. The paper's equations were out of reach.
     `kvjax.train.conversion.fusion.fused_groups` draws the heads of these groups together.
 
-    Raises ValueError where `heads` is less than one key and one value head per layer, or more than there are.
+    Raises ValueError if `heads` is less than one key and one value head per layer, or more than there are.
 
     >>> like = HeadProducts(k=np.array([[1.0, 1.0], [1.0, 1.0]]), v=np.eye(2))
     >>> dha([like], 3)

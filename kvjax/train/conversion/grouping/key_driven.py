@@ -23,7 +23,7 @@ def kdgqa(norms: Norms, heads: int, *, least: int = 0) -> Grouping:
     The smallest norm has r = 0 and mostly loses its head, which `group_heads` leaves out; `least` query heads
     stay with every KV head. Differences: the paper measures norms in every forward pass, here they are fixed
     by what `key_norms` saw; where all norms are equal, so are the shares (the paper's are undefined). Raises
-    ValueError where the heads do not suffice.
+    ValueError if the heads do not suffice.
 
     >>> kdgqa(np.array([1.0, 2.0, 4.0]), 8).reads
     (1, 1, 2, 2, 2, 2, 2, 2)
@@ -43,7 +43,7 @@ def dgqa_difference(norms: Norms, earlier: Norms, heads: int, *, least: int = 1,
 
     Norms are measured anew after every interval of training. `least=1` keeps all heads, so that parameters
     keep their shapes between intervals; the paper's code has 0. What rounding leaves over or short is taken
-    from, or given to, random heads, as there. Raises ValueError where the heads do not suffice.
+    from, or given to, random heads, as there. Raises ValueError if the heads do not suffice.
 
     >>> dgqa_difference(np.array([3.0, 2.0]), np.array([0.0, 1.0]), 4).reads
     (0, 0, 0, 1)

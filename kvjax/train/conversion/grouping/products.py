@@ -84,7 +84,7 @@ def pooling_error(products: Products, groups: Sequence[int]) -> float:
     """Mean squared difference of heads from the mean of their group: 1/K sum_i mean (w_i - w_group(i))^2.
 
     Of weights, its sum over keys and values is QCQA's weight-sharing error (arXiv:2406.10247; read in code
-    that reproduces the paper, whose factor may differ). Raises ValueError where the groups do not name every
+    that reproduces the paper, whose factor may differ). Raises ValueError if the groups do not name every
     head.
 
     >>> pooling_error(np.eye(4), [0, 0, 1, 2])

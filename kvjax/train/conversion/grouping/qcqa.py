@@ -21,7 +21,7 @@ class LayerGrouping(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """One way to group all layers, None where a layer stays whole: KV heads and errors, summed."""
+    """One way to group all layers, None if a layer stays whole: KV heads and errors, summed."""
 
     groupings: tuple[Grouping | None, ...]
     heads: int
@@ -45,7 +45,7 @@ def group_layer(
     neighbour groups of GQA among random ones, so that the front is nowhere behind GQA. QCQA-EC, with groups
     of one size, has the error alone to lower: `asymgqa(..., loss=, swap=1)`.
 
-    Raises ValueError where the heads cannot form that many groups.
+    Raises ValueError if the heads cannot form that many groups.
 
     >>> like = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     >>> [layer.groups for layer in group_layer(HeadProducts(like, like), 3, Evolution(10, 5))]
@@ -74,7 +74,7 @@ def group_layers(
     NSGA-II over one gene per layer, which leaves it whole or chooses one of its options; both objectives are
     summed. The paper's genes say only whether a layer is grouped: give each layer one option for that.
 
-    Raises ValueError where a layer has no options.
+    Raises ValueError if a layer has no options.
 
     >>> pair = [LayerGrouping((0, 0), 1, 0.5)]
     >>> [(stack.heads, stack.error) for stack in group_layers([pair, pair], Evolution(8, 5))]
@@ -107,7 +107,7 @@ def group_layers(
 
 
 def within(front: Sequence[Option], heads: int) -> Option:
-    """The option of least error with at most `heads` KV heads; ValueError where none is so small.
+    """The option of least error with at most `heads` KV heads; ValueError if none is so small.
 
     >>> within([LayerGrouping((0, 0), 1, 0.5), LayerGrouping((0, 1), 2, 0.0)], 1).groups
     (0, 0)
