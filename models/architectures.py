@@ -117,6 +117,9 @@ _SHARING = (
 _ATTENTION = (
     _A("gated-attention", "Gated Attention for Large Language Models", "2505.06708", "attn-arch",
        "a sigmoid gate per channel behind attention", _PER_TOKEN + "k and v", "Attention(gate=True)"),
+    _A("gemma-4", "Gemma 4 (google/gemma-4-31B)", "", "attn-arch",
+       "full layers whose values are keys before norm and rotation", _PER_TOKEN + "one array of k and v",
+       "KeyAsValue"),
     _A("attention-sinks", "gpt-oss-120b & gpt-oss-20b Model Card", "2508.10925", "attn-arch",
        "a learned logit per head that gives nothing", _PER_TOKEN + "k and v", "Attention(sink=True)"),
     _A("massive-activations", "Massive Activations in Large Language Models", "2402.17762", "attn-arch",

@@ -109,7 +109,8 @@ def _whole_rows(
     """Attention of new tokens to themselves alone, if a library's kernel can compute it; else None."""
     slots = layer.taken.get("slots")
     shares = "logits" in layer.publishes or "logits" in layer.taken or (slots is not None and slots.above)
-    if shares or x.extra is not None or layer.mixer.clip is not None or layer.config.attention_softcap:
+    plain = layer.mixer.clip is None and not layer.mixer.chunked and not layer.config.attention_softcap
+    if shares or x.extra is not None or not plain:
         return None
     if x.expand is not None:
         q, (new,) = x.expand.queries(q), x.expand.sets([new])
@@ -118,6 +119,22 @@ def _whole_rows(
     if not can_run(q, new.k, new.v, layer.window, implementation, on):
         return None
     return attend_whole_rows(q, new.k, new.v, scale=layer.scale, window=layer.window, on=on)
+
+
+def in_chunks(layer: Layer, sets: Sequence[Keys], pos: Int[Array, "B T"]) -> tuple[list[Keys], Array]:
+    """Keys and queries at positions by which a window of C tokens starts anew at every multiple of C.
+
+    Chunk c then begins at 2 c C, so that a window of C tokens holds none of the chunk before it. Those of
+    other layers stay as they are.
+    """
+    size = layer.window if layer.mixer.chunked else None
+    if size is None:
+        return [*sets], pos
+
+    def spread(pos: Array) -> Array:
+        return jnp.where(pos >= 0, pos + size * (pos // size), pos)
+
+    return [s if s.pos is None else s._replace(pos=spread(s.pos)) for s in sets], spread(pos)
 
 
 def attend_sets(
@@ -139,6 +156,7 @@ def attend_sets(
     outside its window may be skipped. on: if its rules split the tokens, devices exchange keys as
     `split_attention` says.
     """
+    (*past, new), pos = in_chunks(layer, [*past, new], pos)
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     shares = "logits" in layer.publishes or "logits" in layer.taken
     if mass or shares or layer.mixer.clip is not None or (x.expand is not None and x.expand.rows is not None):

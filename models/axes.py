@@ -12,6 +12,7 @@ from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import mlp_of
+from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, TOP_AXES, top_shapes
 from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
@@ -22,7 +23,7 @@ from kvjax.state.axes import axes_of_state
 _E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
 
 # Every mixer and feed-forward names the axes of its own parameters (`LayerPart.axes`).
-_TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,)}
+_TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,), **TOP_AXES}
 
 
 def axes_of(part: LayerPart, name: str, shape: tuple[int, ...]) -> Axes:
@@ -108,7 +109,7 @@ def without_axes(config: Config, on: OnMesh) -> tuple[str, ...]:
     found: dict[str, list[str]] = {}
     for layer in range(config.layers):
         for name in layer_shapes(config, layer):
-            part = _part(config, layer, name)
+            part = part_of(config, layer, name)
             names = found.setdefault(type(part).__name__, [])
             if part.axes_of(name) is None and name not in names:
                 names.append(name)
@@ -146,15 +147,19 @@ def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[
     yield "embed", _TOP["embed"], (config.vocab, config.d_model), {}
     if not config.tied:
         yield "unembed", _TOP["unembed"], (config.d_model, config.vocab), {}
+    for name, shape in top_shapes(config).items():
+        yield name, _TOP[name], shape, {}
     for i in range(config.layers):
         heads = heads_of(config, i)
         for name, shape in layer_shapes(config, i).items():
-            yield f"layers.{i}.{name}", axes_of(_part(config, i, name), name, shape), shape, heads
+            yield f"layers.{i}.{name}", axes_of(part_of(config, i, name), name, shape), shape, heads
 
 
-def _part(config: Config, layer: int, name: str) -> LayerPart:
-    """The mixer or the feed-forward that a parameter belongs to."""
+def part_of(config: Config, layer: int, name: str) -> LayerPart:
+    """The mixer, the feed-forward or the embeddings that a parameter belongs to."""
     mlp = mlp_of(config, layer)
+    if name in LAYER_EMBEDDINGS.shapes(config):
+        return LAYER_EMBEDDINGS
     return mlp if name in mlp.shapes(config) else mixer_of(config, layer)
 
 
@@ -169,7 +174,7 @@ def weight_shardings(
             return on.sharding(_TOP[path], shape)
         _, group, name = path.split(".")
         first = groups[int(group)].first
-        axes = axes_of(_part(config, first, name), name, shape[1:])
+        axes = axes_of(part_of(config, first, name), name, shape[1:])
         whole = whole_axes(config, first, on)
         axes = tuple(None if axis in whole else axis for axis in axes)
         return on.sharding(("layers", *axes), shape)

@@ -27,10 +27,13 @@ class Config:
 
     windows: per layer, the number of newest tokens a query sees, or None for all. rope_local: the rotation of
     the windowed layers, if it differs. norm_offset: RMSNorm multiplies by (offset + weight). norms: "pre"
-    (before attention and MLP), "post" (after, OLMo 2) or "both" (Gemma). qk_norm: "" or "head" (RMSNorm over
-    H) or "full" (over all heads together). query_scale: the factor on attention logits. residual_scale: the
-    factor on what mixers and feed-forwards add to the hidden state, logit_scale: the factor on the last
-    logits (Granite; muP, arXiv:2203.03466).
+    (before attention and MLP), "post" (after, OLMo 2), "both" (Gemma) or "parallel" (one before the two,
+    which both add to its input, Cohere). centred: norms of the hidden state subtract its mean first
+    (LayerNorm without a bias). qk_norm: "" or "head" (RMSNorm over H) or "full" (over all heads together).
+    query_scale: the factor on attention logits. residual_scale: the factor on what mixers and feed-forwards
+    add to the hidden state, logit_scale: the factor on the last logits (Granite; muP, arXiv:2203.03466).
+    layer_embeddings: channels of a vector that every layer has of every token, layer_scales: whether the
+    output of a layer is multiplied by a learned number (Gemma 4; `kvjax.models.layer_embeddings`).
 
     mixers: the mixer of each layer, words of `kvjax.models.mixers`; empty means attention with the heads
     above in every layer. mlps: the feed-forward of each layer, words of `kvjax.models.feed_forward`; empty
@@ -52,7 +55,8 @@ class Config:
     windows: tuple[Count | None, ...] = ()
     norm_eps: Annotated[float, Range(0)] = 1e-6
     norm_offset: float = 0.0
-    norms: Literal["pre", "post", "both"] = "pre"
+    norms: Literal["pre", "post", "both", "parallel"] = "pre"
+    centred: bool = dataclasses.field(default=False, metadata=ADDED)
     qk_norm: Literal["", "head", "full"] = ""
     qkv_bias: bool = False
     o_bias: bool = False
@@ -61,6 +65,8 @@ class Config:
     embed_scale: float = 1.0
     residual_scale: Positive = dataclasses.field(default=1.0, metadata=ADDED)
     logit_scale: Positive = dataclasses.field(default=1.0, metadata=ADDED)
+    layer_embeddings: Whole = dataclasses.field(default=0, metadata=ADDED)
+    layer_scales: bool = dataclasses.field(default=False, metadata=ADDED)
     query_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
@@ -92,6 +98,8 @@ class Config:
                 word.check(self)
         for i, mixer in enumerate(self.mixers):
             mixer.check_takes(self, i)
+            if self.norms == "parallel" and not mixer.shapes(self):
+                raise ValueError(f"layer {i} has no mixer, with which its feed-forward would share a norm")
             if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):
                 raise ValueError(f"layer {i} has neither a mixer nor a feed-forward: leave it out")
         for i, at in enumerate(self.inputs):

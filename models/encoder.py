@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.models.config import Config
-from kvjax.models.layers import Params, rms_norm
+from kvjax.models.layers import Params, stream_norm
 from kvjax.models.transformer import hidden
 from kvjax.ops.attention.union import Keys
 
@@ -32,7 +32,7 @@ def encode(
     cut = jnp.pad(tokens, ((0, 0), (0, count * size - s))).reshape(b * count, size)
     start = jnp.arange(count, dtype=jnp.int32)[None] * size
     own = jnp.clip(lengths[:, None] - start, 0, size).reshape(-1)
-    x = rms_norm(hidden(params, cut, config, own), params["norm"], config.norm_eps, config.norm_offset)
+    x = stream_norm(hidden(params, cut, config, own), params["norm"], config)
     e = x.reshape(b, count * size, -1)[:, None, :s]
     at = jnp.arange(s, dtype=jnp.int32)[None]
     return Keys(e, e, jnp.where(at < lengths[:, None], at, -1)[:, None])

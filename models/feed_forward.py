@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,19 @@ from kvjax.base.ranges import Whole
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device
 from kvjax.models.config import Config
+from kvjax.models.fingerprint import ADDED
 from kvjax.models.layer_part import LayerPart
-from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
+from kvjax.models.layers import ACTIVATIONS, Params, Shapes, last_axis, linear, rms_norm
 from kvjax.ops.base.dtypes import wide
 
 
 class FeedForward(LayerPart):
-    """The interface of feed-forwards, which are frozen dataclasses."""
+    """The interface of feed-forwards, which are frozen dataclasses.
+
+    normalises: it gets the hidden state itself, and applies the norm before it ("mlp_norm") on its own.
+    """
+
+    normalises: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
         """Raises ValueError if it does not fit the model."""
@@ -83,7 +91,8 @@ class MoE(FeedForward):
     normalise: chosen weights sum to one. scale: they are then multiplied by this. groups, top_groups: experts
     are in equal groups, and only those of the best `top_groups` can be chosen (by the best expert of a group,
     or for "sigmoid" by the sum of its best two). shared: width of the expert that all tokens use, 0 for none;
-    shared_gate: its output is multiplied by sigmoid(x w) (Qwen3-Next).
+    shared_gate: its output is multiplied by sigmoid(x w) (Qwen3-Next). biased: whether there is such a bias;
+    None: with "sigmoid" alone. weigh_inputs: weights multiply what experts get, not what they give (Llama 4).
 
     No token is dropped: tokens are sorted by expert and each expert's rows are one ragged matrix product.
     """
@@ -98,6 +107,13 @@ class MoE(FeedForward):
     top_groups: int = 1
     shared: Whole = 0
     shared_gate: bool = False
+    biased: bool | None = dataclasses.field(default=None, metadata=ADDED)
+    weigh_inputs: bool = dataclasses.field(default=False, metadata=ADDED)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a learned bias is part of the choice."""
+        return self.scores == "sigmoid" if self.biased is None else self.biased
 
     def check(self, config: Config) -> None:
         if not 1 <= self.top <= self.experts:
@@ -130,7 +146,7 @@ class MoE(FeedForward):
         d, e, f = config.d_model, self.experts, self.width
         shapes: Shapes = {"router": (d, e), "experts_gate": (e, d, f), "experts_up": (e, d, f)}
         shapes["experts_down"] = (e, f, d)
-        if self.scores == "sigmoid":
+        if self.has_bias:
             shapes["router_bias"] = (e,)
         if self.shared:
             s = self.shared
@@ -151,7 +167,7 @@ class MoE(FeedForward):
     def route(self, p: Params, x: Float[Array, "R D"]) -> tuple[Int[Array, "R top"], Float[Array, "R top"]]:
         """The chosen experts of every token and their weights, in float32."""
         dtype, score, soft = wide(x), self.score(p, x), self.scores == "softmax"
-        choice = score if soft else score + p["router_bias"].astype(dtype)[None]
+        choice = score + p["router_bias"].astype(dtype)[None] if self.has_bias else score
         if self.groups > 1:
             per = choice.reshape(-1, self.groups, self.experts // self.groups)
             rank = per.max(-1) if soft else jax.lax.top_k(per, 2)[0].sum(-1)
@@ -201,11 +217,15 @@ class MoE(FeedForward):
             y, bias = jax.lax.ragged_dot(rows, p[name], sizes), p.get(name + "_bias")
             return y if bias is None else y + bias[expert[order]]
 
-        rows = x[order // self.top]
-        hidden = self.gated(product("experts_gate", rows), product("experts_up", rows), config)
-        out = product("experts_down", hidden)
-        out = out * weight.reshape(-1)[order][:, None].astype(out.dtype)
+        rows, by = x[order // self.top], weight.reshape(-1)[order][:, None].astype(x.dtype)
+        rows = rows * by if self.weigh_inputs else rows
+        out = product("experts_down", self.inner(product, rows, config))
+        out = out if self.weigh_inputs else out * by
         return jnp.zeros_like(x).at[order // self.top].add(out)
+
+    def inner(self, product: Callable[[str, Array], Array], rows: Array, config: Config) -> Array:
+        """The hidden vectors of experts, of rows that are sorted by expert."""
+        return self.gated(product("experts_gate", rows), product("experts_up", rows), config)
 
     def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
         """The hidden vector of an expert: its activated gate times its up projection."""
@@ -240,9 +260,90 @@ class ClampedMoE(MoE):
         more: Shapes = {"router_shift": (e,), "experts_gate_bias": (e, f), "experts_up_bias": (e, f)}
         return super().shapes(config) | more | {"experts_down_bias": (e, config.d_model)}
 
+    def inner(self, product: Callable[[str, Array], Array], rows: Array, config: Config) -> Array:
+        """The hidden vectors of experts, of rows that are sorted by expert."""
+        return self.gated(product("experts_gate", rows), product("experts_up", rows), config)
+
     def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentMoE(MoE):
+    """Experts down(act(up x)) without gates, in a latent of width `latent` (None: of x) (Nemotron 3).
+
+    y = (sum_e w_e expert_e(x W_1)) W_2 + down(act(up x)), the shared expert, which sees x itself.
+    """
+
+    latent: int | None = None
+
+    axes = MoE.axes | {"latent_down": ("embed", None), "latent_up": (None, "embed")}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if self.shared_gate or self.weigh_inputs or config.mlp_bias:
+            raise ValueError("LatentMoE has no gate of its shared expert, weighed inputs or biases")
+
+    def shapes(self, config: Config) -> Shapes:
+        d, e, f, width = config.d_model, self.experts, self.width, self.latent or config.d_model
+        shapes = {n: s for n, s in super().shapes(config).items() if n not in ("experts_gate", "shared_gate")}
+        shapes |= {"experts_up": (e, width, f), "experts_down": (e, f, width)}
+        return shapes | ({"latent_down": (d, width), "latent_up": (width, d)} if self.latent else {})
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
+        act, flat = ACTIVATIONS[config.activation], x.reshape(-1, x.shape[-1])
+        chosen, weight = self.route(p, flat)
+        narrow = flat @ p["latent_down"] if self.latent else flat
+        out = self._experts(p, narrow, chosen, weight, config)
+        out = out @ p["latent_up"] if self.latent else out
+        if self.shared:
+            out = out + act(flat @ p["shared_up"]) @ p["shared_down"]
+        return out.reshape(x.shape)
+
+    def inner(self, product: Callable[[str, Array], Array], rows: Array, config: Config) -> Array:
+        return ACTIVATIONS[config.activation](product("experts_up", rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsBesideMLP(MoE):
+    """A gated MLP of width d_ff and experts beside it, each with norms of its own (Gemma 4).
+
+        y = norm_1(MLP(norm(x))) + norm_2(sum_e w_e expert_e(norm_3(x)))
+
+    The router sees rms(x) * r / sqrt(D), r learned; w_e, which sum to one, multiply by a learned number of
+    their expert.
+    """
+
+    normalises = True
+
+    axes = MoE.axes | GatedMLP.axes | {"router_scale": (None,), "expert_scale": (None,)}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if self.shared or self.scores != "softmax" or not config.d_ff:
+            raise ValueError("ExpertsBesideMLP has its MLP of width d_ff in place of shared experts")
+
+    def shapes(self, config: Config) -> Shapes:
+        d = config.d_model
+        own: Shapes = {"router_scale": (d,), "expert_scale": (self.experts,)}
+        own |= {name: (d,) for name in ("dense_post_norm", "experts_norm", "experts_post_norm")}
+        return GatedMLP().shapes(config) | super().shapes(config) | own
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
+        def norm(name: str, y: Array) -> Array:
+            return rms_norm(y, p[name], config.norm_eps, config.norm_offset)
+
+        dense = norm("dense_post_norm", GatedMLP()(p, norm("mlp_norm", x), config))
+        flat = x.reshape(-1, x.shape[-1])
+        chosen, weight = self.route(p, self._routed(p, flat, config))
+        weight = weight * p["expert_scale"].astype(weight.dtype)[chosen]
+        out = self._experts(p, norm("experts_norm", flat), chosen, weight, config)
+        return dense + norm("experts_post_norm", out).reshape(x.shape)
+
+    def _routed(self, p: Params, x: Float[Array, "R D"], config: Config) -> Float[Array, "R D"]:
+        y = rms_norm(x, None, config.norm_eps)
+        return y * last_axis(p["router_scale"], y) * config.d_model**-0.5
 
 
 def fed(

@@ -40,6 +40,7 @@ from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.hf_experts import experts_apart
 from kvjax.models.hf_fetch import fetcher
 from kvjax.models.hf_tensors import (
+    TRANSPOSED,
     Part,
     View,
     check_layers,
@@ -251,7 +252,7 @@ def _read_leaf(
     out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
     if not path.startswith("layers."):
         [(tensor, part)] = places[path, None, None]
-        _copy(out, tensor, part, index, transpose=path == "unembed")
+        _copy(out, tensor, part, index, transpose=path in TRANSPOSED)
         return out
     _, group, name = path.split(".")
     layers = range(groups[int(group)].first, groups[int(group)].first + shape[0])

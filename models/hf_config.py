@@ -33,6 +33,7 @@ _SCALED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 
 
@@ -112,8 +113,8 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
         raise InputError(
             f"model_type {name!r} is not supported{hint}: choose a checkpoint of {', '.join(SUPPORTED)}"
         )
-    if data.get("use_bidirectional_attention"):
-        raise InputError("use_bidirectional_attention is set: kvjax runs causal decoders only")
+    if (both := data.get("use_bidirectional_attention")) and both != "vision":
+        raise InputError(f"use_bidirectional_attention is {both!r}: kvjax runs causal decoders only")
     given = {k: v for k, v in data.items() if v is not None or k in _NULLABLE}
     full = {**FAMILIES[name].defaults, **given}
     return name, full | FAMILIES[name].spell(full)
@@ -137,7 +138,7 @@ def _ropes(family: str, data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
     # If all layers are of one kind, transformers 5 writes empty flat parameters beside those per kind.
     if {"full_attention", "sliding_attention"} & scaling.keys():
         full, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
-    rope = _rope(family, full, data, head_dim)
+    rope = _rope(family, full, data, data.get("global_head_dim") or head_dim)
     if "rope_local_base_freq" in data:
         local = {"rope_theta": data["rope_local_base_freq"], **local}
     elif not local:
@@ -170,8 +171,10 @@ def _rope(family: str, params: Json, data: Json, head_dim: int) -> Rope:
             )
     if kind == "default":
         return Rope(**out)
-    if kind == "linear":
-        return Rope(**out, factor=float(params["factor"]))
+    if kind in ("linear", "proportional"):
+        return Rope(
+            **out, factor=float(params.get("factor", 1.0) if kind == "proportional" else params["factor"])
+        )
     longest = data["max_position_embeddings"]
     original = data.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
     # The dynamic kind extends the model's own length, whatever else the file says.

@@ -32,6 +32,10 @@ _FLOATS = (
     "attention_multiplier",
     "residual_multiplier",
     "logits_scaling",
+    "layer_norm_eps",
+    "logit_scale",
+    "attn_scale",
+    "time_step_min",
 )
 
 
@@ -85,7 +89,7 @@ def _positions(config: Config) -> int:
 
 def _rope_fields(config: Config) -> dict[str, Any]:
     rope, local = config.rope, config.rope_local
-    if rope.kind == "none":
+    if rope.kind == "none" or FAMILIES[config.family].local_rope == "each":
         return {}
     fields: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.rotary_dim is not None:

@@ -132,6 +132,26 @@ def _ernie(data: Json, rope: Rope) -> dict[str, Any]:
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
 
 
+def _cohere2(data: Json, rope: Rope) -> dict[str, Any]:
+    """Layers without a window do not turn."""
+    windows, layers = _COHERE_WINDOWS.read(data), data["num_hidden_layers"]
+    return _biased(
+        data,
+        norms="parallel",
+        centred=True,
+        logit_scale=float(data["logit_scale"]),
+        mixers=_turning([bool(windows and windows[i]) for i in range(layers)]),
+    )
+
+
+def _spell_cohere2(data: Json) -> dict[str, Any]:
+    return {"rms_norm_eps": data["layer_norm_eps"]}
+
+
+def _write_cohere2(config: Config) -> dict[str, Any]:
+    return {"layer_norm_eps": config.norm_eps, "logit_scale": config.logit_scale}
+
+
 def _glm(data: Json, rope: Rope) -> dict[str, Any]:
     return {"qkv_bias": bool(data.get("attention_bias"))}
 
@@ -188,6 +208,14 @@ _GEMMA_3 = {
 _GEMMA_WINDOWS = in_layers(lambda data, i: (i + 1) % data.get("sliding_window_pattern", 2) != 0)
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
 _EXAONE_WINDOWS = in_layers(_exaone_slides)
+_COHERE_WINDOWS = in_layers(lambda data, i: (i + 1) % data.get("sliding_window_pattern", 4) != 0)
+_COHERE = _SIZES | {
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 _GLM = _SIZES | {
     "rms_norm_eps": 1.5625e-7,
     "max_position_embeddings": 131072,
@@ -268,6 +296,10 @@ FAMILIES: dict[str, Family] = {
         _SIZES | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "head_dim": 128}
         | {"num_key_value_heads": 2, "tie_word_embeddings": True},
         _ernie, write=lambda config: {"use_bias": config.o_bias}, paired=True,
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM", _COHERE, _cohere2, _write_cohere2, spell=_spell_cohere2,
+        windows=_COHERE_WINDOWS, paired=True,
     ),
     "glm": Family("GlmForCausalLM", _GLM, _glm, _write_glm, **_GLM_TENSORS),
     "glm4": Family(

@@ -38,10 +38,11 @@ class Family(NamedTuple):
     config.json. defaults: values that it may leave out. spell: translates settings with other names to the
     common names. read: fields of `Config` beside the sizes, rotation and windows that all families spell
     alike. write: the inverse. windows: which layers have one. local_rope: the rotation of windowed layers, if
-    it differs: "own" parameters (Gemma 3), or "unscaled", without the scaling of the others (OLMo 3).
-    partial_rotary: `partial_rotary_factor` is obeyed; all other classes rotate whole heads. paired:
-    neighbouring channels rotate in pairs. activation: the key of the activation. within: other names of a
-    `model_type`: of models with vision, whose text_config is of this family, and of the family itself.
+    it differs: "own" parameters (Gemma 3), "unscaled", without the scaling of the others (OLMo 3), or "each",
+    if `write` gives both (Gemma 4). partial_rotary: `partial_rotary_factor` is obeyed; all other classes
+    rotate whole heads. paired: neighbouring channels rotate in pairs. activation: the key of the activation.
+    within: other names of a `model_type`: of models with vision, whose text_config is of this family, and of
+    the family itself.
 
     Tensors. top: the prefix of all but lm_head, and the names of the embedding and of the last norm. norms:
     the names of the norms before attention, after it, before the feed-forward and after it, if they are not
@@ -58,7 +59,7 @@ class Family(NamedTuple):
     pieces: Callable[[Config, int], Iterator[tuple[str, list[Piece]]]] | None = None
     spell: Callable[[Json], dict[str, Any]] = lambda data: {}
     windows: Windows = NO_WINDOWS
-    local_rope: Literal["", "own", "unscaled"] = ""
+    local_rope: Literal["", "own", "unscaled", "each"] = ""
     partial_rotary: bool = False
     paired: bool = False
     activation: str = "hidden_act"

@@ -17,12 +17,20 @@ from kvjax.models.config import Config
 from kvjax.models.files import DTYPES, Stored
 from kvjax.models.hf_families import FAMILIES
 from kvjax.models.hf_family import Piece
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes, shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
 # Up to this many missing layers are listed tensor by tensor.
 _MISSING_LAYERS = 1024
 _NO_PARAMETERS = ("rotary_emb.inv_freq",)
+_LAYER_EMBEDDINGS = {
+    "embed_tokens_per_layer.weight": "layer_embed",
+    "per_layer_model_projection.weight": "layer_map",
+    "per_layer_projection_norm.weight": "layer_embed_norm",
+}
+TRANSPOSED = ("unembed", "layer_map")
+"""Parameters outside the layers that lie in a checkpoint as matrices from the left."""
 
 
 class Part(NamedTuple):
@@ -100,6 +108,9 @@ def tensors(config: Config) -> dict[str, Tensor]:
         embed: Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
         norm: Tensor(top["norm"], (Part("norm", None, 0, config.d_model),)),
     }
+    for name, leaf in _LAYER_EMBEDDINGS.items() if config.layer_embeddings else ():
+        table = Tensor(top[leaf], (Part(leaf, None, 0, config.vocab),))
+        out[name] = table if leaf == "layer_embed" else _stack((leaf,), None, top)
     if not config.tied:
         out["lm_head.weight"] = _stack(("unembed",), None, {"unembed": top["unembed"]})
     pieces_of = FAMILIES[config.family].pieces
@@ -275,7 +286,17 @@ def _passed_over(name: str, config: Config) -> bool:
         or (config.tied and name == "lm_head.weight")
         or name.startswith(family.ignored)
         or (family.more_layers and _beyond(name, config))
+        or _of_another_layer(name, config)
     )
+
+
+def _of_another_layer(name: str, config: Config) -> bool:
+    """Whether a tensor makes keys or values of a layer that reads another's (Gemma 3n and 4)."""
+    parts = name.split(".")
+    if parts[0] != "layers" or not parts[1].isdigit() or int(parts[1]) >= config.layers:
+        return False
+    own = parts[2] == "self_attn" and parts[3] in ("k_proj", "v_proj", "k_norm", "v_norm")
+    return own and "slots" in mixer_of(config, int(parts[1])).takes
 
 
 def _beyond(name: str, config: Config) -> bool:

@@ -37,6 +37,19 @@ def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) ->
     return y.astype(x.dtype)
 
 
+def stream_norm(x: Array, weight: Array, config: Any) -> Array:
+    """The norm of a config's hidden states: RMSNorm, or LayerNorm without a bias where they are `centred`.
+
+    >>> from types import SimpleNamespace as Config
+    >>> config = Config(norm_eps=0.0, norm_offset=0.0, centred=True)
+    >>> stream_norm(jnp.array([1.0, 3.0]), jnp.ones(2), config).tolist()
+    [-1.0, 1.0]
+    """
+    y = x.astype(wide(x))
+    y = y - y.mean(-1, keepdims=True) if config.centred else y
+    return rms_norm(y, weight, config.norm_eps, config.norm_offset).astype(x.dtype)
+
+
 def group_norm(p: Params, name: str, x: Array, groups: int, eps: float) -> Array:
     """GroupNorm (arXiv:1803.08494) over equal parts of the last axis, weight p[name], bias p[name_bias].
 

@@ -69,7 +69,8 @@ class Layer(NamedTuple):
     """A layer: its group, its index inside it (traced when stacked) and its constants.
 
     pos: positions of the layer's queries. publishes: the names that other layers take from it. taken: what it
-    takes itself, by the keys of its mixer's `takes`.
+    takes itself, by the keys of its mixer's `takes`. embedded: its own embeddings of the tokens, where the
+    model has some for every layer.
     """
 
     group: int
@@ -82,6 +83,7 @@ class Layer(NamedTuple):
     pos: Int[Array, "B T"]
     publishes: frozenset[str] = frozenset()
     taken: Mapping[str, Any] = MappingProxyType({})
+    embedded: Float[Array, "B T P"] | None = None
 
     @property
     def slots(self) -> SlotShape:
@@ -216,10 +218,11 @@ class Mixer(LayerPart):
     state_axes: one logical axis, or None, for the axes of every part of `state`, the first ones at least; ()
     for a part that every device holds whole. A name has the same axes in all mixers.
 
-    clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
-    and returns as `StackedState`, which a kernel updates in place. in_segments: whether texts packed in one
-    row are separated, so that a state starts anew where `Memory.segments` change; by default true for a layer
-    without a state, because attention hides other texts by their positions.
+    clip: (gamma, zeta) of a clipped softmax. chunked: a query sees only its own chunk, from the last multiple
+    of the window on. in_place: the parts of its state that a step of one token takes and returns as
+    `StackedState`, which a kernel updates in place. in_segments: whether texts packed in one row are
+    separated, so that a state starts anew where `Memory.segments` change; by default true for a layer without
+    a state, because attention hides other texts by their positions.
     """
 
     state_axes: ClassVar[dict[str, Axes]] = {}
@@ -227,6 +230,7 @@ class Mixer(LayerPart):
     untaught: frozenset[str] = frozenset()
 
     clip: tuple[float, float] | None = None
+    chunked: bool = False
     in_place: frozenset[str] = frozenset()
     in_segments: bool | None = None
 

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from kvjax.models.config import Config
 from kvjax.models.exchange import published
 from kvjax.models.feed_forward import mlp_of
+from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, top_shapes
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixers.attention import mixer_of
 
@@ -77,9 +78,11 @@ def layer_shapes(config: Config, layer: int = 0) -> Shapes:
     halves = [half for half, own in words.items() if own]
     if config.norms in ("pre", "both"):
         shapes |= {f"{half}_norm": (config.d_model,) for half in halves}
+    if config.norms == "parallel":
+        shapes |= {"attn_norm": (config.d_model,)}
     if config.norms in ("post", "both"):
         shapes |= {f"{half}_post_norm": (config.d_model,) for half in halves}
-    return shapes
+    return shapes | LAYER_EMBEDDINGS.shapes(config)
 
 
 def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
@@ -87,6 +90,7 @@ def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
     tree: Params = {"embed": (config.vocab, config.d_model), "norm": (config.d_model,)}
     if not config.tied:
         tree["unembed"] = (config.d_model, config.vocab)
+    tree |= top_shapes(config)
     tree["layers"] = tuple(
         {n: (g.size, *s) for n, s in layer_shapes(config, g.first).items()} for g in groups or plan(config)
     )
@@ -124,11 +128,13 @@ def _draw(key: Array, sizes: tuple[tuple[str, tuple[int, ...]], ...], config: Co
             out[name] = jnp.full(shape, 1.0 - config.norm_offset, dtype)
         elif name in ("a_log", "dt_bias"):
             out[name] = _decays(name, shape).astype(dtype)
+        elif name == "layer_scale":
+            out[name] = jnp.ones(shape, dtype)
         elif len(shape) < 2 or name.endswith("_bias"):
             out[name] = jnp.zeros(shape, dtype)
         else:
             stop = start + math.prod(shape)
-            fan_in = shape[1] if name == "embed" else shape[-2]
+            fan_in = shape[1] if name in ("embed", "layer_embed") else shape[-2]
             out[name] = (noise[start:stop].reshape(shape) * fan_in**-0.5).astype(dtype)
             start = stop
     return out

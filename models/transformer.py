@@ -19,7 +19,8 @@ from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
 from kvjax.models.feed_forward import FeedForward, fed, mlp_of
-from kvjax.models.layers import Params, rms_norm
+from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, layer_embeddings
+from kvjax.models.layers import Params, stream_norm
 from kvjax.models.mixer import (
     GroupState,
     Layer,
@@ -78,7 +79,7 @@ def block(
     config = layer.config
 
     def norm(name: str, y: Array) -> Array:
-        return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
+        return stream_norm(y, p[name], config) if name in p else y
 
     def scaled(y: Array) -> Array:
         return y if config.residual_scale == 1 else y * jnp.asarray(config.residual_scale, y.dtype)
@@ -99,8 +100,9 @@ def block(
                 x = x + p["perturbation"]
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
-            given = norm("mlp_norm", x)
+            given = x if mlp.normalises else read if config.norms == "parallel" else norm("mlp_norm", x)
             x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
+    x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
     if memory.look is not None:
         left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left
@@ -122,6 +124,7 @@ def stack(
     x = tokens
     if x.ndim == 2:
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
+    embedded = layer_embeddings(params, tokens, x, config)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
     publishes = published(config, memory.takes)
@@ -136,18 +139,20 @@ def stack(
         if "input" in names:
             things[Take("input", first)] = x
         if memory.last is not None and ends_early(config, first):
-            x, memory = _last_only(x, memory)
+            (x, embedded), memory = _last_only((x, embedded), memory)
         mixer, mlp = mixer_of(config, first), mlp_of(config, first)
         kind = Layer(
             g, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
             names, taken(takes_of(config, first) | {**memory.takes.get(first, {})}, things),
         )  # fmt: skip
 
-        def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
+        def body(carry, inputs, kind=kind, mlp=mlp, memory=memory, embedded=embedded):
             x, state = carry
             p, index = inputs
             x = pinned_to(x, memory.on_mesh, "batch", "tokens", None)
-            layer = kind._replace(index=index, number=kind.number + index)
+            number = kind.number + index
+            mine = None if embedded is None else jax.lax.dynamic_index_in_dim(embedded, number, 2, False)
+            layer = kind._replace(index=index, number=number, embedded=mine)
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
 
@@ -165,7 +170,7 @@ def stack(
         collected.append(out)
         first += size
         if memory.narrow is not None and first > memory.narrow.after:
-            x, memory, collected = _narrowed(x, memory, collected, first)
+            (x, embedded), memory, collected = _narrowed((x, embedded), memory, collected, first)
     return Ran(x, tuple(new_states), tuple(collected), things, memory.pos)
 
 
@@ -180,16 +185,25 @@ def ends_early(config: Config, first: int) -> bool:
     return all(any(at is not None and at <= first for at in pair) for pair in below)
 
 
-def _last_only(x: Float[Array, "B T D"], memory: Memory) -> tuple[Float[Array, "B 1 D"], Memory]:
+# The hidden states of some tokens [B, T, D], and their per-layer embeddings [B, T, L, P] or None.
+Rows = tuple[Array, Array | None]
+
+
+def _last_only(rows: Rows, memory: Memory) -> tuple[Rows, Memory]:
     last = memory.last
     assert last is not None
     pos = jnp.take_along_axis(memory.pos, last[:, None], axis=1)
-    return jnp.take_along_axis(x, last[:, None, None], axis=1), memory._replace(pos=pos, last=None)
+    return _some(rows, last[:, None]), memory._replace(pos=pos, last=None)
 
 
-def _narrowed(
-    x: Float[Array, "B T D"], memory: Memory, collected: list[Any], first: int
-) -> tuple[Float[Array, "B M D"], Memory, list[Any]]:
+def _some(rows: Rows, index: Int[Array, "B M"]) -> Rows:
+    def one(y: Array) -> Array:
+        return jnp.take_along_axis(y, index.reshape(*index.shape, *(1,) * (y.ndim - 2)), axis=1)
+
+    return jax.tree.map(one, rows)
+
+
+def _narrowed(rows: Rows, memory: Memory, collected: list[Any], first: int) -> tuple[Rows, Memory, list[Any]]:
     """The tokens that go on to layer `first` and above, and the matching part of what all groups collected.
 
     ValueError if stacked layers extend beyond the narrowing.
@@ -206,8 +220,7 @@ def _narrowed(
     pos = jnp.where(used, jnp.take_along_axis(memory.pos, index, axis=1), -1)
     below = narrow.below
     left = collected if below is None else [below(one, index) for one in collected]
-    x = jnp.take_along_axis(x, index[..., None], axis=1)
-    return x, memory._replace(pos=pos, narrow=narrow.then), left
+    return _some(rows, index), memory._replace(pos=pos, narrow=narrow.then), left
 
 
 def decode_layers(
@@ -254,7 +267,7 @@ def decode_layers(
 
 def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Array, "*b V"]:
     """Logits in promote(float32, x), after the last norm."""
-    x = rms_norm(x, params["norm"], config.norm_eps, config.norm_offset)
+    x = stream_norm(x, params["norm"], config)
     w = params["embed"].T if config.tied else params["unembed"]
     y = jnp.matmul(x, w, preferred_element_type=wide(x))
     y = y if config.logit_scale == 1 else y * config.logit_scale

@@ -201,7 +201,8 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
         rows.append(("state", f"{_layers(len(states))} with {numbers} numbers per row, whatever its length"))
     if windows:
         sizes = ", ".join(str(w) for w in sorted(set(windows)))
-        costs = ", ".join(size(x) for x in sorted({per_layer[s] for s in slots if s is not None}))
+        own = {s for i, s in enumerate(slots) if s is not None and config.window(i) is not None}
+        costs = ", ".join(size(x) for x in sorted({per_layer[s] for s in own}))
         rows.append(("windows", f"{_layers(len(windows))} of the newest {sizes} {unit}s only, {costs} each"))
     return rows
 

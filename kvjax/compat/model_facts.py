@@ -23,6 +23,7 @@ class LayerFacts(NamedTuple):
     all_slots: tuple[Any, ...]
     takes: frozenset[str]
     clipped: bool
+    chunked: bool
 
     @property
     def factors(self) -> bool:
@@ -50,6 +51,7 @@ def facts_of(config: Config) -> LayerFacts:
         all_slots=tuple(s for _, s in kinds),
         takes=frozenset(name for m in own for name in m.takes),
         clipped=any(m.clip is not None for m in own),
+        chunked=any(m.chunked for m in own),
     )
 
 

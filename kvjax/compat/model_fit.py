@@ -99,6 +99,8 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -
     learned = any(lacks_fit(word) or word.fitted is not None for word in fitted_words(keep))
     if learned and any(s.heads != config.kv_heads for s in facts.slots):
         refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
+    if learned and len({s.key for s in facts.slots}) > 1:
+        refuse(method, "it was fitted to heads of one size, and layers have heads of several", "h2o")
     if getattr(keep.score, "weights", False):
         if facts.factors or facts.latent:
             refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
@@ -107,6 +109,9 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -
     at_once = keep.when.at_once and not getattr(keep.score, "carried", False)
     if facts.lent and keep.when.in_steps and not at_once:
         refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
+    if facts.chunked and not (keep.phase.steady and keep.phase.alike):
+        why = "it rotates keys by other places than their positions, and layers attend within chunks of these"
+        refuse(method, why, "snapkv")
     if facts.clipped and not keep.phase.alike:
         refuse(method, "near and far tokens are attended apart, and layers clip the softmax", "sink-recent")
     if hiding_of(keep) is not None and facts.lent:

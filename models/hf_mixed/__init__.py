@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from kvjax.models.hf_family import Family
 from kvjax.models.hf_mixed.deepseek import (
@@ -12,6 +13,7 @@ from kvjax.models.hf_mixed.deepseek import (
     write_deepseek,
     write_glm4_moe_lite,
 )
+from kvjax.models.hf_mixed.gemma4 import gemma4, read_gemma4, spell_gemma4, write_gemma4
 from kvjax.models.hf_mixed.glm4_moe import glm4_moe, read_glm4_moe, write_glm4_moe
 from kvjax.models.hf_mixed.gpt_oss import gpt_oss, read_gpt_oss, write_gpt_oss
 from kvjax.models.hf_mixed.granite import (
@@ -22,20 +24,48 @@ from kvjax.models.hf_mixed.granite import (
     write_granite,
     write_granite_4,
 )
+from kvjax.models.hf_mixed.hybrids import (
+    bamba,
+    jamba,
+    read_bamba,
+    read_jamba,
+    spell_bamba,
+    write_bamba,
+    write_jamba,
+)
 from kvjax.models.hf_mixed.kimi_linear import kimi_linear, read_kimi_linear, write_kimi_linear
-from kvjax.models.hf_mixed.lfm2 import lfm2, read_lfm2, spell_lfm2, write_lfm2
+from kvjax.models.hf_mixed.lfm2 import (
+    lfm2,
+    read_lfm2,
+    read_lfm2_moe,
+    spell_lfm2,
+    spell_lfm2_moe,
+    write_lfm2,
+    write_lfm2_moe,
+)
+from kvjax.models.hf_mixed.llama4 import CHUNKS, llama4, read_llama4, spell_llama4, write_llama4
 from kvjax.models.hf_mixed.mamba2 import mamba2, read_mamba2, write_mamba2
 from kvjax.models.hf_mixed.moe import (
+    ernie_moe,
     minimax_m2,
     mixtral,
     qwen3_moe,
+    read_ernie_moe,
     read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
+    spell_ernie_moe,
     spell_minimax_m2,
+    write_ernie_moe,
     write_minimax_m2,
     write_mixtral,
     write_qwen_experts,
+)
+from kvjax.models.hf_mixed.nemotron_h import (
+    nemotron_h,
+    read_nemotron_h,
+    spell_nemotron_h,
+    write_nemotron_h,
 )
 from kvjax.models.hf_mixed.qwen3_next import (
     qwen3_next,
@@ -114,6 +144,63 @@ _MINIMAX = _COMMON | {
     "max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8,
     "num_local_experts": 256, "num_experts_per_tok": 8,
 }  # fmt: skip
+_LFM_2_MOE = {n: x for n, x in _LFM_2.items() if not n.startswith("block_")} | {
+    "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts": 32,
+    "num_experts_per_tok": 4, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
+_ERNIE_MOE = _COMMON | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "num_key_value_heads": 4,
+    "tie_word_embeddings": True, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
+    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+}  # fmt: skip
+_BAMBA = _COMMON | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "num_key_value_heads": 8, "mamba_n_heads": 128,
+    "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}  # fmt: skip
+_JAMBA = _COMMON | {
+    "max_position_embeddings": 262144, "num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4,
+    "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto",
+    "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
+_LLAMA_4 = _COMMON | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 8,
+    "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "use_qk_norm": True,
+    "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
+    "floor_scale": 8192, "attn_scale": 0.1, "rope_theta": 500000.0,
+}  # fmt: skip
+_NEMOTRON_H = _COMMON | {
+    "max_position_embeddings": 4096, "head_dim": 128, "num_key_value_heads": 8, "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2", "mlp_bias": False, "use_bias": False, "use_conv_bias": True,
+    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "n_group": 1,
+}  # fmt: skip
+_GEMMA_4 = _COMMON | {
+    "vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "sliding_window": 512,
+    "tie_word_embeddings": True, "global_head_dim": 512, "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+    "enable_moe_block": False, "use_double_wide_mlp": False,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+_GEMMA_4_UNIFIED = _GEMMA_4 | {
+    "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+_GEMMA_4_TENSORS: Any = dict(
+    spell=spell_gemma4, windows=in_layers(lambda data, i: (i + 1) % 6 != 0), local_rope="each",
+    partial_rotary=True, activation="hidden_activation",
+    ignored=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
+)  # fmt: skip
 
 MIXED: dict[str, Family] = {
     "mixtral": Family(
@@ -160,6 +247,38 @@ MIXED: dict[str, Family] = {
     "lfm2": Family(
         "Lfm2ForCausalLM", _LFM_2, read_lfm2, write_lfm2, lfm2, spell_lfm2,
         top=("model", "embed_tokens", "embedding_norm"),
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", _GEMMA_4, read_gemma4, write_gemma4, gemma4, within=("gemma4",),
+        **_GEMMA_4_TENSORS,
+    ),
+    "gemma4_unified_text": Family(
+        "Gemma4UnifiedForCausalLM", _GEMMA_4_UNIFIED, read_gemma4, write_gemma4, gemma4,
+        within=("gemma4_unified",), **_GEMMA_4_TENSORS,
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM", _LLAMA_4, read_llama4, write_llama4, llama4, spell_llama4, windows=CHUNKS,
+        within=("llama4",), ignored=("vision_model.", "multi_modal_projector."),
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM", _LFM_2_MOE, read_lfm2_moe, write_lfm2_moe, lfm2, spell_lfm2_moe,
+        top=("model", "embed_tokens", "embedding_norm"),
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM", _ERNIE_MOE, read_ernie_moe, write_ernie_moe, ernie_moe, spell_ernie_moe,
+        ignored=("mtp_",),
+    ),
+    "bamba": Family(
+        "BambaForCausalLM", _BAMBA, read_bamba, write_bamba, bamba, spell_bamba, partial_rotary=True,
+        top=("model", "embed_tokens", "final_layernorm"),
+    ),
+    "jamba": Family(
+        "JambaForCausalLM", _JAMBA, read_jamba, write_jamba, jamba,
+        top=("model", "embed_tokens", "final_layernorm"),
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM", _NEMOTRON_H, read_nemotron_h, write_nemotron_h, nemotron_h, spell_nemotron_h,
+        activation="mlp_hidden_act", top=("backbone", "embeddings", "norm_f"), ignored=("mtp.",),
     ),
     "granite": Family("GraniteForCausalLM", _GRANITE, read_granite, write_granite),
     "granitemoehybrid": Family(

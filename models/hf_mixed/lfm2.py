@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions, and attention in a few layers."""
+"""LFM2: gated short convolutions, attention in a few layers, and experts or not."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
+from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
 from kvjax.models.hf_family import Json, Piece
-from kvjax.models.hf_mixed.pieces import attention, whole
+from kvjax.models.hf_mixed.pieces import attention, experts, whole
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.short_conv import ShortConv
 from kvjax.ops.base.rope import Rope
@@ -22,6 +23,38 @@ def spell_lfm2(data: Json) -> dict[str, Any]:
         width = -(-width // unit) * unit
     tied = data.get("tie_embedding", data["tie_word_embeddings"])
     return {"rms_norm_eps": data["norm_eps"], "intermediate_size": width, "tie_word_embeddings": tied}
+
+
+def spell_lfm2_moe(data: Json) -> dict[str, Any]:
+    tied = data.get("tie_embedding", data["tie_word_embeddings"])
+    return {"rms_norm_eps": data["norm_eps"], "tie_word_embeddings": tied}
+
+
+def read_lfm2_moe(data: Json, rope: Rope) -> dict[str, Any]:
+    """Chosen weights are divided by their sum; the authors add 1e-6 to it, which is left out here."""
+    word = MoE(
+        data["num_experts"], data["num_experts_per_tok"], data["moe_intermediate_size"], scores="sigmoid",
+        normalise=bool(data["norm_topk_prob"]), scale=float(data["routed_scaling_factor"]),
+        biased=None if data["use_expert_bias"] else False,
+    )  # fmt: skip
+    dense = data["num_dense_layers"]
+    mlps = tuple(GatedMLP() if i < dense else word for i in range(data["num_hidden_layers"]))
+    return read_lfm2(data, rope) | {"mlps": mlps}
+
+
+def write_lfm2_moe(config: Config) -> dict[str, Any]:
+    words = [word for word in config.mlps if isinstance(word, MoE)]
+    first = words[0]
+    kinds = write_lfm2(config)
+    return {name: kinds[name] for name in ("layer_types", "conv_L_cache", "conv_bias", "norm_eps")} | {
+        "num_experts": first.experts,
+        "num_experts_per_tok": first.top,
+        "moe_intermediate_size": first.width,
+        "norm_topk_prob": first.normalise,
+        "routed_scaling_factor": first.scale,
+        "use_expert_bias": first.has_bias,
+        "num_dense_layers": config.layers - len(words),
+    }
 
 
 def read_lfm2(data: Json, rope: Rope) -> dict[str, Any]:
@@ -54,8 +87,16 @@ def lfm2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     word, d = mixer_of(config, layer), config.d_model
     yield "operator_norm.weight", whole("attn_norm", d)
     yield "ffn_norm.weight", whole("mlp_norm", d)
-    for leaf, name, width in (("gate", "w1", config.d_ff), ("up", "w3", config.d_ff), ("down", "w2", d)):
-        yield f"feed_forward.{name}.weight", whole(leaf, width)
+    names, mlp = ("w1", "w3", "w2"), mlp_of(config, layer)
+    if isinstance(mlp, MoE):
+        yield from experts(config, layer, "feed_forward", names)
+        if mlp.has_bias:
+            yield "feed_forward.expert_bias", whole("router_bias", mlp.experts)
+    else:
+        for leaf, name, width in zip(
+            ("gate", "up", "down"), names, (config.d_ff, config.d_ff, d), strict=True
+        ):
+            yield f"feed_forward.{name}.weight", whole(leaf, width)
     if not isinstance(word, ShortConv):
         names = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
         for name, pieces in attention(config, layer):

@@ -1,14 +1,15 @@
-"""Attention with experts: Mixtral, MiniMax-M2 and Qwen3-MoE."""
+"""Attention with experts: Mixtral, MiniMax-M2, Qwen3-MoE and ERNIE 4.5."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE, mlp_of
 from kvjax.models.hf_family import Json, Piece
-from kvjax.models.hf_mixed.pieces import attention, experts, mlp, norms, whole
+from kvjax.models.hf_mixed.pieces import attention, experts, in_pairs, mlp, norms, whole
 from kvjax.ops.base.rope import Rope
 
 
@@ -56,6 +57,54 @@ def minimax_m2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     word = mlp_of(config, layer)
     assert isinstance(word, MoE)
     yield "block_sparse_moe.e_score_correction_bias", whole("router_bias", word.experts)
+
+
+def spell_ernie_moe(data: Json) -> dict[str, Any]:
+    if data.get("use_bias"):
+        raise InputError("use_bias = true is not supported for ernie4_5_moe: expected no biases")
+    last = data["moe_layer_end_index"]
+    return {"moe_layer_end_index": data["num_hidden_layers"] - 1 if last == -1 else last}
+
+
+def read_ernie_moe(data: Json, rope: Rope) -> dict[str, Any]:
+    """Softmax scores, to which a learned bias is added for the choice alone."""
+    word = MoE(
+        data["moe_num_experts"], data["moe_k"], data["moe_intermediate_size"], biased=True,
+        shared=data["moe_intermediate_size"] * (data["moe_num_shared_experts"] or 0),
+    )  # fmt: skip
+    first, last = data["moe_layer_start_index"], data["moe_layer_end_index"]
+    sparse = [
+        first <= i <= last and (i + 1) % data["moe_layer_interval"] == 0
+        for i in range(data["num_hidden_layers"])
+    ]
+    return {"mlps": tuple(word if one else GatedMLP() for one in sparse)}
+
+
+def write_ernie_moe(config: Config) -> dict[str, Any]:
+    at = [i for i, word in enumerate(config.mlps) if isinstance(word, MoE)]
+    word = config.mlps[at[0]]
+    assert isinstance(word, MoE)
+    return {
+        "moe_num_experts": word.experts,
+        "moe_k": word.top,
+        "moe_intermediate_size": word.width,
+        "moe_num_shared_experts": word.shared // word.width,
+        "moe_layer_start_index": at[0],
+        "moe_layer_end_index": at[-1],
+        "moe_layer_interval": at[1] - at[0] if len(at) > 1 else 1,
+        "use_bias": False,
+    }
+
+
+def ernie_moe(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    yield from norms(config)
+    yield from in_pairs(config, attention(config, layer))
+    for name, pieces in mlp(config, layer, "shared_experts"):
+        if name == "mlp.gate.e_score_correction_bias":
+            shape = (1, len(pieces[0].rows))
+            yield "mlp.moe_statics.e_score_correction_bias", [p._replace(shape=shape) for p in pieces]
+        else:
+            yield name, pieces
 
 
 def _sparse(data: Json) -> list[bool]:

@@ -54,18 +54,20 @@ def mlp(
     shared: str = "",
     room: str = "mlp",
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    dense: str = "mlp",
 ) -> Iterator[tuple[str, list[Piece]]]:
-    """A gated MLP under `mlp`, or experts under `room` with a shared one called `shared`."""
+    """A gated MLP under `dense`, or experts under `room` with a shared one called `shared`."""
     word, d = mlp_of(config, layer), config.d_model
     names = ("gate_proj", "up_proj", "down_proj")
     if not isinstance(word, MoE):
-        for leaf, name, width in zip(
-            ("gate", "up", "down"), names, (config.d_ff, config.d_ff, d), strict=True
-        ):
-            yield f"mlp.{name}.weight", whole(leaf, width)
+        sizes = word.shapes(config)
+        for leaf, name in zip(("gate", "up", "down"), names, strict=True):
+            yield f"{dense}.{name}.weight", whole(leaf, sizes[leaf][-1])
+            if f"{leaf}_bias" in sizes:
+                yield f"{dense}.{name}.bias", whole(f"{leaf}_bias", sizes[leaf][-1])
         return
     yield from experts(config, layer, room, expert_names)
-    if word.scores == "sigmoid":
+    if word.has_bias:
         yield f"{room}.gate.e_score_correction_bias", whole("router_bias", word.experts)
     if word.shared:
         for leaf, name, width in zip(
@@ -78,13 +80,24 @@ def mlp(
 
 def attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     sizes = mixer_of(config, layer).shapes(config)
-    for leaf in ("q", "k", "v", "o"):
+    for leaf in (leaf for leaf in "qkvo" if leaf in sizes):
         yield f"self_attn.{leaf}_proj.weight", whole(leaf, sizes[leaf][-1])
         if f"{leaf}_bias" in sizes:
             yield f"self_attn.{leaf}_proj.bias", whole(f"{leaf}_bias", sizes[leaf][-1])
     for leaf in ("q_norm", "k_norm"):
         if leaf in sizes:
             yield f"self_attn.{leaf}.weight", whole(leaf, sizes[leaf][-1])
+
+
+def in_pairs(config: Config, tensors: Iterator[tuple[str, list[Piece]]]) -> Iterator[tuple[str, list[Piece]]]:
+    """The tensors of attention whose channels turn in pairs of neighbours (2 i, 2 i + 1)."""
+    h, turning = config.head_dim, config.rope.turning(config.head_dim)
+    order = np.concatenate([unpaired(turning), np.arange(turning, h)])
+    for name, pieces in tensors:
+        if name.startswith(("self_attn.q_proj", "self_attn.k_proj")):
+            heads = np.arange(0, len(pieces[0].rows), h)
+            pieces = [p._replace(rows=(heads[:, None] + order[None]).ravel()) for p in pieces]
+        yield name, pieces
 
 
 def norms(config: Config) -> Iterator[tuple[str, list[Piece]]]:

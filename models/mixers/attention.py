@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.base.ranges import Whole
+from kvjax.base.ranges import Range, Whole
 from kvjax.models.config import Config
 from kvjax.models.fingerprint import ADDED
-from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
+from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm, stream_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
+
+Even = Annotated[int, Range(2, even=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Mixer):
     """Attention with the heads, norms and biases of the config.
 
-    heads, kv_heads: their numbers in this layer, if not the config's. source: the layer whose keys and values
-    are read; this one then has none of its own (CLA, arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO,
-    arXiv:2405.05254; MixAttention, arXiv:2409.15012, whose windowed layers share too; LCKV, arXiv:2405.10637,
-    whose source is above). value_source: own keys, but the values of that layer (SVFormer, arXiv:2410.17897).
-    value_mix: values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). kv_input:
-    keys and values are projected from the input of that layer, which is below (SwiftKV, arXiv:2410.03960) or
-    this one; a prefill then needs only the last token's query here, if the layers above need no more.
+    heads, kv_heads, head_dim: their numbers in this layer, and the channels of each head, if not the
+    config's. value_norm: values are RMSNorm(x W_v) over each head, without a weight (Gemma 4). source: the
+    layer whose keys and values are read; this one then has none of its own (CLA, arXiv:2405.12981; MLKV,
+    arXiv:2406.09297; YOCO, arXiv:2405.05254; MixAttention, arXiv:2409.15012, whose windowed layers share too;
+    LCKV, arXiv:2405.10637, whose source is above). value_source: own keys, but the values of that layer
+    (SVFormer, arXiv:2410.17897). value_mix: values are (1 - mix) v + mix v_0 with those of layer 0
+    (ResFormer, same paper, 0.5). kv_input: keys and values are projected from the input of that layer, which
+    is below (SwiftKV, arXiv:2410.03960) or this one; a prefill then needs only the last token's query here,
+    if the layers above need no more.
+
+    unit: queries and keys are RMSNorm over each head, without a weight (Llama 4). chunked: a query sees only
+    the tokens of its own chunk, from the last multiple of the layer's window on (Llama 4).
 
     rotates: whether queries and keys are rotated by their positions (False: NoPE, arXiv:2305.19466, as in
     every fourth layer of SmolLM3). query_growth: (beta, length): queries at position p have the factor 1 +
-    beta ln(1 + floor(p / length)) (Llama 4; Ministral 3).
+    beta ln(1 + floor((p + growth_shift) / length)) (Ministral 3; Llama 4, whose shift is 1).
 
     gate: the heads' outputs are multiplied by sigmoid(x W) before the output map (Gated Attention,
     arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that receives attention and has no
@@ -47,8 +55,13 @@ class Attention(Mixer):
     value_source: Whole | None = None
     value_mix: float | None = None
     kv_input: Whole | None = None
+    head_dim: Even | None = dataclasses.field(default=None, metadata=ADDED)
+    value_norm: bool = dataclasses.field(default=False, metadata=ADDED)
+    unit: bool = dataclasses.field(default=False, metadata=ADDED)
+    chunked: bool = dataclasses.field(default=False, metadata=ADDED)
     rotates: bool = dataclasses.field(default=True, metadata=ADDED)
     query_growth: tuple[float, int] | None = dataclasses.field(default=None, metadata=ADDED)
+    growth_shift: Whole = dataclasses.field(default=0, metadata=ADDED)
     gate: bool = False
     sink: bool = False
     kv_bias: bool = False
@@ -61,6 +74,15 @@ class Attention(Mixer):
 
     def query_heads(self, config: Config) -> int:
         return self.count(config)[0]
+
+    def channels(self, config: Config) -> int:
+        """Of every head."""
+        return self.head_dim or config.head_dim
+
+    @property
+    def in_segments(self) -> bool | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Chunks are those of a row, so several texts cannot share one."""
+        return False if self.chunked else None
 
     def check(self, config: Config) -> None:
         heads, kv_heads = self.count(config)
@@ -80,6 +102,11 @@ class Attention(Mixer):
             raise ValueError(f"clip=(gamma, zeta) needs gamma <= 0 and zeta >= 1, got {self.clip}")
         if self.query_growth is not None and not self.query_growth[1] >= 1:
             raise ValueError(f"query_growth=(beta, length) needs a length >= 1, got {self.query_growth}")
+
+    def check_takes(self, config: Config, layer: int) -> None:
+        super().check_takes(config, layer)
+        if self.chunked and config.window(layer) is None:
+            raise ValueError(f"layer {layer} is chunked and has no window, which is the size of its chunks")
 
     @property
     def takes(self) -> dict[str, Take]:
@@ -108,7 +135,7 @@ class Attention(Mixer):
     }
 
     def shapes(self, config: Config) -> Shapes:
-        d, h = config.d_model, config.head_dim
+        d, h = config.d_model, self.channels(config)
         heads, kv_heads = self.count(config)
         n, k = heads * h, kv_heads * h
         shapes: Shapes = {"q": (d, n), "k": (d, k), "v": (d, k), "o": (n, d)}
@@ -131,9 +158,9 @@ class Attention(Mixer):
         return shapes
 
     def slots(self, config: Config) -> SlotShape:
-        own = self.value_source is None
-        value = config.head_dim if own else 0
-        return SlotShape(self.count(config)[1], config.head_dim, value, config.scale, shared=not own)
+        own, h = self.value_source is None, self.channels(config)
+        scale = h**-0.5 if config.query_scale is None else config.query_scale
+        return SlotShape(self.count(config)[1], h, h if own else 0, scale, shared=not own)
 
     def rope(self, config: Config, layer: int) -> Rope:
         return config.layer_rope(layer) if self.rotates else Rope(kind="none")
@@ -144,10 +171,11 @@ class Attention(Mixer):
         b, t, _ = x.shape
         below = layer.taken.get("kv input")
         if below is not None:
-            below = rms_norm(below, p["attn_norm"], layer.config.norm_eps, layer.config.norm_offset)
+            below = stream_norm(below, p["attn_norm"], layer.config)
         projected = self.project(p, x, layer.config, below)
         if self.query_growth is not None:
-            projected = projected._replace(q=_grown(projected.q, layer.pos, *self.query_growth))
+            at = jnp.where(layer.pos >= 0, layer.pos + self.growth_shift, 0)
+            projected = projected._replace(q=_grown(projected.q, at, *self.query_growth))
         own = projected.v
         if self.value_mix is not None and own is not None:
             first = layer.taken.get("first values", own)
@@ -171,8 +199,12 @@ class Attention(Mixer):
         q, k, v = (
             self._heads(p, name, y, config) for name, y in zip("qkv", (x, source, source), strict=True)
         )
+        if self.unit:
+            q, k = (None if y is None else rms_norm(y, None, config.norm_eps) for y in (q, k))
+        if self.value_norm and v is not None:
+            v = rms_norm(v, None, config.norm_eps)
         assert q is not None
-        extra = _sink(p["sink_bias"], x.shape[0], config) if self.sink else None
+        extra = _sink(p["sink_bias"], x.shape[0], q.shape[-1]) if self.sink else None
         extra = _learned(p, x.shape[0]) if self.kv_bias else extra
         return Projected(q, k, v, x, extra=extra)
 
@@ -185,7 +217,7 @@ class Attention(Mixer):
         y, norm = linear_to_heads(p, name, x), p.get(name + "_norm")
         if norm is not None and config.qk_norm == "full":
             y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
-        y = y.reshape(*x.shape[:2], -1, config.head_dim)
+        y = y.reshape(*x.shape[:2], -1, self.channels(config))
         if norm is not None and config.qk_norm == "head":
             y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
         return jnp.swapaxes(y, 1, 2)
@@ -195,13 +227,13 @@ def _grown(
     q: Float[Array, "B N T H"], pos: Int[Array, "B T"], beta: float, length: int
 ) -> Float[Array, "B N T H"]:
     """Queries times 1 + beta ln(1 + floor(pos / length))."""
-    turns = (jnp.maximum(pos, 0) // length).astype(wide(q))
+    turns = (pos // length).astype(wide(q))
     return (q.astype(wide(q)) * (1 + beta * jnp.log1p(turns))[:, None, :, None]).astype(q.dtype)
 
 
-def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:
+def _sink(logit: Float[Array, "N"], rows: int, channels: int) -> Keys:
     """One slot per query head with the given logit and value 0."""
-    nothing = jnp.zeros((rows, logit.shape[0], 1, config.head_dim), logit.dtype)
+    nothing = jnp.zeros((rows, logit.shape[0], 1, channels), logit.dtype)
     bias = jnp.broadcast_to(logit.astype(jnp.float32)[None, :, None], nothing.shape[:3])
     return Keys(nothing, nothing, None, bias)
 

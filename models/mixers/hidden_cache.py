@@ -109,7 +109,7 @@ class CacheAttention(Attention):
 
     def shapes(self, config: Config) -> Shapes:
         d, (heads, kv_heads) = config.d_model, self.count(config)
-        n, k = heads * config.head_dim, kv_heads * config.head_dim
+        n, k = heads * self.channels(config), kv_heads * self.channels(config)
         own: Shapes = {"cache_q": (d, n), "cache_o": (n, d)}
         return super().shapes(config) | own | {f"cache_{x}": (self.width, k) for x in "kv"}
 
@@ -118,7 +118,8 @@ class CacheAttention(Attention):
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         near, state, left = super().__call__(p, x, layer, memory, state)
         states, index = layer.taken["retrieved"]
-        q = linear(p, "cache_q", x).reshape(*x.shape[:2], -1, layer.config.head_dim)
-        k, v = (p[f"cache_{n}"].reshape(self.width, -1, layer.config.head_dim) for n in "kv")
-        out = attend_to_states(q, states, index, k, v, scale=layer.config.scale)
+        h = self.channels(layer.config)
+        q = linear(p, "cache_q", x).reshape(*x.shape[:2], -1, h)
+        k, v = (p[f"cache_{n}"].reshape(self.width, -1, h) for n in "kv")
+        out = attend_to_states(q, states, index, k, v, scale=layer.scale)
         return near + linear(p, "cache_o", out.reshape(*x.shape[:2], -1)), state, left

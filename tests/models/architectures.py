@@ -8,7 +8,15 @@ import dataclasses
 from typing import NamedTuple
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MLP, ClampedMoE, GatedMLP, MoE, NoMLP
+from kvjax.models.feed_forward import (
+    MLP,
+    ClampedMoE,
+    ExpertsBesideMLP,
+    GatedMLP,
+    LatentMoE,
+    MoE,
+    NoMLP,
+)
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.deltaformer import DeltaFormer
@@ -23,6 +31,7 @@ from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.hgrn import Hgrn
 from kvjax.models.mixers.hidden_cache import CacheAttention, HiddenCache
 from kvjax.models.mixers.infini import Infini
+from kvjax.models.mixers.key_as_value import KeyAsValue
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.lattice import Lattice
 from kvjax.models.mixers.local_linear import LocalLinear
@@ -82,6 +91,7 @@ POD = SharedKeys(4, 6, 5, groups=2, sinks=1, recent=4)
 CHOOSY = MoE(experts=4, top=2, width=8)
 # All experts answer, so none is another one because codes round what the router sees.
 MIXED = MoE(experts=4, top=4, width=8)
+LATENT = LatentMoE(experts=4, top=4, width=8, shared=6, latent=5)
 CLAMPED = ClampedMoE(experts=4, top=4, width=8, limit=0.8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -189,6 +199,29 @@ TABLE = {
         ),
         KV // 2, 1, 2 * 8 * 6 + 4 * (16 + 2 * 6),
     ),
+    "key as value": Row(
+        with_layers(
+            KeyAsValue(), KeyAsValue(kv_heads=1, head_dim=6), qk_norm="head", norms="both",
+            mlps=(ExpertsBesideMLP(experts=4, top=4, width=8),) * 2,
+        ),
+        2 * 8 + 6, 2 + 1,
+    ),
+    "chunks": Row(
+        with_layers(
+            Attention(chunked=True, unit=True),
+            Attention(rotates=False, query_growth=(0.7, 5), growth_shift=1),
+            windows=(6, None), mlps=(NoMLP(), LATENT), activation="relu2",
+        ),
+        KV, 2, 7 * KV + 14,
+    ),
+    "layer embeddings": Row(
+        with_layers(
+            Attention(head_dim=6, value_norm=True), Attention(head_dim=6, source=0), layer_embeddings=4,
+            layer_scales=True, norms="both", mlps=(),
+        ),
+        2 * 2 * 6, 2,
+    ),
+    "side by side": Row(dataclasses.replace(SMALL, layers=1, norms="parallel", centred=True), KV, 2),
     "lfm2": Row(with_layers(ShortConv(3, bias=True), Attention()), KV, 2, 3 * 16),
     "jamba": Row(
         with_layers(MAMBA, Attention(), mlps=(GatedMLP(), CHOOSY)), KV, 2, 4 * 5 * 6 + 4 * (20 + 2 * 12),

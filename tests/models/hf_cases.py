@@ -105,6 +105,30 @@ _LONG = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25], "long_factor": [1.5, 6.0]},
 }  # fmt: skip
 
+
+def _nemotron_h(pattern: str, **fields: Any) -> dict[str, Any]:
+    case = _case(
+        "nemotron_h", **_WHOLE, hybrid_override_pattern=pattern, ssm_state_size=5, mamba_num_heads=6,
+        mamba_head_dim=8, n_groups=2, expand=2, conv_kernel=4, chunk_size=8, layer_norm_epsilon=1e-4,
+        mlp_hidden_act="relu2", time_step_min=1e-12, **fields,
+    )  # fmt: skip
+    del case["rms_norm_eps"], case["num_hidden_layers"]
+    return case
+
+
+def _gemma_4(layers: int, full: list[int], **fields: Any) -> dict[str, Any]:
+    kinds = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
+    return _case(
+        "gemma4_text", **_WHOLE, global_head_dim=16, sliding_window=6, layer_types=kinds,
+        hidden_activation="gelu_pytorch_tanh",
+        rope_parameters={
+            "full_attention": _new("proportional", 5000.0, partial_rotary_factor=0.25),
+            "sliding_attention": _new("default", 500.0),
+        },
+        **fields,
+    ) | {"num_hidden_layers": layers}  # fmt: skip
+
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": _case("llama", **_WHOLE, attention_bias=True, mlp_bias=True, rope_theta=500.0),
     "llama_mqa_tied": _case("llama", **_MQA, tie_word_embeddings=True),
@@ -350,4 +374,57 @@ CASES: dict[str, dict[str, Any]] = {
         "glm4_moe_lite", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=1, topk_group=1,
         norm_topk_prob=True, mlp_layer_types=["dense", "dense", "sparse"], rope_theta=1000.0,
     ),
+    "gemma4_text": _gemma_4(
+        5, [1, 4], hidden_size_per_layer_input=6, vocab_size_per_layer_input=80, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, attention_k_eq_v=False,
+    ),
+    "gemma4_experts": _gemma_4(
+        3, [1, 2], hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=2,
+        enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=12,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma4_unified_text": _gemma_4(
+        4, [3], attention_k_eq_v=True, num_global_key_value_heads=1, tie_word_embeddings=False,
+        use_bidirectional_attention="vision",
+    ) | {"model_type": "gemma4_unified_text"},
+    "cohere2": _even(
+        "cohere2", 24, layer_norm_eps=1e-4, logit_scale=0.5, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        attention_bias=True, rope_theta=1000.0, tie_word_embeddings=True,
+    ) | {"num_hidden_layers": 4},
+    "llama4_text": _case(
+        "llama4_text", **_WHOLE, intermediate_size_mlp=26, num_local_experts=4, num_experts_per_tok=2,
+        attention_chunk_size=7, no_rope_layer_interval=3, floor_scale=5, attn_scale=0.4, use_qk_norm=True,
+        interleave_moe_layer_step=2, rope_scaling=_EXAONE_LLAMA_3 | {"rope_theta": 1000.0},
+    ) | {"num_hidden_layers": 4},
+    "llama4_plain": _case(
+        "llama4_text", **_WHOLE, intermediate_size_mlp=26, num_local_experts=3, num_experts_per_tok=1,
+        attention_chunk_size=16, no_rope_layers=[1, 0, 1], attn_temperature_tuning=False, use_qk_norm=False,
+        interleave_moe_layer_step=1, rope_theta=1000.0, tie_word_embeddings=True,
+    ),
+    "lfm2_moe": _even(
+        "lfm2_moe", 24, norm_eps=1e-4, conv_L_cache=3, conv_bias=False, num_dense_layers=1, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=12, use_expert_bias=True, norm_topk_prob=True,
+        routed_scaling_factor=1.3, layer_types=["conv", "full_attention", "conv"], rope_theta=1000.0,
+        tie_word_embeddings=True,
+    ),
+    "ernie4_5_moe": _even(
+        "ernie4_5_moe", 24, moe_num_experts=5, moe_k=2, moe_intermediate_size=12, moe_num_shared_experts=2,
+        moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1, rope_theta=1000.0,
+        use_bias=False, tie_word_embeddings=True,
+    ),
+    "bamba": _even(
+        "bamba", 24, **_GRANITE_STATE, attn_layer_indices=[1], mlp_bias=True, attention_bias=True,
+        rope_theta=1000.0, tie_word_embeddings=False,
+    ),
+    "jamba": _even(
+        "jamba", 24, num_experts=4, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=1,
+        attn_layer_period=3, attn_layer_offset=1, mamba_d_state=5, mamba_d_conv=4, mamba_expand=2,
+        mamba_dt_rank=7, use_mamba_kernels=False, tie_word_embeddings=False,
+    ),
+    "nemotron_h": _nemotron_h(
+        "ME*E-", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, moe_latent_size=10,
+        moe_shared_expert_intermediate_size=14, routed_scaling_factor=1.7, norm_topk_prob=True,
+    ),
+    "nemotron_h_dense": _nemotron_h("M-*M", mlp_bias=True, tie_word_embeddings=True),
 }  # fmt: skip

@@ -18,7 +18,8 @@ def build(case: dict[str, Any], folder: Path, seed: int = 0) -> Any:
     # The fused form refuses matrices as small as these in bfloat16.
     model.config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
-    gemma = case["model_type"].startswith("gemma")
+    # Gemma 2 and 3 add one to the weights of norms.
+    gemma = case["model_type"] in ("gemma2", "gemma3_text")
     oss = case["model_type"] == "gpt_oss"
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -27,11 +28,14 @@ def build(case: dict[str, Any], folder: Path, seed: int = 0) -> Any:
                 # Steep attention and spread logits: a wrong mask or angle must show.
                 value = noise * (1.0 if "embed" in name else 1.5) * weight.shape[-1] ** -0.5
             else:
-                value = 0.3 * noise + (1.0 if "norm" in name and not gemma else 0.0)
+                value = 0.3 * noise + (1.0 if ("norm" in name or "scale" in name) and not gemma else 0.0)
             if oss and name.endswith("experts.gate_up_proj"):
                 value *= 4.0  # Beyond the limits of its clamps.
             weight.copy_(value.to(torch.bfloat16).float())
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                noise = 1 + 0.3 * torch.randn(buffer.shape, generator=generator)
+                buffer.copy_(noise.to(torch.bfloat16).float())
             if name.endswith("e_score_correction_bias"):
                 noise = 0.2 * torch.randn(buffer.shape, generator=generator)
                 buffer.copy_(noise.to(torch.bfloat16).float())

@@ -69,7 +69,8 @@ FAMILIES = (
     "mixtral_window", "gemma3_nested", "qwen3_moe_dense_first", "olmo2", "phi3",
     "olmo3", "gpt_oss", "smollm3_windows", "exaone4", "seed_oss", "ernie4_5", "glm4", "ministral3",
     "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
-    "granite", "granitemoehybrid", "lfm2_bias",
+    "granite", "granitemoehybrid", "lfm2_bias", "gemma4_text", "gemma4_experts",
+    "llama4_text", "cohere2", "jamba", "bamba", "nemotron_h", "lfm2_moe", "ernie4_5_moe",
 )  # fmt: skip
 
 
@@ -315,7 +316,7 @@ def test_numbers_are_written_in_the_types_that_transformers_declares(name):
     floats = "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq partial_rotary_factor "
     floats = {*floats.split(), *softcaps, "routed_scaling_factor", "swiglu_limit"}
     floats |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
-    floats |= {"norm_eps"}
+    floats |= {"norm_eps", "layer_norm_eps", "logit_scale", "attn_scale", "time_step_min"}
     kinds = {key: type(x) for key, x in written.items() if type(x) in (int, float)}
     assert kinds == {key: float if key in floats else int for key in kinds}
 

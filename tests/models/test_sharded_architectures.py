@@ -10,8 +10,7 @@ from kvjax import steps
 from kvjax.api.prefill import bare_cache
 from kvjax.mesh.on_mesh import as_mesh
 from kvjax.mesh.rules import Rules
-from kvjax.models.axes import axes_of
-from kvjax.models.feed_forward import mlp_of
+from kvjax.models.axes import axes_of, part_of
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes
 from kvjax.pure import decoding
@@ -62,9 +61,9 @@ def _check(x, sharding):
 def test_every_parameter_and_state_has_logical_axes_of_its_rank(name):
     config = TABLE[name].config
     for layer in range(config.layers):
-        mlp, mixer = mlp_of(config, layer), mixer_of(config, layer)
+        mixer = mixer_of(config, layer)
         for called, shape in layer_shapes(config, layer).items():
-            part = mlp if called in mlp.shapes(config) else mixer
+            part = part_of(config, layer, called)
             assert part.axes_of(called) is not None, (type(part).__name__, called)
             axes_of(part, called, shape)
         for called, shape in mixer.state(config).items():

@@ -54,6 +54,16 @@ def test_default_is_a_complex_rotation(rng):
     assert_rotates(Rope(theta=500.0), base(500.0), rng)
 
 
+def test_proportional_turns_the_fastest_pairs_of_a_whole_head(rng):
+    """Gemma 4: pairs (i, i + H/2) by the frequencies of H channels, of which only the first ones turn."""
+    first = np.arange(H // 2) < 3
+    assert_rotates(
+        Rope(kind="proportional", theta=500.0, rotary_dim=6, factor=2.0), base(500.0) / 2 * first, rng
+    )
+    with pytest.raises(ValueError, match="leave start and copies out"):
+        Rope(kind="proportional", start=2)
+
+
 def test_linear_divides_positions(rng):
     """Position interpolation (arXiv:2306.15595, eq. 4): f(x, m / s)."""
     assert_rotates(Rope(kind="linear", factor=4.0), base(10000.0) / 4, rng)

@@ -32,6 +32,13 @@ from tests.models.hf_fixtures import BAR, relative_error
 pytestmark = pytest.mark.parity
 
 GREEDY = 32
+# Classes that transformers 5.2 lacks, and Bamba, whose rotation it has wrong.
+NEW = ("gemma4", "nemotron_h", "bamba")
+OLD = transformers.__version__.startswith("5.2.")
+NAMES = [
+    pytest.param(n, marks=pytest.mark.skipif(OLD and n.startswith(NEW), reason="needs a newer transformers"))
+    for n in CASES
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +63,7 @@ def checkpoint(name, folder, seed, **options):
 
 
 @pytest.mark.parametrize("seed", [11, 12])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens_are_equal(name, seed, tmp_path):
     reference, folder = checkpoint(name, tmp_path, seed)
     tokens = hf_reference.greedy(reference, prompt(seed, 2, TOKENS - 8), GREEDY)
@@ -75,7 +82,7 @@ def test_logits_and_greedy_tokens_are_equal(name, seed, tmp_path):
         np.testing.assert_array_equal(best[clear], tokens[:, -GREEDY:][clear])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_transformers_loads_what_was_saved(name, tmp_path):
     reference, folder = checkpoint(name, tmp_path / "theirs", 21)
     save_hf(load_hf(folder), tmp_path / "ours", shard_bytes=20_000)
@@ -84,7 +91,7 @@ def test_transformers_loads_what_was_saved(name, tmp_path):
     assert again.dtype == torch.float32
     tokens = prompt(21, 2)
     found, expected = hf_reference.logits(again, tokens), hf_reference.logits(reference, tokens)
-    if name.startswith(("mamba2", "granitemoehybrid")):
+    if name.startswith(("mamba2", "granitemoehybrid", "bamba", "nemotron_h")):
         # Their chunks have another size than in the file that was read: it changes the order of sums alone.
         assert relative_error(found, expected) <= 1e-5
     elif name.startswith("gpt_oss"):
@@ -121,11 +128,11 @@ def test_sharded_over_four_devices(name, stacked, tmp_path):
     assert relative_error(model(tokens), hf_reference.logits(reference, tokens)) <= BAR
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_checkpoints_are_exact_in_float32_and_close_in_bfloat16(name, tmp_path):
     ours, theirs = [], []
     # Errors of one recurrence grow or cancel by chance.
-    for seed in range(51, 59 if name.startswith("mamba2") else 52):
+    for seed in range(51, 59 if name.startswith(("mamba2", "nemotron_h")) else 52):
         reference, folder = checkpoint(name, tmp_path / str(seed), seed)
         reference.to(torch.bfloat16).save_pretrained(folder)
         tokens = prompt(seed, 1)

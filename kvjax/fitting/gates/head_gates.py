@@ -17,7 +17,7 @@ from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.protocols import Inputs
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.config import Config
-from kvjax.models.layers import Params, rms_norm
+from kvjax.models.layers import Params, stream_norm
 from kvjax.models.mixer import Layer
 from kvjax.models.model import Model
 from kvjax.models.transformer import positions
@@ -102,4 +102,4 @@ def _hidden(
         return out.reshape(*inputs.q.shape[:3], -1), None
 
     x = read_whole(config, params, tokens, at, attention, "gates of heads").x
-    return rms_norm(x, params["norm"], config.norm_eps, config.norm_offset).astype(jnp.float32)
+    return stream_norm(x, params["norm"], config).astype(jnp.float32)

@@ -16,7 +16,7 @@ from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.protocols import Inputs
 from kvjax.keep.gates.gate_forms import write_gate
 from kvjax.models.config import Config
-from kvjax.models.layers import Params, rms_norm
+from kvjax.models.layers import Params, stream_norm
 from kvjax.models.mixer import Layer
 from kvjax.models.model import Model
 from kvjax.models.transformer import positions
@@ -117,5 +117,5 @@ def _hidden(
         return weigh([s], [keys])[0], kept(g, batch.lengths, recent)
 
     ran = read_whole(config, params, batch.tokens, at, attention, "gates")
-    x = rms_norm(ran.x, params["norm"], config.norm_eps, config.norm_offset).astype(jnp.float32)
+    x = stream_norm(ran.x, params["norm"], config).astype(jnp.float32)
     return x, jnp.concatenate(ran.collected).mean()

@@ -25,16 +25,26 @@ class Rope:
 
     default: f_i = theta^(-2i/H). linear: f / factor. llama3, yarn: blends of f and f / factor by wavelength
     (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the row's length
-    beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on data. none:
-    no rotation (NoPE). rotary_dim: how many channels are rotated, all unless given; start: the first of them.
-    copies: how many heads the channels hold, each with the same frequencies; the first halves of all heads
-    come before all second halves. Only layers set it, so it is not part of a config's name.
+    beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on data.
+    proportional: f / factor, and zero for the slowest, so that `rotary_dim` channels rotate by the
+    frequencies that they have in a whole head, in pairs (i, i + H/2) (Gemma 4). none: no rotation (NoPE).
+    rotary_dim: how many channels are rotated, all unless given; start: the first of them. copies: how many
+    heads the channels hold, each with the same frequencies; the first halves of all heads come before all
+    second halves. Only layers set it, so it is not part of a config's name.
 
     Difference from the YaRN paper, as in its authors' code and every library: between the frequencies that
     are kept and those that are divided, the blend is linear in the index i, not in the number of rotations.
     """
 
-    KINDS: ClassVar[tuple[str, ...]] = ("default", "linear", "dynamic", "llama3", "yarn", "none")
+    KINDS: ClassVar[tuple[str, ...]] = (
+        "default",
+        "linear",
+        "dynamic",
+        "llama3",
+        "yarn",
+        "proportional",
+        "none",
+    )
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
@@ -57,6 +67,8 @@ class Rope:
             raise ValueError(f"rope kind must be one of {', '.join(self.KINDS)}, got {self.kind!r}")
         if not (self.theta > 0 and self.factor > 0):
             raise ValueError(f"rope needs theta and factor above 0, got {self.theta} and {self.factor}")
+        if self.kind == "proportional" and (self.start or self.copies > 1):
+            raise ValueError("a proportional rope turns pairs over a whole head: leave start and copies out")
         if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise ValueError(
                 f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}"
@@ -68,7 +80,9 @@ class Rope:
         return self.kind == "dynamic"
 
     def turning(self, head_dim: int) -> int:
-        """How many of a head's channels are rotated."""
+        """How many of a head's channels lie in rotated pairs, some of them rotated by zero."""
+        if self.kind == "proportional":
+            return head_dim
         return 0 if self.kind == "none" else self.rotary_dim or head_dim - self.start
 
     def frequencies(self, head_dim: int) -> np.ndarray:
@@ -80,6 +94,9 @@ class Rope:
         base = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / max(dim, 1))
         if self.kind == "linear":
             return base / self.factor
+        if self.kind == "proportional":
+            turn = np.arange(dim // 2) < (self.rotary_dim or dim) // 2
+            return np.where(turn, base / self.factor, 0.0)
         if self.kind == "llama3":
             wavelength = 2 * np.pi / base
             low, high = self.low_freq_factor, self.high_freq_factor

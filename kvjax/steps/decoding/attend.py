@@ -17,7 +17,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Read, Resting
-from kvjax.models.attending import attend_at_once, in_lists, turned
+from kvjax.models.attending import attend_at_once, in_chunks, in_lists, turned
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
@@ -103,6 +103,7 @@ def _parts(
         # For a single query, the decayed sum equals the sum.
         received = () if mass is None else ({key_of(o): mass for o in wanted},)
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
+    sets, pos = in_chunks(layer, sets, pos)
     q, products = x.q, None
     if unreadable is not None and not wanted and in_strips(run, layer, x):
         q, parts, sets = unreadable.queries(q), [*attend_computed(layer, x, sets, pos), *parts], []

@@ -155,6 +155,7 @@ def _at_once(past: Past, layer: Layer, x: Projected) -> str:
         and x.expand.outputs is None,
         "values come from another layer": past.values is not None,
         "the layer reads one above it": past.above,
+        "its window starts anew in every chunk": layer.mixer.chunked,
         "what slots receive is recorded among several parts": bool(past.gm.masses)
         and (len(past.parts) > 1 or x.extra is not None),
         "kernels record no more than the sum of what slots receive": any(

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Complex, Float, Int
 
 from kvjax.models.config import Config
-from kvjax.models.layers import Params, rms_norm
+from kvjax.models.layers import Params, stream_norm
 from kvjax.models.mixers.attention import ATTENTION, mixer_of
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
@@ -51,7 +51,7 @@ def _moments(params: Params, tokens: Int[Array, "1 T"], config: Config) -> Float
         [params["embed"][tokens] * scale, *(y[0] for y in outs[:-1])], params["layers"], strict=True
     ):
         if "attn_norm" in p:
-            x = rms_norm(x, p["attn_norm"][0], config.norm_eps, config.norm_offset)
+            x = stream_norm(x, p["attn_norm"][0], config)
         u = x[0].astype(jnp.float32)
         found.append(jnp.matmul(u.T, u, precision="highest"))
     return jnp.stack(found)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GATED_MLP, NoMLP
-from kvjax.models.layers import Params, rms_norm
+from kvjax.models.layers import Params, stream_norm
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
 from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.params import plan, regroup
@@ -104,7 +104,7 @@ def recency(
     The mean over queries that see more than `near` tokens, and over the heads; the query's own token counts.
     """
     p = {name: w[0] for name, w in p.items()}
-    x = rms_norm(inputs, p["attn_norm"], config.norm_eps, config.norm_offset)
+    x = stream_norm(inputs, p["attn_norm"], config)
     made = ATTENTION.project(p, x, config)
     assert made.k is not None
     rope, pos = config.layer_rope(layer), jnp.arange(x.shape[1], dtype=jnp.int32)

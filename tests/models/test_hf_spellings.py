@@ -1,0 +1,54 @@
+"""Config files of Gemma 4, Llama 4, Nemotron-H and Jamba: other spellings, published sizes, refusals."""
+
+import pytest
+
+from kvjax.base.errors import InputError
+from kvjax.commands.inspect_model import acts_on, model_rows
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.key_as_value import KeyAsValue
+from tests.models.hf_cases import CASES
+
+
+def test_sizes_layer_by_layer_are_those_of_the_published_keys():
+    case = CASES["gemma4_experts"]
+    layers = {"1": {"head_dim": 16, "num_key_value_heads": 2}}
+    spelled = {n: x for n, x in case.items() if n not in ("global_head_dim", "num_global_key_value_heads")}
+    assert config_from_hf(spelled | {"per_layer_config": layers | {"2": layers["1"]}}) == config_from_hf(case)
+    with pytest.raises(InputError, match="per_layer_config gives layers of one kind different settings"):
+        config_from_hf(spelled | {"per_layer_config": layers})
+
+
+def test_layers_of_the_31b_model_store_one_array_where_they_are_full():
+    sizes = dict(model_type="gemma4_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=60)
+    sizes |= dict(num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4)
+    sizes |= dict(attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=1024)
+    config = config_from_hf({"model_type": "gemma4", "text_config": sizes})
+    assert config.mixers[5] == KeyAsValue(kv_heads=4, head_dim=512)
+    assert config.mixers[4] == Attention(value_norm=True) and config.windows[4:6] == (1024, None)
+    assert config.layer_rope(5).rotary_dim == 128 and config.layer_rope(5).kind == "proportional"
+    rows = dict(model_rows(config, None, "bfloat16"))
+    # 10 of 60 layers, 4 heads of 512 channels, 2 bytes.
+    assert rows["KV per token"].startswith("40.0 KiB in bfloat16: 10 layers x 4 heads x 512 channels (in one")
+    assert rows["windows"] == "50 layers of the newest 1024 tokens only, 16.0 KiB each"
+    assert "a share of what 10 of 60 layers keep" in acts_on(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4_text", {"attention_k_eq_v": True}, "attention_k_eq_v beside num_kv_shared_layers"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 79}, "vocab_size_per_layer_input is 79, expected"),
+        ("gemma4_text", {"num_kv_shared_layers": 5}, "leave layers without keys"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "must say of each of 4 layers whether it turns"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*X"}, "layers_block_type names X, expected"),
+        ("nemotron_h", {"n_group": 2}, "n_group other than 1 is not supported"),
+        ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias = true"),
+        ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias = false is not supported for bamba"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = true is not supported for ernie4_5_moe"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(name, changes, message):
+    with pytest.raises(InputError, match=message):
+        config_from_hf(CASES[name] | changes)
