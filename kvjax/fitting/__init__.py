@@ -40,6 +40,7 @@ from kvjax.fitting.statistics.predictors import fit_predictors
 from kvjax.fitting.statistics.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.statistics.projections import fit_projections
 from kvjax.fitting.statistics.queries import fit_centres, fit_filters, fit_norms, fit_statistics
+from kvjax.fitting.statistics.ranges import fit_ranges
 from kvjax.fitting.statistics.repeats import fit_repeating_heads
 from kvjax.fitting.statistics.search import fit_budgets
 from kvjax.fitting.statistics.sharing import fit_sharing
@@ -73,6 +74,7 @@ from kvjax.models.model import Model, check_single
 from kvjax.store.basis import InBasis
 from kvjax.store.channels import AskedChannels
 from kvjax.store.coupled import CoupledCodes
+from kvjax.store.fixed import Fixed
 from kvjax.store.levels import ByChannel, Levels
 from kvjax.store.predicted import Predicted
 
@@ -122,6 +124,7 @@ FITS: dict[type, Fitter] = {
     Levels: Fitter(fit_levels, acts=True),
     CoupledCodes: Fitter(fit_vectors, acts=True),
     InBasis: Fitter(fit_basis, acts=True),
+    Fixed: Fitter(fit_ranges, acts=True),
     Predicted: Fitter(fit_predictors, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),

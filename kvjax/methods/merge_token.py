@@ -9,6 +9,7 @@ from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.algebra import OverPeak, Pool
 from kvjax.keep.budgets.budget import Threshold, Uniform
+from kvjax.keep.merges.matched import Matched
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.merges.merge_conv import ConvMerge
@@ -18,6 +19,7 @@ from kvjax.keep.merges.merge_runs import Opening, RunMerge
 from kvjax.keep.merges.pooled import LastOfEach, MeanOfEach
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.prompts.hierarchy import Hierarchy
+from kvjax.keep.scores.matched import RootMeanSquare
 from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention, Position, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
@@ -288,3 +290,24 @@ def dmc(*, fitted: Fit | None = None, page: Page | None = None) -> Method:
         Opening(arrays), Budget(1.0), Threshold(0.0), when=STEP, merge=RunMerge(arrays), page=page
     )  # fmt: skip
     return Method(keep)
+
+
+@paper(
+    "Fast KV Compaction via Attention Matching",
+    arxiv="2602.16284",
+    family="merge-token",
+    exact="deviates",
+)
+def attention_matching(budget: Amount, *, queries: Window = 64, turns: Tokens = 2) -> Method:
+    """Attention Matching (Zweiger et al., 2026, arXiv:2602.16284), section 3: AM-HighestAttnKeys.
+
+    Of a prompt the slots stay that have the largest root mean square of the attention of reference queries.
+    They get biases, so that these queries' attention to all of them together is as large as to all slots, and
+    values, so that what it gives is the same: both by least squares (`Matched`). Deviation: reference queries
+    are the prompt's last `queries`, where the paper also has the model repeat the prompt or talk about it;
+    all heads have the same budget, where the paper gives some more; layers are compacted by queries of the
+    whole prompt, not of what lower layers leave; where solutions are many, the one that changes least is
+    taken.
+    """
+    score, merge = RootMeanSquare(queries), Matched(queries, turns)
+    return Method(Keep(score, Budget(budget), Uniform(), merge=merge))

@@ -1,13 +1,16 @@
-"""Quantisation after a fitted change of basis, in which channels are more alike."""
+"""Quantisation after a change of basis, drawn or fitted, in which channels are more alike."""
 
 from __future__ import annotations
 
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Bits, Fit, Group, Ratio
+from kvjax.methods.shared import Bits, Fit, Group, Ratio, Seed, Tokens
 from kvjax.store.affine import Affine
 from kvjax.store.basis import InBasis
+from kvjax.store.clipped import Clipped
+from kvjax.store.fixed import Fixed
+from kvjax.store.rotate import Rotate
 
 
 @paper(
@@ -48,4 +51,135 @@ def flatquant(*, bits: Bits = 4, clip: Ratio = 1.0, fitted: Fit | None = None) -
     """
     found, codec = as_fitted(fitted), Affine(bits, clip=clip)
     keys, values = (InBasis(of, "flatquant", found) >> codec for of in ("key", "value"))
+    return Method(store=Store(keys, values))
+
+
+@paper(
+    "SpinQuant: LLM Quantization with Learned Rotations",
+    arxiv="2405.16406",
+    family="outlier-transform",
+    exact="deviates",
+)
+def spinquant(
+    *, bits: Bits = 4, group: Group | None = None, seed: Seed = 0, fitted: Fit | None = None
+) -> Method:
+    """The KV cache of SpinQuant (Liu et al., 2024, arXiv:2405.16406), section 3: a learnt rotation of values.
+
+    Keys are rotated by a Hadamard matrix after RoPE (R3), and values by a rotation that is learnt for every
+    layer, one for all its heads (R2); both are quantised token by token in groups of `group` channels.
+    fitted: the rotations, as `kvjax fit spinquant` learns them through the codes, by Cayley's map of skew
+    matrices from a Hadamard matrix on. Deviation: what is learnt makes values come back closest, where the
+    paper takes the loss of the quantised network; R2 is not folded into weights; the Hadamard matrix has
+    random signs; weights and other activations stay as they are.
+    """
+    codec = Affine(bits, group=group)
+    values = InBasis("value", "spinquant", as_fitted(fitted)) >> codec
+    return Method(store=Store(Rotate("hadamard", seed) >> codec, values))
+
+
+@paper(
+    "DuQuant: Distributing Outliers via Dual Transformation Makes Stronger Quantized LLMs",
+    arxiv="2406.01721",
+    family="outlier-transform",
+    exact="deviates",
+)
+def duquant(*, bits: Bits = 4, seed: Seed = 0) -> Method:
+    """The KV cache of DuQuant (Lin et al., 2024, arXiv:2406.01721): rotated keys, and values as they are.
+
+    So the authors' code has it: keys are rotated by a Hadamard matrix after RoPE, and each head of a token
+    of keys and values is quantised by itself. Deviation: the paper's greedy rotations and its permutation are
+    of the inputs of layers, where they change no key and no value, and weights and inputs stay as they are;
+    the Hadamard matrix has random signs.
+    """
+    return Method(store=Store(Rotate("hadamard", seed) >> Affine(bits), Affine(bits)))
+
+
+@paper(
+    "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models",
+    arxiv="2308.13137",
+    family="outlier-transform",
+    exact="deviates",
+)
+def omniquant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
+    """The KV cache of OmniQuant (Shao et al., 2023, arXiv:2308.13137), section 3.3: learnt scales and shifts.
+
+    Channels of keys are divided by scales, and those of queries multiplied; channels of values are shifted
+    and divided; then each head of a token is quantised by itself. fitted: both, as `kvjax fit omniquant`
+    learns them through the codes. Deviation: what is learnt makes keys and values come back closest, where
+    the paper takes the outputs of a block; scales of keys are equal in both channels that RoPE turns
+    together, where the authors' code folds one for every channel into weights before RoPE; nothing is folded
+    into weights, which stay as they are, and their clipping is not learnt.
+    """
+    found, codec = as_fitted(fitted), Affine(bits)
+    keys, values = (InBasis(of, "omniquant", found) >> codec for of in ("key", "value"))
+    return Method(store=Store(keys, values))
+
+
+@paper(
+    "OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization",
+    arxiv="2605.17757",
+    family="outlier-transform",
+    exact="equal",
+)
+def oscar(
+    *,
+    bits: Bits = 2,
+    group: Group | None = None,
+    keys: Ratio = 0.96,
+    values: Ratio = 0.92,
+    residual: Tokens = 256,
+    sinks: Tokens = 64,
+    fitted: Fit | None = None,
+) -> Method:
+    """OSCAR (Zhou et al., 2026, arXiv:2605.17757), section 3: rotated by what attention does with errors.
+
+    Keys are rotated to the eigenvectors of their queries' second moments, and values to those of values that
+    weigh as much as queries meet their keys, one rotation for all heads of a layer; a Hadamard matrix then
+    makes all directions matter alike, and an order gives every group of channels some of all. Of a head of a
+    token, numbers beyond the quantiles `keys` and `values` of their sizes are cut, and groups of `group`
+    channels quantised. The newest `residual` tokens and the first `sinks` stay as computed. fitted: the
+    rotations, as `kvjax fit oscar` finds them.
+    """
+    found, codec = as_fitted(fitted), Affine(bits, group=group)
+    of_keys = InBasis("key", "oscar", found) >> Clipped(keys) >> codec
+    of_values = InBasis("value", "oscar", found) >> Clipped(values) >> codec
+    return Method(store=Store(of_keys, of_values, residual, sinks))
+
+
+@paper(
+    "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
+    arxiv="2211.10438",
+    family="outlier-transform",
+    exact="deviates",
+)
+def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
+    """The KV cache of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438), section 4: int8 of static ranges.
+
+    Keys and values are the operands of quantised products: whole numbers, with one scale for all heads of a
+    layer, so that a token stores no scale. fitted: the scales, the largest numbers of a few texts over 127,
+    as `kvjax fit smoothquant` writes them. Deviation: what the paper smooths are the inputs of layers, which
+    changes no key and no value, and weights and inputs stay as they are; keys are quantised after RoPE, which
+    the paper's models do not have; products are computed after decoding.
+    """
+    found = as_fitted(fitted)
+    return Method(store=Store(*(Fixed(bits, of, "smoothquant", found) for of in ("key", "value"))))
+
+
+@paper(
+    "Training Transformers with 4-bit Integers",
+    arxiv="2306.11987",
+    family="outlier-transform",
+    exact="deviates",
+)
+def q_int4(*, bits: Bits = 4, block: Group = 16, seed: Seed = 0, fitted: Fit | None = None) -> Method:
+    """The quantiser of 4-bit training (Xi et al., 2023, arXiv:2306.11987), section 3, for keys and values.
+
+    Every `block` channels are rotated by a Hadamard matrix, then become whole numbers with one step for all
+    heads of a layer, so that a token stores no scale. fitted: the steps by which rotated numbers of a few
+    texts come back closest, as `kvjax fit q-int4` finds them. Deviation: the paper trains networks whose
+    products are in 4 bits, and learns steps on the way; there, inputs and weights are quantised, and keys and
+    values are not; the Hadamard matrix has random signs.
+    """
+    rotate, found = Rotate("hadamard", seed, block), as_fitted(fitted)
+    keys, values = (rotate >> Fixed(bits, of, "q-int4", found) for of in ("key", "value"))
     return Method(store=Store(keys, values))

@@ -92,3 +92,24 @@ def rocketkv(
     """
     keep = Keep(window_score(window, kernel, "grouped"), Budget(budget), Uniform(), (Recent(window),))
     return Method(keep, read=FewBounds(Budget(read), page, 0, channels))
+
+
+@paper(
+    "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction",
+    family="retrieval-sparse",
+)
+def arkvale(
+    budget: Amount, *, page: Page = 32, skip_layers: Layers = 2, resident: Share | None = None
+) -> Method:
+    """ArkVale (Chen et al., NeurIPS 2024), section 4: pages that were evicted come back when they matter.
+
+    A page's digest is the cuboid of its keys, and its score the largest product that a key in there could
+    have with the query; the pages of the largest scores are read. budget is the share (or number) of tokens
+    visited per decoded token; the first `skip_layers` layers and the newest, not yet full page are always
+    read. With `resident`, all pages lie in host memory, and the device holds this share of them, those that
+    were read last. The query heads of a group share their pages (the largest score among them decides). Of
+    the paper's digests, spheres are left out, as the authors' kernel leaves them. Prompts and several tokens
+    at once are read in full.
+    """
+    host = None if resident is None else Host(resident)
+    return Method(read=PageBounds(Budget(budget), page, skip_layers), host=host)

@@ -8,8 +8,9 @@ from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Layers, Rank, Seed, Tokens, Turns, Window
-from kvjax.read.centroids import Clusters, ProductCodes
+from kvjax.read.centroids import Clusters, ProductCodes, WeighedClusters
 from kvjax.read.channels import LargestChannels
+from kvjax.read.exact import TopValues
 from kvjax.read.hashed import HashSampling
 from kvjax.read.narrow_keys import HeavyChannels, PrincipalKeys
 from kvjax.read.persistent import PersistentSlots
@@ -217,3 +218,51 @@ def clusterkv(
     full.
     """
     return Method(read=Clusters(Budget(budget), newest, skip_layers, clusters, turns, sinks))
+
+
+@paper(
+    "Squeezed Attention: Accelerating Long Context Length LLM Inference",
+    arxiv="2411.09688",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def squeezed_attention(
+    budget: Amount,
+    *,
+    clusters: Many = 64,
+    turns: Turns = 10,
+    sinks: Tokens = 0,
+    newest: Window = 32,
+    skip_layers: Layers = 0,
+) -> Method:
+    """Squeezed Attention (Hooper et al., 2024, arXiv:2411.09688), section 3: clusters by expected attention.
+
+    Keys are clustered by their directions, and a centroid is the mean of its keys. Softmax over centroids,
+    each weighed with its number of keys, says how much attention a key of a cluster gets (`WeighedClusters`);
+    clusters are read in the order of that. budget is the share (or number) of older tokens that a query
+    reads. Deviation: clusters are read until the budget is filled, where the paper reads those above one
+    threshold, which the last tokens of a fixed context say; there are `clusters` of them, where the paper has
+    one for every 20 keys; there is one level of clusters; tokens behind a fixed context are clustered, too,
+    where the paper reads them all; the query heads of a group share tokens, by the mean of their shares.
+    Prompts and several tokens at once are read in full.
+    """
+    read = WeighedClusters(Budget(budget), newest, skip_layers, clusters, turns, sinks)
+    return Method(read=read)
+
+
+@paper(
+    "Efficient LLM Inference with Kcache",
+    arxiv="2404.18057",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def kcache(budget: Amount, *, newest: Window = 32, skip_layers: Layers = 0) -> Method:
+    """KCache (He and Wu, 2024, arXiv:2404.18057), section 3: all keys are met, and few values are read.
+
+    Softmax runs over all tokens, and the values of its largest probabilities are read, which are not made
+    larger for what is left out (`TopValues`). budget is the share (or number) of older values that a query
+    reads. Deviation: values lie beside keys, where the paper has them in host memory; the `newest` tokens are
+    read beside the budget; the query heads of a group share tokens, by the sum of their probabilities. No
+    code of the authors was there to compare with. Prompts and several tokens at once are read in full.
+    """
+    return Method(read=TopValues(Budget(budget), newest, skip_layers))

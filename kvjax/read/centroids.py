@@ -131,5 +131,39 @@ class Clusters(RankedSlots):
         return jnp.where(first, jnp.inf, jnp.take_along_axis(met, cluster, -1))
 
 
+@dataclasses.dataclass(frozen=True)
+class WeighedClusters(Clusters):
+    """Squeezed Attention (arXiv:2411.09688, section 3): clusters by the share of attention of a key.
+
+    A key of cluster c counts as the mean C_c of its raw keys: its share is S_c = exp(q C_c / sqrt(H)) / sum_j
+    N_j exp(q C_j / sqrt(H)), with N_j keys in cluster j, averaged over the heads of a group. Keys are
+    clustered by their directions, as in `Clusters`, and C and N are of the keys at the end of the last
+    prefill; a newer key belongs to the cluster of the nearest direction.
+    """
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        """Directions and means [*b, C, H] and counts [*b, C], in promote(float32, k)."""
+        found = super().learn(k, pos)
+        x = jax.lax.stop_gradient(k.astype(wide(k)))
+        mine = jax.nn.one_hot(nearest_centroid(_unit(x), found["centroids"]), self.clusters, dtype=x.dtype)
+        mine = jnp.where((pos >= 0)[..., None], mine, 0)
+        counts = mine.sum(-2)
+        means = jnp.einsum("...sc,...sh->...ch", mine, x, precision="highest")
+        return found | {"means": means / jnp.maximum(counts, 1)[..., None], "counts": counts}
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        cluster = body.summary["cluster"][layer].astype(jnp.int32)
+        means, counts = (body.sums[name][layer] for name in ("means", "counts"))
+        b, heads, h = q.shape[0], cluster.shape[1], q.shape[-1]
+        rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
+        met = jnp.einsum("bkrh,bkch->bkrc", rows, means.astype(rows.dtype), precision="highest")
+        held = jnp.broadcast_to(counts[:, :, None], met.shape)
+        all_of_it = jax.nn.logsumexp(met, -1, b=held, keepdims=True)
+        share = jnp.exp(met - all_of_it).mean(2)
+        pos = body.pos[layer]
+        first = (pos >= 0) & (pos < self.sinks)
+        return jnp.where(first, jnp.inf, jnp.take_along_axis(share, cluster, -1))
+
+
 def _unit(x: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
     return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), 1e-24))

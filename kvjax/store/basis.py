@@ -82,7 +82,8 @@ class Turned(Around):
     >>> from kvjax.store.affine import Affine
     >>> twice = 2.0 * jnp.eye(2).reshape(1, 2, 2)
     >>> codec = Turned(twice, twice / 4, None, Affine(8))
-    >>> codec.decode(codec.encode(jnp.array([1.0, 3.0]).reshape(1, 1, 1, 2)), 2, jnp.float32).ravel().tolist()
+    >>> data = codec.encode(jnp.array([1.0, 3.0]).reshape(1, 1, 1, 2))
+    >>> codec.decode(data, 2, jnp.float32).ravel().round(2).tolist()
     [1.0, 3.0]
     """
 

@@ -70,6 +70,9 @@ class Rotate(Wrapper):
     Args:
         kind: "hadamard", for head dimensions that are powers of 2, or "orthogonal", a random matrix.
         seed: of the random matrix or the signs.
+        block: so many neighbouring channels are rotated together, each block by the same matrix; None: all.
+
+    Raises ValueError for another kind, a block below 1, and where the block does not divide the channels.
 
     >>> from kvjax.words import Affine
     >>> (Rotate() >> Affine(2)).codec
@@ -78,14 +81,24 @@ class Rotate(Wrapper):
 
     kind: Literal["hadamard", "orthogonal"] = "hadamard"
     seed: int = 0
+    block: int | None = None
 
     def __post_init__(self):
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"a block is a number of channels, at least 1, or None, got {self.block!r}")
         if self.kind not in ("hadamard", "orthogonal"):
             raise ValueError(f"a rotation is of kind 'hadamard' or 'orthogonal', got {self.kind!r}")
 
     def matrix(self, width: int) -> Float[np.ndarray, "H H"]:
         """R, with R R' = 1."""
-        return (hadamard if self.kind == "hadamard" else orthogonal)(width, self.seed)
+        made, block = hadamard if self.kind == "hadamard" else orthogonal, self.block or width
+        if width % block:
+            raise ValueError(f"block={block} must divide the {width} channels of a head")
+        return (
+            np.kron(np.eye(width // block), made(block, self.seed))
+            if block < width
+            else made(width, self.seed)
+        )
 
     def around(self, codec: Codec) -> Rotated:
         return Rotated(self, codec)

@@ -283,3 +283,18 @@ def outliers(count, code):
         return out
 
     return coded
+
+
+def clipped(at, code):
+    """OSCAR (arXiv:2605.17757): no number of a row is larger than its number `at`, by size, from 0 on."""
+
+    def cut(x):
+        most = np.sort(np.abs(x), -1)[..., at, None]
+        return code(np.where(np.abs(x) > most, np.sign(x) * most, x))
+
+    return cut
+
+
+def of_range(low, step, bits):
+    """Codes of a range that is given."""
+    return lambda x: np.clip(np.rint((x - low) / step), 0, 2**bits - 1) * step + low

@@ -297,3 +297,30 @@ class Compressive:
                     memory[True] = memory.get(True, 0) + len(mine)
                     slot["v"] = np.mean([s["v"] for s in both], 0)
                     slot["k"] = rope(turned(both, self.theta).mean(0)[None], [-slot["pos"]], self.theta)[0]
+
+
+def matched(theta, last, turns=2):
+    """Attention Matching (arXiv:2602.16284): least squares over the last queries, which see all slots."""
+
+    def leave(memory, lists, gone):
+        for slots, some in zip(lists, gone, strict=True):
+            left = np.isin(np.arange(len(slots)), some)
+            if not left.any():
+                continue
+            order = np.argsort([s["pos"] for s in slots])[-last:]
+            q = np.concatenate([slots[i]["asked"] for i in order])
+            e = np.exp(q @ turned(slots, theta).T / np.sqrt(q.shape[-1]))
+            v = np.stack([s["v"] for s in slots])
+            # A query's row may be multiplied by anything: the library divides by its largest number.
+            e /= e.max(-1, keepdims=True)
+            near, total = e[:, ~left], e.sum(-1)
+            w = 1 + np.linalg.pinv(near, 1e-2) @ (total - near.sum(-1))
+            step = 1 / np.linalg.norm(near, 2) ** 2
+            for again in range(turns + 1):
+                w = np.clip(w if again == 0 else w - step * near.T @ (near @ w - total), np.e**-3, np.e**3)
+            p = near * w / (near @ w)[:, None]
+            c = v[~left] + np.linalg.pinv(p, 1e-2) @ (e @ v / total[:, None] - p @ v[~left])
+            for i, j in enumerate(np.flatnonzero(~left)):
+                slots[j]["votes"], slots[j]["v"] = w[i], c[i]
+
+    return leave

@@ -243,3 +243,33 @@ def rocket(count, *, page, channels):
         return softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen]
 
     return attends
+
+
+def weighed_clusters(count, turns):
+    """Squeezed Attention (arXiv:2411.09688): shares of softmax over means, which count as their keys do."""
+
+    def score(q, k, of_prompt):
+        unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+        directions = lloyd(unit(of_prompt), count, turns)
+        nearest = lambda x: np.linalg.norm(unit(x)[:, None] - directions[None], axis=-1).argmin(1)  # noqa: E731
+        mine = np.eye(count)[nearest(of_prompt)]
+        counts = mine.sum(0)
+        e = np.exp(q @ (mine.T @ of_prompt / np.maximum(counts, 1)[:, None]).T / np.sqrt(q.shape[-1]))
+        return (e / (e @ counts)[:, None]).mean(0)[nearest(k)] if counts.any() else np.zeros(len(k))
+
+    return score
+
+
+def top_values(count, newest):
+    """KCache (arXiv:2404.18057): probabilities over all slots, times the values that are read."""
+
+    def attends(q, k, v, pos, at):
+        s, old = q @ k.T / np.sqrt(k.shape[-1]), pos < at.stored - newest
+        read = ~old
+        if old.any():
+            votes = np.zeros(len(pos))
+            votes[old] = softmax(s[:, old]).sum(0)
+            read = read | best(np.where(old, votes, -np.inf), count(old.sum()))
+        return (softmax(s) * read) @ v
+
+    return attends

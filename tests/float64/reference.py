@@ -134,10 +134,10 @@ class Row:
     gone): what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that
     the layer keeps; a slot's `votes` say how many tokens it stands for, and `bonus` times the log of that
     goes to its logits. A slot notes what every query has given it, in `given`, and in all (`mass`); that of a
-    step also the `inputs` of its layer up to itself. leave.at_prompts, where it is False: what leaves the
-    prompt is dropped. leave.answer(memory, layer, list, q), where it has one: sums and weights that the
-    queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries get instead of
-    their attention over a list; `at` says where (`At`).
+    step also the `inputs` of its layer up to itself, that of the prompt its rotated queries (`asked`).
+    leave.at_prompts, where it is False: what leaves the prompt is dropped. leave.answer(memory, layer, list,
+    q), where it has one: sums and weights that the queries get beside those of the slots. attends(q, k, v,
+    pos, at): what a group's queries get instead of their attention over a list; `at` says where (`At`).
     """
 
     def __init__(self, prompt, kept, phase="position", leave=None, attends=None):
@@ -156,12 +156,14 @@ class Row:
             each = prompt.p[layer].reshape(len(keep), -1, len(at), len(at))
             given, squares = each.sum(1), (each**2).sum((1, 2))
             raw, v = prompt.raw_k[layer], prompt.v[layer]
+            asked = prompt.q[layer].reshape(len(keep), -1, len(at), prompt.decoder.config.head_dim)
             self.slots.append([
                 [
                     dict(
                         pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=given[i][:, j].sum(),
                         squares=squares[i][j], read=True, given=list(given[i][:, j]),
                         layer=layer, hidden=prompt.hidden[layer][j], token=prompt.tokens[j],
+                        asked=asked[i][:, j],
                     )
                     for j in range(len(at))
                 ]

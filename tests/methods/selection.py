@@ -446,3 +446,10 @@ def triattention(farthest):
 
 
 OWN_HEADS = Fitted({"source": np.tile(np.arange(4, dtype=np.int32), (2, 1))}, "ClusteredHeads", "")
+
+
+def matched_score(prompt, layer, last=WINDOW):
+    """The root mean square of the attention of the last queries, which see all tokens."""
+    q, k = prompt.q[layer][:, -last:], prompt.k[layer]
+    grouped = q.reshape(len(k), -1, q.shape[-1])
+    return np.sqrt((softmax(grouped @ k.swapaxes(1, 2) / np.sqrt(k.shape[-1])) ** 2).mean(1))

@@ -128,6 +128,7 @@ from tests.methods.rows import (
     window_paged,
 )
 from tests.methods.sensitivity import kvgrad_kept
+from tests.methods.table_bases import BASES
 from tests.methods.table_learned import LEARNED
 from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
@@ -430,6 +431,7 @@ ROWS = [
     *LEARNED,
     *READS,
     *STORES,
+    *BASES,
 ]  # fmt: skip
 
 # Classes of layout of which compilers' record (`tests/aot/layouts.json`) has no step yet.

@@ -27,6 +27,11 @@ def cluster_bytes(s):
     return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * 4 * s.h * 4
 
 
+def weighed_bytes(s):
+    """Beside that, a mean and a count of each of them."""
+    return cluster_bytes(s) + s.layers * s.b * s.k * 4 * (s.h + 1) * 4
+
+
 READS = [
     row(
         "rocketkv", split(half, 4, 0, lambda s: 2 * s.h * 4, plain),
@@ -52,5 +57,18 @@ READS = [
     row(
         "clusterkv", cluster_bytes, hyper=GROUPS | dict(newest=4, skip_layers=0), moves=False,
         attends=reads.ranked(reads.clusters(4, 3), count, 4, sinks=2),
+    ),
+    row(
+        "squeezed-attention", weighed_bytes, hyper=GROUPS | dict(newest=4), moves=False,
+        attends=reads.ranked(reads.weighed_clusters(4, 3), count, 4, sinks=2),
+    ),
+    row(
+        "kcache", split(everything, 1, 4, lambda s: 0, plain), hyper=dict(newest=4), moves=False,
+        attends=reads.top_values(count, 4),
+    ),
+    row(
+        # All 16 channels say what a page could have.
+        "arkvale", split(everything, 4, 0, lambda s: 2 * s.h * 4, plain), moves=False,
+        hyper=dict(page=4, skip_layers=0), attends=reads.rocket(count, page=4, channels=16),
     ),
 ]  # fmt: skip

@@ -148,4 +148,9 @@ SELECTION = [
         "chai", lambda s: dense(everything, 1, lambda s: s.k * 2 * s.h * 4 + 4)(s), error=None, stacks=False,
         hyper=dict(fitted=selection.OWN_HEADS), kept=lambda p: [np.ones((1, p.length), bool)] * len(p.k),
     ),
+    row(
+        "attention-matching", dense(half, extra=4), hyper=dict(queries=WINDOW),
+        # Least squares in float32, in directions down to 1/100 of the largest.
+        kept=each_layer(selection.matched_score), leave=merges.matched(THETA, WINDOW), error=3e-4,
+    ),
 ]  # fmt: skip

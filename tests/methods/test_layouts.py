@@ -14,7 +14,7 @@ from tests.methods.table import ROWS
 # Classes whose methods act on prompts alone, and whose steps differ all the same: so many programs.
 SEVERAL = {
     "dense, kv heads, evicts at prefill": 3,
-    "dense, kv heads, evicts at prefill, merges into slots": 2,
+    "dense, kv heads, evicts at prefill, merges into slots": 3,
     "dense, kv heads, evicts at prefill, rotates by rank": 2,
     "dense, kv heads, evicts at prefill, rotates by rank, reads twice": 2,
     "dense, kv heads, evicts at prefill, rotates by shared ranges": 2,

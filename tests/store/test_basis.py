@@ -16,9 +16,11 @@ from kvjax.state.code_forms import meet
 from kvjax.state.codes import Codes, dense, taught
 from kvjax.store.affine import Affine
 from kvjax.store.basis import InBasis
+from kvjax.store.clipped import Clipped
 from kvjax.store.rotate import Rotate
-from tests.float64.codes import affine
-from tests.methods.battery import MAIN, model, off
+from tests.float64.codes import affine, clipped
+from tests.float64.reference import Prompt
+from tests.methods.battery import MAIN, decoder, model, off
 
 TEXTS = [list(range(1, 40)), list(range(40, 10, -1))]
 
@@ -95,7 +97,12 @@ def through(fitted, of, x, codec):
     """The squared error of rows that come back of codes in a basis, as a share of them, by layer."""
     m, inverse = (fitted.arrays[f"{of} {n}"].astype(float) for n in ("matrix", "inverse"))
     np.testing.assert_allclose(m @ inverse, np.broadcast_to(np.eye(16), m.shape), atol=1e-4)
-    return np.square(codec(x @ inverse) @ m - x).sum((1, 2, 3)) / np.square(x).sum((1, 2, 3))
+    by = fitted.arrays.get(f"{of} shift", np.zeros((2, 2, 16)))[:, :, None].astype(float)
+    return lost(codec((x - by) @ inverse) @ m + by, x)
+
+
+def lost(found, x):
+    return np.square(found - x).sum((1, 2, 3)) / np.square(x).sum((1, 2, 3))
 
 
 def test_a_basis_learnt_through_codes_comes_back_closer_than_a_rotation_and_than_none():
@@ -104,10 +111,10 @@ def test_a_basis_learnt_through_codes_comes_back_closer_than_a_rotation_and_than
     got = through(kvjax.fit(m, "flatquant:bits=2", TEXTS), "key", x, code)
     turn = Rotate().matrix(16)
     for other in (code(x), code(x @ turn.T) @ turn):
-        assert (got < np.square(other - x).sum((1, 2, 3)) / np.square(x).sum((1, 2, 3))).all()
+        assert (got < lost(other, x)).all()
     numbers = jnp.asarray(x, jnp.float32)
     # Ranges in float16 and in float32: a number between two codes may become the other one.
-    assert (np.abs(np.asarray(rounded(numbers, 2, 1.0)) - code(x)) < 5e-3).mean() > 0.99
+    assert (np.abs(np.asarray(rounded(numbers, 2, 1.0, 16)) - code(x)) < 5e-3).mean() > 0.99
 
 
 def test_orders_and_main_directions_are_those_of_the_texts():
@@ -120,3 +127,75 @@ def test_orders_and_main_directions_are_those_of_the_texts():
     squares = np.square(turned).sum(2)
     singular = np.linalg.svd(x, compute_uv=False)
     np.testing.assert_allclose(squares, singular**2, rtol=1e-3)
+
+
+def test_spinquant_learns_a_rotation_by_which_values_come_back_closer():
+    m, code = model("4/2"), affine(2, 16)
+    x = read_numbers(m, [TEXTS]).v.astype(float)
+    fitted = kvjax.fit(m, "spinquant:bits=2", TEXTS)
+    assert set(fitted.arrays) == {"value matrix", "value inverse"}
+    turn = fitted.arrays["value inverse"].astype(float)
+    np.testing.assert_allclose(
+        turn @ turn.swapaxes(-1, -2), np.broadcast_to(np.eye(16), turn.shape), atol=1e-5
+    )
+    np.testing.assert_array_equal(turn[:, 0], turn[:, 1])
+    drawn = Rotate().matrix(16)
+    assert (through(fitted, "value", x, code) < lost(code(x @ drawn.T) @ drawn, x)).all()
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("id", "group"), [("omniquant", 16), ("wkvquant", 8)])
+def test_learnt_scales_and_shifts_bring_channels_back_closer(id, group):
+    m, code = model("4/2"), affine(2, group)
+    fitted = kvjax.fit(m, f"{id}:bits=2" + (f",group={group}" if id == "wkvquant" else ""), TEXTS)
+    for of, x in read_numbers(m, [TEXTS])._asdict().items():
+        of = {"k": "key", "v": "value"}[of]
+        scales = np.einsum("lkhh->lkh", fitted.arrays[f"{of} matrix"])
+        np.testing.assert_array_equal(fitted.arrays[f"{of} matrix"], scales[..., None] * np.eye(16))
+        paired = np.allclose(scales, np.roll(scales, 8, -1), rtol=1e-5)
+        assert paired == (id == "omniquant" and of == "key")
+        assert (f"{of} shift" in fitted.arrays) == (id == "wkvquant" or of == "value")
+        assert (through(fitted, of, x.astype(float), code) < lost(code(x.astype(float)), x)).all()
+
+
+def test_oscar_turns_to_what_queries_ask_and_mixes_that_as_the_authors_do():
+    """U H P of the authors' compute_kv_rotation.py ("qqt_sst", "r_h_pbr"), from float64 readings."""
+    fitted = kvjax.fit(model("4/2"), "oscar", TEXTS)
+    prompts = [Prompt(decoder("4/2"), tokens) for tokens in TEXTS]
+    mixed = np.array([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+    backwards = [int(f"{i:04b}"[::-1], 2) for i in range(16)]
+    for layer in range(2):
+        q, k, v = (np.concatenate([getattr(p, n)[layer] for p in prompts], 1) for n in "qkv")
+        of_queries = [np.einsum("gth,gti->hi", x, x) / x[..., 0].size for x in q.reshape(2, 2, -1, 16)]
+        weights = [np.einsum("th,hi,ti->t", x, c, x) for x, c in zip(k, of_queries, strict=True)]
+        of_values = [(x.T * w / w.sum()) @ x for x, w in zip(v, weights, strict=True)]
+        for of, covariance in (("key", np.mean(of_queries, 0)), ("value", np.mean(of_values, 0))):
+            turn = fitted.arrays[f"{of} inverse"][layer].astype(float)
+            np.testing.assert_array_equal(turn[0], turn[1])
+            # The channel of rank i, by falling eigenvalues, stands where i read backwards says.
+            order = np.empty(16, int)
+            order[backwards] = np.arange(16)[::-1]
+            u = turn[0] @ np.eye(16)[order] @ mixed.T
+            found = u.T @ covariance @ u
+            np.testing.assert_allclose(found, np.diag(np.linalg.eigvalsh(covariance)), atol=2e-5)
+
+
+def test_rows_are_cut_at_a_quantile_of_their_sizes(rng):
+    x = rng.normal(size=(2, 3, 100))
+    codec = Clipped(0.29) >> Affine(8)
+    got = codec.decode(codec.encode(jnp.asarray(x, jnp.float32)), 100, jnp.float32)
+    np.testing.assert_allclose(got, clipped(29, affine(8, 100))(x), atol=1e-4)
+    np.testing.assert_array_equal((Clipped(1.0) >> Affine(4)).encode(jnp.ones((1, 4)))["words"], 0)
+    for share in (0.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="rows are cut at a share"):
+            Clipped(share)
+
+
+def test_codes_that_a_basis_cannot_be_learnt_through_are_refused():
+    for inner, says in (
+        (Affine(4, "channel", 8), "an Affine of tokens"),
+        (Affine(4, group=5), "must divide"),
+    ):
+        word = InBasis("value", "spinquant") >> inner
+        with pytest.raises(InputError, match=says):
+            kvjax.fit(model("4/2"), Method(store=Store(Affine(4), word)), TEXTS)

@@ -1,8 +1,9 @@
-"""Bases that minimise the error of codes, by gradient descent with straight-through rounding (FlatQuant)."""
+"""Bases that minimise the error of codes, by gradient descent with straight-through rounding."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,69 +11,114 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from kvjax.store.rotate import hadamard
-
 STEPS, RATE, ROWS = 200, 1e-2, 1024
+# Parameters by name, "skew" [X, H, H], "scales" and "shift" [X, H]; those left out are not learnt.
+Params = dict[str, Array]
 
 
-def flat(x: Float[np.ndarray, "L K T H"], bits: int, clip: float) -> dict[str, np.ndarray]:
-    """The matrices [L, K, H, H] in whose basis quantisation loses least, and inverses; equal in all heads.
+class Start(NamedTuple):
+    """The initial basis of X lists of rows: M^-1 and M [X, H, H], and the shift of rows [X, H].
 
-    M^-1 = R Q diag(e^s), for an initial Hadamard matrix R, an orthogonal Q by Cayley's map of a
-    skew-symmetric matrix, and scales. `STEPS` steps of Adam minimise the squared error of rows decoded from
-    codes of `bits` bits between `clip` times a row's minimum and maximum, relative to the rows' squares.
+    ties: for each channel the one that shares its scale; itself if there is none.
     """
-    layers, heads, tokens, width = x.shape
-    rows = x.reshape(layers, heads * tokens, width)
-    drawn = np.random.RandomState(0).permutation(heads * tokens)[:ROWS]
-    start = jnp.asarray(hadamard(width, 0), jnp.float32)
-    matrix, inverse = _learnt(jnp.asarray(rows[:, drawn], jnp.float32), start, bits, clip)
-    each = {"matrix": matrix, "inverse": inverse}
-    return {name: np.repeat(np.asarray(y)[:, None], heads, 1) for name, y in each.items()}
+
+    inverse: Float[np.ndarray, "X H H"]
+    matrix: Float[np.ndarray, "X H H"]
+    shift: Float[np.ndarray, "X H"]
+    ties: np.ndarray
 
 
-@partial(jax.jit, static_argnames=("bits", "clip"))
+class Coded(NamedTuple):
+    """The `Affine` codes of which the error is minimised: bits, channels per group, and clip."""
+
+    bits: int
+    group: int
+    clip: float
+
+
+def through_codes(
+    rows: Float[np.ndarray, "X T H"], start: Start, coded: Coded, learnt: tuple[str, ...]
+) -> dict[str, np.ndarray]:
+    """Fits "matrix" M, "inverse" M^-1 [X, H, H] and "shift" [X, H]: codes of (x - shift) M^-1 lose least.
+
+    M^-1 = R Q diag(e^s) for the R of `start`, an orthogonal Q by Cayley's map of a skew-symmetric matrix, and
+    scales e^s. `STEPS` steps of Adam minimise the squared error of at most `ROWS` decoded rows of each list,
+    relative to the rows' squares; the best step of each list counts. learnt: which of "skew", "scales" and
+    "shift" change.
+    """
+    many, tokens, width = rows.shape
+    drawn = np.random.RandomState(0).permutation(tokens)[:ROWS]
+    shapes = {"skew": (many, width, width), "scales": (many, width), "shift": (many, width)}
+    first = {name: jnp.zeros(shapes[name], jnp.float32) for name in learnt}
+    begun = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (start.inverse, start.matrix, start.shift))
+    found = _learnt(jnp.asarray(rows[:, drawn], jnp.float32), *begun, jnp.asarray(start.ties), first, coded)
+    return {name: np.asarray(x) for name, x in zip(("matrix", "inverse", "shift"), found, strict=True)}
+
+
+@partial(jax.jit, static_argnames="coded")
 def _learnt(
-    rows: Float[Array, "L R H"], start: Float[Array, "H H"], bits: int, clip: float
-) -> tuple[Float[Array, "L H H"], Float[Array, "L H H"]]:
-    layers, _, width = rows.shape
+    rows: Float[Array, "X R H"], inverse: Float[Array, "X H H"], matrix: Float[Array, "X H H"],
+    shift: Float[Array, "X H"], ties: Array, first: Params, coded: Coded,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     optimiser = optax.adam(RATE)
-    first = jnp.zeros((layers, width, width)), jnp.zeros((layers, width))
+    # A shift moves in units of its channel.
+    unit = jnp.std(rows, 1)
 
-    def loss(params: tuple[Array, Array]) -> Array:
-        matrix, inverse = jax.vmap(partial(basis, start))(*params)
-        z = jnp.matmul(rows, inverse, precision="highest")
-        back = jnp.matmul(rounded(z, bits, clip), matrix, precision="highest")
-        return (jnp.square(back - rows).sum((1, 2)) / jnp.square(rows).sum((1, 2))).sum()
+    def bases(params: Params) -> tuple[Array, Array, Array]:
+        turned = jax.vmap(partial(basis, ties))(inverse, matrix, params)
+        return *turned, shift + unit * params["shift"] if "shift" in params else shift
 
-    def step(held: tuple, _: None) -> tuple[tuple, Array]:
+    def losses(params: Params) -> Float[Array, "X"]:
+        mine, back, by = bases(params)
+        z = jnp.matmul(rows - by[:, None], back, precision="highest")
+        found = jnp.matmul(rounded(z, coded.bits, coded.clip, coded.group), mine, precision="highest")
+        return jnp.square(found + by[:, None] - rows).sum((1, 2)) / jnp.square(rows).sum((1, 2))
+
+    def total(params: Params) -> tuple[Array, Array]:
+        each = losses(params)
+        return each.sum(), each
+
+    def step(held: tuple, _: None) -> tuple[tuple, None]:
         params, state, best = held
-        value, slope = jax.value_and_grad(loss)(params)
-        better = value < best[0]
-        best = jax.tree.map(lambda new, old: jnp.where(better, new, old), (value, params), best)
+        (_, each), slope = jax.value_and_grad(total, has_aux=True)(params)
+        better = each < best[0]
+
+        def chosen(new: Array, old: Array) -> Array:
+            return jnp.where(better.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        best = jax.tree.map(chosen, (each, params), best)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
             updates, state = optimiser.update(slope, state)
-        return (optax.apply_updates(params, updates), state, best), value
+        return (optax.apply_updates(params, updates), state, best), None
 
-    begun = (first, optimiser.init(first), (jnp.float32(jnp.inf), first))
+    none = jnp.full(rows.shape[:1], jnp.inf, jnp.float32)
+    begun = (first, optimiser.init(first), (none, first))
     (_, _, (_, params)), _ = jax.lax.scan(step, begun, None, STEPS)
-    return jax.vmap(partial(basis, start))(*params)
+    return bases(params)
 
 
 def basis(
-    start: Float[Array, "H H"], skew: Float[Array, "H H"], scales: Float[Array, "H"]
+    ties: Array, inverse: Float[Array, "H H"], matrix: Float[Array, "H H"], params: Params
 ) -> tuple[Float[Array, "H H"], Float[Array, "H H"]]:
-    """M = diag(e^-s) Q' R' and M^-1 = R Q diag(e^s), with Q = (1 - A) (1 + A)^-1 for A = S - S'."""
-    a, one = skew - skew.T, jnp.eye(len(skew), dtype=skew.dtype)
-    turn = jnp.matmul(start, jnp.linalg.solve(one + a, one - a), precision="highest")
-    return jnp.exp(-scales)[:, None] * turn.T, turn * jnp.exp(scales)[None]
+    """M = diag(e^-s) Q' R^-1 and M^-1 = R Q diag(e^s), with Q = (1 - A) (1 + A)^-1 for A = S - S'."""
+    if "skew" in params:
+        a = params["skew"] - params["skew"].T
+        one = jnp.eye(len(a), dtype=a.dtype)
+        turn = jnp.linalg.solve(one + a, one - a)
+        inverse = jnp.matmul(inverse, turn, precision="highest")
+        matrix = jnp.matmul(turn.T, matrix, precision="highest")
+    if "scales" in params:
+        scales = (params["scales"] + params["scales"][ties]) / 2
+        inverse, matrix = inverse * jnp.exp(scales)[None], jnp.exp(-scales)[:, None] * matrix
+    return matrix, inverse
 
 
-def rounded(z: Float[Array, "*b H"], bits: int, clip: float) -> Float[Array, "*b H"]:
-    """Encodes and decodes by `Affine(bits, clip=clip)`, ranges in float32; straight-through gradient."""
-    low, high = clip * z.min(-1, keepdims=True), clip * z.max(-1, keepdims=True)
+def rounded(z: Float[Array, "*b H"], bits: int, clip: float, group: int) -> Float[Array, "*b H"]:
+    """Encodes and decodes by `Affine(bits, group=group, clip=clip)` in float32; straight-through gradient."""
+    rows = z.reshape(*z.shape[:-1], -1, group)
+    low, high = clip * rows.min(-1, keepdims=True), clip * rows.max(-1, keepdims=True)
     step = (high - low) / (2**bits - 1)
     step = jnp.where(step > 0, step, 1.0)
-    code = (z - low) / step
+    code = (rows - low) / step
     whole = code + jax.lax.stop_gradient(jnp.round(code) - code)
-    return jnp.clip(whole, 0, 2**bits - 1) * step + low
+    return (jnp.clip(whole, 0, 2**bits - 1) * step + low).reshape(z.shape)

@@ -1,34 +1,25 @@
-"""Bases of keys and values, fitted to the distribution of a head's channels in a few texts."""
+"""Bases of keys and values, by what a few texts show of a head's channels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.bases import flat
 from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.statistics.asked_bases import by_attention
+from kvjax.fitting.statistics.basis_rules import Meant, Numbers, paired, scaled
+from kvjax.fitting.statistics.learnt_bases import flat, rotated, scaled_keys, shifted
 from kvjax.fitting.statistics.levels import only_slots, words_of
+from kvjax.fitting.statistics.queries import QuerySums, summed_queries
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.models.model import Model
-from kvjax.ops.base.rope import Rope
-from kvjax.state.codes import Codec
 from kvjax.steps import Run
-from kvjax.store.affine import Affine
 from kvjax.store.basis import Based
-
-Numbers = Float[np.ndarray, "L K T H"]
-
-
-class Meant(NamedTuple):
-    """What a basis is for: the rotation of the keys (None if it does not matter), and the codec."""
-
-    rope: Rope | None
-    codec: Codec
 
 
 def fit_basis(
@@ -51,13 +42,25 @@ def fit_basis(
     raw = method.store is not None and method.store.unrotated
     read = read_numbers(model, batches, progress, raw)
     rope = Run(model.config, Method()).attention_spec(0).rope
+    queries = None
+    if any(one.word.by in ASKING for one in held):
+        queries = _moments(model, batches, not raw)
     found: dict[str, np.ndarray] = {}
     for one in held:
         of = one.word.of
         x = read.k if of == "key" else read.v
-        arrays = RULES[one.word.by](x, Meant(rope if of == "key" and not raw else None, one.codec))
+        meant = Meant(of, rope if of == "key" and not raw else None, one.codec, read.k, queries)
+        arrays = RULES[one.word.by](x, meant)
         found |= {f"{of} {name}": a.astype(np.float32) for name, a in arrays.items()}
     return Fitted(found, "InBasis", model.signature)
+
+
+def _moments(model: Model, batches: list[list[list[int]]], rotated: bool) -> Float[np.ndarray, "L K H H"]:
+    """The mean of q q' over all tokens and the query heads of a KV head."""
+    count, _, moments = summed_queries(model, batches, QuerySums(rotated), iter, "bases")
+    layers, _, width, _ = moments.shape
+    grouped = moments.reshape(layers, model.config.kv_heads, -1, width, width).mean(2)
+    return grouped / np.maximum(count, 1.0)[:, None, None, None]
 
 
 def smooth(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
@@ -79,34 +82,15 @@ def in_order(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
     return {"matrix": permutation, "inverse": np.swapaxes(permutation, -1, -2)}
 
 
-def learnt(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """FlatQuant: the matrix in whose basis the method's codes lose least, by gradients through the codes."""
-    codec = meant.codec
-    if not isinstance(codec, Affine) or codec.axis != "token" or codec.group is not None:
-        raise InputError(f"a basis is learnt through an Affine of whole tokens, and {codec!r} was given")
-    return flat(x, codec.bits, codec.clip)
-
-
-def paired(most: Float[np.ndarray, "*b H"], rope: Rope | None) -> Float[np.ndarray, "*b H"]:
-    """`most`, with the larger of both channels for each pair that RoPE rotates; unchanged without it."""
-    out = most.copy()
-    if rope is None:
-        return out
-    half = rope.turning(most.shape[-1]) // 2
-    a, b = (slice(rope.start + i * half, rope.start + (i + 1) * half) for i in (0, 1))
-    out[..., a] = out[..., b] = np.maximum(most[..., a], most[..., b])
-    return out
-
-
-def scaled(by: Float[np.ndarray, "L K H"]) -> dict[str, np.ndarray]:
-    """The basis in which channels are divided by `by`; a channel of zeros stays as it is."""
-    by, one = np.where(by > 0, by, 1.0), np.eye(by.shape[-1])
-    return {"matrix": by[..., None] * one, "inverse": one / by[..., None]}
-
-
 RULES: dict[str, Callable[[Numbers, Meant], dict[str, np.ndarray]]] = {
     "qserve": smooth,
     "resq": principal,
     "skvq": in_order,
-    "flatquant": learnt,
+    "flatquant": flat,
+    "spinquant": rotated,
+    "omniquant": scaled_keys,
+    "wkvquant": shifted,
+    "oscar": by_attention,
 }
+# Rules that look at queries.
+ASKING = frozenset({"oscar"})

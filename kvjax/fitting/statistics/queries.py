@@ -70,7 +70,7 @@ def fit_norms(
     texts.
     Raises InputError for a model whose layers differ in what they keep.
     """
-    count, _, moments = _summed(model, batches, QuerySums(rotated=True), progress, "norms")
+    count, _, moments = summed_queries(model, batches, QuerySums(rotated=True), progress, "norms")
     square = np.einsum("lnhh->lnh", moments) / np.maximum(count, 1.0)[:, None, None]
     grouped = square.reshape(len(square), model.config.kv_heads, -1, square.shape[-1]).sum(2)
     return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "AskedChannels", model.signature)
@@ -88,7 +88,7 @@ def fit_centres(
     differ in what they keep.
     """
     asked = QueryLengths(Run(model.config, Method()).attention_spec(0).rope)
-    count, total, sizes = _summed(model, batches, asked, progress, "centres")
+    count, total, sizes = summed_queries(model, batches, asked, progress, "centres")
     many = np.maximum(count, 1.0)[:, None, None]
     arrays = {"mean": (total / many).astype(np.float32), "size": (sizes / many).astype(np.float32)}
     return Fitted(arrays, "QueryCentres", model.signature)
@@ -106,7 +106,7 @@ def fit_filters(
     mean is positive; a KV head's is the mean over its group, as in the authors' code. Raises InputError for a
     model whose layers differ in what they keep.
     """
-    _, total, moments = _summed(model, batches, QuerySums(rotated=True), progress, "filters")
+    _, total, moments = summed_queries(model, batches, QuerySums(rotated=True), progress, "filters")
     # The right singular vectors of Q are the eigenvectors of Q'Q, in ascending order.
     first = np.linalg.eigh(moments)[1][..., -1]
     sign = np.where((total * first).sum(-1, keepdims=True) < 0, -1, 1)
@@ -128,7 +128,7 @@ def fit_statistics(
     In one pass over the texts, without the first `sinks` tokens of every text; the covariance divides by the
     number of queries less one. Raises InputError for a model whose layers differ in what they keep.
     """
-    count, total, moments = _summed(model, batches, QuerySums(False, sinks), progress, "statistics")
+    count, total, moments = summed_queries(model, batches, QuerySums(False, sinks), progress, "statistics")
     many = np.maximum(count, 2.0)[:, None, None]
     mean = total / many
     spread = moments - many[..., None] * mean[..., :, None] * mean[..., None, :]
@@ -137,14 +137,14 @@ def fit_statistics(
     return Fitted(arrays, "QueryStatistics", model.signature)
 
 
-def _summed(
+def summed_queries(
     model: Model,
     batches: list[list[list[int]]],
     sums: QuerySums | QueryLengths,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     what: str,
 ) -> list[np.ndarray]:
-    """The sums over all batches, in float64, with the layers in front."""
+    """Sums `sums` over all batches, in float64, with the layers in front; `what` is named in errors."""
     check_whole(model, what)
     run, total = Run(model.config, Method()), None
     for rows in progress(batches):

@@ -1,0 +1,77 @@
+"""Bases by gradients through the codes of a method: rotations, scales and shifts."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.base.errors import InputError
+from kvjax.fitting.loops.bases import Coded, Start, through_codes
+from kvjax.fitting.statistics.basis_rules import Meant, Numbers, paired, partners, scaled
+from kvjax.store.affine import Affine
+from kvjax.store.rotate import hadamard
+
+
+def flat(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """FlatQuant: a rotation and scales for all heads of a layer, from a Hadamard rotation on."""
+    return _of_layers(x, meant, ("skew", "scales"))
+
+
+def rotated(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """SpinQuant: a rotation for all heads of a layer, from a Hadamard rotation on."""
+    return _of_layers(x, meant, ("skew",))
+
+
+def scaled_keys(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """OmniQuant: scales of each head's channels, of keys one for each turning pair; a shift of values, too.
+
+    Scales start as the roots of channels' largest numbers, and a shift as the middle of a channel's range.
+    """
+    by = scaled(paired(np.abs(x).max(2), meant.rope) ** 0.5)
+    if meant.of == "key":
+        return _of_heads(x, meant, by, None, ("scales",))
+    middle = (x.max(2) + x.min(2)) / 2
+    return _of_heads(x, meant, by, middle, ("scales", "shift"))
+
+
+def shifted(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+    """WKVQuant: a shift and a scale of each channel of a head, from the middle and half of its range on."""
+    high, low = x.max(2), x.min(2)
+    return _of_heads(x, meant, scaled((high - low) / 2), (high + low) / 2, ("scales", "shift"))
+
+
+def _of_layers(x: Numbers, meant: Meant, learnt: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """One matrix for all heads of a layer."""
+    layers, heads, tokens, width = x.shape
+    turn = np.broadcast_to(hadamard(width, 0), (layers, width, width))
+    start = Start(turn, np.swapaxes(turn, -1, -2), np.zeros((layers, width)), np.arange(width))
+    found = through_codes(x.reshape(layers, heads * tokens, width), start, coded(meant, width), learnt)
+    return {name: np.repeat(found[name][:, None], heads, 1) for name in ("matrix", "inverse")}
+
+
+def _of_heads(
+    x: Numbers, meant: Meant, by: dict[str, np.ndarray], shift: Float[np.ndarray, "L K H"] | None,
+    learnt: tuple[str, ...],
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """A diagonal matrix for every head, and a shift where one is given to begin with."""
+    layers, heads, tokens, width = x.shape
+    flat = lambda a: a.reshape(layers * heads, *a.shape[2:])  # noqa: E731
+    zero = np.zeros((layers * heads, width))
+    start = Start(
+        flat(by["inverse"]), flat(by["matrix"]), zero if shift is None else flat(shift),
+        partners(width, meant.rope),
+    )  # fmt: skip
+    found = through_codes(flat(x), start, coded(meant, width), learnt)
+    names = ("matrix", "inverse") if shift is None else ("matrix", "inverse", "shift")
+    return {name: found[name].reshape(layers, heads, *found[name].shape[1:]) for name in names}
+
+
+def coded(meant: Meant, width: int) -> Coded:
+    """The codes through which is learnt; InputError for others than those of single tokens."""
+    codec = meant.codec
+    if not isinstance(codec, Affine) or codec.axis != "token":
+        raise InputError(f"a basis is learnt through an Affine of tokens, and {codec!r} was given")
+    group = codec.group or width
+    if width % group:
+        raise InputError(f"group={group} must divide the {width} channels of a head")
+    return Coded(codec.bits, group, codec.clip)

@@ -1,0 +1,85 @@
+"""Ranges of keys and values that are found once, for codes without scales of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.base.errors import InputError
+from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.statistics.levels import only_slots
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import Fitted
+from kvjax.models.model import Model
+from kvjax.state.code_forms import span_of
+from kvjax.store.fixed import Fixed
+
+Numbers = Float[np.ndarray, "L K T H"]
+# Low and step of every head.
+Found = tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L K"]]
+# Parts of a range that are tried.
+TRIED = np.linspace(0.01, 1, 100)
+
+
+def fit_ranges(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    method: Method,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """What the method's ranges are of a model, by the rule of its paper, in one reading of texts.
+
+    Rows are those that codes see, behind a rotation where one stands before them. Raises InputError for a
+    model whose layers are not all plain attention with slots of their own, and for a method whose rule is not
+    known.
+    """
+    only_slots(model, "ranges")
+    store, width = method.store, model.config.head_dim
+    assert store is not None
+    read = read_numbers(model, batches, progress, store.unrotated)
+    found: dict[str, np.ndarray] = {}
+    for of, codec, x in (("key", store.keys, read.k), ("value", store.values, read.v)):
+        if codec is None or not isinstance(inner := span_of(codec, width).codec, Fixed):
+            continue
+        if inner.by not in RULES:
+            raise InputError(f"no rule is known for the range of {inner.by}, expected {', '.join(RULES)}")
+        matrix = np.asarray(span_of(codec, width).matrix, np.float64)
+        rows = x.astype(np.float64) @ np.linalg.inv(matrix)
+        low, step = RULES[inner.by](rows, inner.bits)
+        found |= {f"{of} low": low.astype(np.float32), f"{of} step": step.astype(np.float32)}
+    return Fitted(found, "Fixed", model.signature)
+
+
+def largest_of_layer(x: Numbers, bits: int) -> Found:
+    """SmoothQuant: whole numbers times max |x| / (2^(bits - 1) - 1), of all heads of a layer together."""
+    return _around_zero(np.abs(x).max((1, 2, 3)), x.shape[1], bits)
+
+
+def closest_of_layer(x: Numbers, bits: int) -> Found:
+    """4-bit training: the step of all heads of a layer by which numbers come back closest, of those tried."""
+    most = np.abs(x).max((1, 2, 3))
+    error = np.stack([_lost(x, *_around_zero(most * part, x.shape[1], bits), bits) for part in TRIED])
+    return _around_zero(most * TRIED[error.argmin(0)], x.shape[1], bits)
+
+
+def _around_zero(most: Float[np.ndarray, "L"], heads: int, bits: int) -> Found:
+    """The range of whole numbers times a step, where `most` is 2^(bits - 1) - 1 of them."""
+    step = np.repeat((most / max(2 ** (bits - 1) - 1, 1))[:, None], heads, 1)
+    return -(2 ** (bits - 1)) * step, step
+
+
+def _lost(x: Numbers, low: np.ndarray, step: np.ndarray, bits: int) -> Float[np.ndarray, "L"]:
+    """The squared error of numbers that come back."""
+    low, step = (a[..., None, None] for a in (low, np.where(step > 0, step, 1.0)))
+    code = np.clip(np.rint((x - low) / step), 0, 2**bits - 1)
+    return np.square(code * step + low - x).sum((1, 2, 3))
+
+
+RULES: dict[str, Callable[[Numbers, int], Found]] = {
+    "smoothquant": largest_of_layer,
+    "q-int4": closest_of_layer,
+}

@@ -1,0 +1,72 @@
+"""Quantisation that treats layers differently, or looks at the layer below."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvjax.grammar import Method, Store
+from kvjax.grammar.fitted import as_fitted
+from kvjax.methods.papers import paper
+from kvjax.methods.shared import Bits, Fit, Group, Layers, Seed, Tokens
+from kvjax.store.affine import Affine
+from kvjax.store.first_layers import FirstLayers
+from kvjax.store.predicted import Predicted
+from kvjax.store.rotate import Rotate
+from kvjax.store.sphere import LloydMax
+
+
+@paper(
+    "AsymKV: Enabling 1-Bit Quantization of KV Cache with Layer-Wise Asymmetric Quantization Configurations",
+    arxiv="2410.13212",
+    family="quant-mixed",
+    exact="deviates",
+)
+def asymkv(
+    *, key_layers: Layers = 16, value_layers: Layers = 0, high: Bits = 2, low: Bits = 1, group: Group = 32,
+    residual: Tokens = 128,
+) -> Method:  # fmt: skip
+    """AsymKV (Tao et al., 2024, arXiv:2410.13212), section 4: more bits for keys, and in the first layers.
+
+    The first `key_layers` layers store keys, and the first `value_layers` layers values, in `high` bits; all
+    others in `low`. An error of a key goes through the softmax, and one of a lower layer through the layers
+    above. The codes are KIVI's, keys channel by channel and values token by token; the newest `residual`
+    tokens stay as computed. Deviation: keys and values leave the residual `group` tokens at a time, as in
+    `kivi`.
+    """
+    of_keys = [Affine(bits, axis="channel", group=group) for bits in (high, low)]
+    of_values = [Affine(bits, group=group, together=group) for bits in (high, low)]
+    keys, values = FirstLayers(key_layers, *of_keys), FirstLayers(value_layers, *of_values)
+    return Method(store=Store(keys, values, residual))
+
+
+@paper(
+    "Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models",
+    arxiv="2501.19392",
+    family="quant-mixed",
+    exact="deviates",
+)
+def aqua_kv(
+    *,
+    bits: Literal[1, 2, 3, 4] = 2,
+    first: Literal[1, 2, 3, 4] = 4,
+    tokens: Group = 32,
+    residual: Tokens = 128,
+    seed: Seed = 0,
+    fitted: Fit | None = None,
+) -> Method:
+    """AQUA-KV (Shutova et al., 2025, arXiv:2501.19392), section 3: what the layer below does not say.
+
+    Keys are predicted by a linear map from the keys of the layer below, and values from the keys of their own
+    layer and the values of the layer below, all heads together and as they come back of their codes; what is
+    left is rotated by a Hadamard matrix and stored in `bits` bits, the whole first layer in `first` bits.
+    Keys are stored before RoPE. Every `tokens` tokens are encoded together, and the newest `residual` stay as
+    computed. fitted: the maps, as `kvjax fit aqua-kv` writes them. Deviation: rows are coded number by number
+    by levels for random directions, where the paper's HIGGS codes pairs of numbers; first tokens are stored
+    as others are; a step decodes all layers, one over the other.
+    """
+    rotate, found = Rotate("hadamard", seed), as_fitted(fitted)
+    rest = (Predicted("key", tokens, found), Predicted("value", tokens, found))
+    keys, values = (
+        FirstLayers(1, rotate >> LloydMax(first), one >> rotate >> LloydMax(bits)) for one in rest
+    )
+    return Method(store=Store(keys, values, residual, unrotated=True))

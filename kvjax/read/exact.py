@@ -1,0 +1,51 @@
+"""Reading few values: all keys are met, and only the values of the largest probabilities are read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar.protocols import AttentionSpec
+from kvjax.ops.base.dtypes import wide
+from kvjax.read.channels import visited_slots
+from kvjax.read.ranked import SoftVotes
+from kvjax.state.cache import Slots
+from kvjax.state.codes import dense
+
+
+@dataclasses.dataclass(frozen=True)
+class TopValues(SoftVotes):
+    """KCache (arXiv:2404.18057, section 3): values of the largest probabilities, which keep their size.
+
+    Slots are ranked as those for which the heads of a group vote (`SoftVotes`). Probabilities are those over
+    all slots: what is not read weighs as much as it would, and counts as values of zero.
+    """
+
+    sinks: int = 0
+    by_head: bool = True
+
+    def total(self, v: Float[Array, "*b S V"]) -> dict[str, Array]:
+        """Nothing is held of values."""
+        return {}
+
+    def rest(
+        self, q: Float[Array, "B N T H"], body: Slots, tail: Slots, layer: int | Array,
+        chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
+        attention: AttentionSpec,
+    ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
+        """(0, lse) of the slots that are not read."""
+        k, v = (dense(jax.tree.map(lambda x: x[layer], part)) for part in (body.k, body.v))
+        (b, n, t, h), heads = q.shape, k.shape[1]
+        rows = q.reshape(b, heads, -1, h).astype(wide(q))
+        s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype)) * attention.scale
+        if attention.softcap is not None:
+            s = attention.softcap * jnp.tanh(s / attention.softcap)
+        if body.bias is not None:
+            s = s + body.bias[layer][:, :, None].astype(s.dtype)
+        left = (body.pos[layer] >= 0) & ~visited_slots(chosen, body.capacity)
+        left = jnp.broadcast_to(left[:, :, None], s.shape)
+        found = jax.nn.logsumexp(s, -1, where=left).reshape(lse.shape)
+        return jnp.zeros((b, n, t, v.shape[-1]), q.dtype), found.astype(lse.dtype)

@@ -1,0 +1,93 @@
+"""Rows of methods that store what they keep in codes behind a change of basis; see `table.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.grammar.fitted import Fitted
+from kvjax.store.rotate import hadamard
+from tests.float64.codes import affine, behind, clipped, coded, of_lists, of_range
+from tests.methods.rows import dense, everything, plain, row, split
+from tests.methods.table_stores import FLIPS, TURNS, based, codes
+
+DRAWN = np.random.default_rng(14)
+SHIFTS = {f"{of} shift": DRAWN.normal(size=(2, 2, 16)).astype(np.float32) for of in ("key", "value")}
+MOVED = Fitted({**TURNS.arrays, **SHIFTS}, "InBasis", "")
+VALUES_MOVED = Fitted({**TURNS.arrays, "value shift": SHIFTS["value shift"]}, "InBasis", "")
+
+
+def moved(of, code):
+    """Codes of shifted rows in the basis of their head."""
+
+    def each(layer, head):
+        by, inside = SHIFTS[f"{of} shift"][layer, head].astype(float), based(of, code)(layer, head)
+        return lambda x: inside(x - by) + by
+
+    return each
+
+
+def oscar_bytes(s):
+    """A word of 16 codes and a range; of a list 2 first tokens, the newest 4 and one more as they are."""
+    body = split(everything, 1, 4, lambda s: 0, lambda s: 2 * (s.h * 2 // 8 + 4) + 4)
+    return body(s) + s.layers * s.b * s.k * 2 * plain(s)
+
+
+STEPS = {of: DRAWN.uniform(0.1, 0.3, (2, 2)).astype(np.float32) for of in ("key", "value")}
+RANGED = Fitted(
+    {f"{of} step": x for of, x in STEPS.items()} | {f"{of} low": -9 * x for of, x in STEPS.items()},
+    "Fixed",
+    "",
+)
+
+
+def ranged(of, bits):
+    """Codes of a range of their head."""
+    low, step = (RANGED.arrays[f"{of} {name}"].astype(float) for name in ("low", "step"))
+    return lambda layer, head: of_range(low[layer, head], step[layer, head], bits)
+
+
+def mixed(of):
+    """The same in 4 bits behind a rotation of every 8 channels."""
+    matrix = np.kron(np.eye(2), hadamard(8, 0))
+    return lambda layer, head: behind(matrix, ranged(of, 4)(layer, head))
+
+
+TURNED = behind(hadamard(16, 0), affine(4, 16))
+# Of 16 numbers, in rising order, the 12th and the 8th from 0 on are the most.
+CUT = dict(keys=0.75, values=0.5)
+
+BASES = [
+    row(
+        "duquant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), error=FLIPS,
+        attends=coded(TURNED, affine(4, 16)),
+    ),
+    row(
+        "spinquant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=TURNS),
+        error=FLIPS, attends=of_lists(lambda layer, head: TURNED, based("value", affine(4, 16))),
+    ),
+    row(
+        "omniquant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=VALUES_MOVED),
+        error=FLIPS, attends=of_lists(based("key", affine(4, 16)), moved("value", affine(4, 16))),
+    ),
+    row(
+        "wkvquant", split(everything, 1, 1, lambda s: 0, lambda s: 2 * codes(4, 2) + 4), moves=False,
+        hyper=dict(group=8, fitted=MOVED), error=FLIPS,
+        attends=of_lists(*(moved(of, affine(4, 8)) for of in ("key", "value")), residual=1),
+    ),
+    row(
+        "oscar", oscar_bytes, moves=False, error=FLIPS,
+        hyper=CUT | dict(residual=4, sinks=2, fitted=TURNS),
+        attends=of_lists(
+            based("key", clipped(12, affine(2, 16))), based("value", clipped(8, affine(2, 16))),
+            residual=4, sinks=2,
+        ),
+    ),
+    row(
+        "smoothquant", dense(everything, slot=lambda s: 2 * s.h + 4), hyper=dict(fitted=RANGED), error=FLIPS,
+        attends=of_lists(ranged("key", 8), ranged("value", 8)),
+    ),
+    row(
+        "q-int4", dense(everything, slot=lambda s: 2 * s.h // 2 + 4), hyper=dict(block=8, fitted=RANGED),
+        error=FLIPS, attends=of_lists(mixed("key"), mixed("value")),
+    ),
+]  # fmt: skip
