@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.api.blend import blended, check_texts
 from kvjax.api.chunks import bucket, tokens_that_fit, with_room
 from kvjax.api.prefill import bare_cache, check_cache, check_reach, labelled
 from kvjax.api.prepare import made
@@ -31,7 +32,14 @@ from kvjax.state.cache import Cache, GroupState, Slots
 from kvjax.state.codes import Codes, width_of
 
 
-def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
+def join(
+    model: Model,
+    caches: Sequence[Cache],
+    *,
+    room: int = 0,
+    texts: Sequence[Sequence[Sequence[int]]] | None = None,
+    recompute: float = 0.0,
+) -> Cache:
     """Joins caches of texts that were read separately, as if each text followed the one before it.
 
     Documents that many prompts share are read once each, and joined in the order of a prompt. Keys are
@@ -40,11 +48,18 @@ def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
     arXiv:2311.04934), Block-Attention (Ma et al., 2024, arXiv:2409.15355) and KVLink (Yang et al., 2025,
     arXiv:2502.16002), whose models were trained for it; others lose some accuracy.
 
+    `recompute` gives part of it back (CacheBlend, Yao et al., 2024, arXiv:2405.16444): two layers read all
+    tokens, and those whose values in the second differ most from the joined ones are read again in all
+    layers. As in the authors' code, tokens are chosen once, and not anew in every layer as in the paper; here
+    every token attends to all before it, where the authors' mask counts from the end of the text.
+
     Args:
         model: the model that read the texts.
         caches: one for each text, of as many rows and of one method, which may have compressed each. They
             stay usable.
         room: how many further tokens the cache must hold.
+        texts: the token ids that caches were read from, texts[i][b] for row b of cache i; for `recompute`.
+        recompute: the share of each row's tokens that are read again.
 
     Returns:
         One cache. Row b holds the slots of row b of all caches; its next position is the sum of theirs.
@@ -53,6 +68,7 @@ def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
         InputError: for no cache, caches of other models, methods or numbers of rows, or that a step consumed;
             if layers carry a state, slots are encoded or in pages, or have traces; if the rotation depends on
             the length of the text; and beyond the model's last position.
+            With `recompute`, also for texts of other lengths, compressed caches, and layers that share slots.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -89,6 +105,7 @@ def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
                 raise InputError(f"layer {gm.first} of cache {number} {why}: read the texts together")
     starts = np.cumsum([np.zeros_like(fetch(first.next)), *(fetch(cache.next) for cache in caches)], 0)
     check_reach(model, int(starts[-1].max()) + room, method or Method())
+    again = None if recompute == 0 and texts is None else check_texts(model, caches, texts, recompute)
     ropes = tuple(
         None if run.unrotated else _unscaled(mixer_of(model.config, gm.first).rope(model.config, gm.first))
         for gm in gms
@@ -100,6 +117,8 @@ def join(model: Model, caches: Sequence[Cache], *, room: int = 0) -> Cache:
         for n, group in zip(np.sum(used, 0), first.groups, strict=True)
     )
     joined = _joined(bare, jnp.asarray(starts[:-1], jnp.int32), ropes, sizes)
+    if again is not None:
+        joined = blended(model, joined, *again, recompute)
     joined = labelled(with_room(gms, joined, room), method or Method(), model)
     spare = int(fetch(tokens_that_fit(gms, joined)).min())
     return dataclasses.replace(joined, spare=spare, added=Added(gms, np.zeros_like(starts[-1])))

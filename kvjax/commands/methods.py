@@ -97,6 +97,18 @@ def _print_card(args: argparse.Namespace) -> None:
         print_card(found)
 
 
+def _called(search: str) -> str:
+    """What a paper is that was searched among methods and is none; empty where nothing has that name."""
+    from kvjax.methods.elsewhere import elsewhere
+    from kvjax.serve.systems import SYSTEMS
+
+    name = search.lower().replace(" ", "-")
+    if name in SYSTEMS:
+        return f"{search} is a serving system: see `kvjax systems {name}`"
+    found = elsewhere(search)
+    return f"{search} {found}" if found else ""
+
+
 FILTERS = ("family", "phase", "training", "search")
 
 
@@ -147,7 +159,8 @@ def filtered(
     if not found:
         given = {"family": family, "phase": phase, "training": training, "search": search}
         asked = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
-        raise InputError(f"no method is left by {asked}, expected at least one: leave out one of the filters")
+        hint = _called(search or "") or "leave out one of the filters"
+        raise InputError(f"no method is left by {asked}, expected at least one: {hint}")
     return sorted(found, key=far) if words else found
 
 

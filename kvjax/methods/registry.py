@@ -37,6 +37,7 @@ from kvjax.methods import (
     selection_static_learned,
     selection_static_passages,
 )
+from kvjax.methods.elsewhere import elsewhere
 from kvjax.methods.papers import collect
 from kvjax.methods.parameters import checked
 
@@ -81,6 +82,8 @@ def resolve(id: str) -> str:
     """
     name = ALIASES.get(id.lower().replace("_", "-"), id.lower().replace("_", "-"))
     if name not in METHODS:
+        if where := elsewhere(name):
+            raise ValueError(f"{id!r} is no method of a cache; it {where}")
         near = difflib.get_close_matches(name, [*METHODS, *ALIASES], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(METHODS)}"
         raise ValueError(f"unknown method {id!r}: {hint}")

@@ -193,13 +193,15 @@ def read_tokens(
     needs: frozenset,
     as_steps: bool = False,
     marks: Marks | None = None,
+    at: Positions | None = None,
 ) -> Prompt:
     """Runs new tokens through all layers, over what the cache holds, without storing anything.
 
     as_steps: computes what single steps would: tokens see each other as they will be stored, in the method's
     codes, and the logits are those of all tokens. marks: which tokens are projected with additional weights.
+    at: positions of the tokens, increasing along a row, if they do not follow what the cache holds.
     """
-    return read_with_hidden(run, params, tokens, lengths, cache, needs, as_steps, marks)[0]
+    return read_with_hidden(run, params, tokens, lengths, cache, needs, as_steps, marks, at)[0]
 
 
 def read_with_hidden(
@@ -211,13 +213,15 @@ def read_with_hidden(
     needs: frozenset,
     as_steps: bool = False,
     marks: Marks | None = None,
+    at: Positions | None = None,
 ) -> tuple[Prompt, Float[Array, "B _ D"]]:
     """`read_tokens`, and the last layer's outputs before the last norm, as in `Ran.x`."""
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
     lengths = pinned_to(lengths, on, "batch")
-    at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
+    if at is None:
+        at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
     gms, asked = taught_groups(run.groups(params), params, cache), _asked(needs)
     narrow = narrowing(run, params, at, cache is None)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)

@@ -1,0 +1,49 @@
+"""Papers that are no method: what is written for each is there, and their names lead to it."""
+
+import ast
+import inspect
+
+import pytest
+
+import kvjax
+from kvjax.commands.methods import filtered, listing
+from kvjax.methods import METHODS
+from kvjax.methods.elsewhere import VERBS, elsewhere
+from kvjax.methods.registry import ALIASES
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
+    call = ast.parse(VERBS[name].partition("), ")[0].removesuffix(")") + ")").body[0].value
+    taken = inspect.signature(getattr(kvjax, call.func.attr)).parameters
+    assert {word.arg for word in call.keywords} <= taken.keys()
+    assert len(call.args) <= sum(p.default is p.empty for p in taken.values())
+    assert name not in METHODS and name not in ALIASES
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("CacheBlend", r"kvjax\.join\(model, caches, texts=\.\.\., recompute=0\.15\)"),
+        ("YOCO", "kvjax architectures yoco"),
+        ("mha", "kvjax architectures transformer"),
+    ],
+)
+def test_the_name_of_what_is_no_method_leads_to_it(name, said):
+    with pytest.raises(ValueError, match=said):
+        kvjax.method(name)
+
+
+def test_a_search_that_finds_no_method_says_what_the_paper_is():
+    with pytest.raises(kvjax.InputError, match=r"CacheBlend is kvjax\.join"):
+        filtered(listing(), search="CacheBlend")
+    with pytest.raises(
+        kvjax.InputError, match="fastserve is a serving system: see `kvjax systems fastserve`"
+    ):
+        filtered(listing(), search="fastserve")
+
+
+def test_a_slip_of_the_pen_is_none_of_them():
+    assert elsewhere("snapvk") == ""
+    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
+        kvjax.method("snapvk")
