@@ -1,4 +1,4 @@
-"""What a case is: a program to compile for a TPU that is not there."""
+"""A case: a program to compile for a TPU that need not be present."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Case(NamedTuple):
     """A program, its operands' shapes, and what it must move and compute.
 
     run: takes arrays of `operands`. bytes: what one run must read and write. flops: of its matrix products.
-    cache: bytes of the cache among the operands, which must stay where it is in HBM; 0 where there is none,
-    as in a prompt over itself, whose operands XLA may copy and move into VMEM. relaid: bytes of results as
-    long as the cache, such as masses, that XLA may lay out once more. kernel: the name of the Pallas call.
-    trips: how often the code at each loop depth of the kernel runs. profiles: whether the compiler can
-    simulate it; it aborts on copies by hand whose sources it cannot tell. donated: places of the operands
-    that the program may reuse. branches: how often the largest conditional parts of the outermost loop run,
-    in their order; other code counts as if it always ran.
-    leaf: bytes of the keys of one layer, where their copies are asked for; 0 where those of `cache` are.
-    layouts: of operands, by place, that do not come in the compiler's default, or such a function of a leaf.
+    cache: bytes of the cache among the operands, which XLA must not copy or move out of HBM; 0 if there is
+    none, as in self-attention of a prompt, whose operands XLA may copy and move into VMEM. relaid: bytes of
+    results as long as the cache, such as attention mass, whose layout XLA may change. kernel: the name of the
+    Pallas call. trips: how often the code at each loop depth of the kernel runs. profiles: whether the
+    compiler can simulate it; it aborts on manual copies whose sources it cannot determine. donated: indices
+    of the operands whose memory the program may reuse. branches: how often the largest conditional parts of
+    the outermost loop run, in their order; other code counts as always run. leaf: bytes of the keys of one
+    layer, if copies of that size are checked for; 0 to check for those of `cache`. layouts: of operands, by
+    index, whose layout is not the compiler's default, or a function from a leaf to its layout.
     """
 
     run: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""One case compiled for one topology, in a process of its own: the compiler may abort.
+"""One case compiled for one topology, in a separate process, because the compiler may abort.
 
     python -m kvjax.aot.child TOPOLOGY CASE FOLDER profile|plain OPTIONS
 
@@ -26,7 +26,7 @@ def main() -> None:
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         XLA_FLAGS="",
-        # Only the final passes are dumped: all of them take half a gigabyte and half of the time.
+        # Only the final passes are dumped: dumping all takes half a gigabyte and doubles the time.
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
         f"--xla_jf_dump_llo_pass_label_regex=final_(bundles|hlo){profile}",
         # The compiler's log files grow by gigabytes; fatal errors come to stderr without them.
@@ -63,7 +63,7 @@ def main() -> None:
         return jax.tree.map(one, operand, lies_far(operand))
 
     placed = [place(at, operand) for at, operand in enumerate(case.operands)]
-    # Pallas reads from the mesh for which generation of TPUs it compiles.
+    # Pallas reads from the mesh which TPU generation to compile for.
     with jax.set_mesh(mesh):
         if here() != device.generation:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""One case compiled for one GPU, in a process of its own: the compiler may abort.
+"""One case compiled for one GPU, in a separate process, because the compiler may abort.
 
     python -m kvjax.aot.gpu_child GPU CASE FOLDER OPTIONS
 
@@ -22,7 +22,7 @@ def main() -> None:
     os.environ.update(
         # Compiling needs none of CUDA's libraries.
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-        # Newer releases write the assembly of kernels only where it is named.
+        # Newer releases write the assembly of kernels only if the emitter is named.
         XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx",
         TF_CPP_MIN_LOG_LEVEL="2",
     )

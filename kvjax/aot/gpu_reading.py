@@ -1,4 +1,4 @@
-"""What the CUDA compiler is told of a GPU that is not there, and what can be read out of its dumps."""
+"""The description of an absent GPU for the CUDA compiler, and the parsing of its dumps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 LAUNCH = re.compile(
     r"(\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+, \d+\]\s+shared_memory: (\d+) bytes"
 )
-# Shared memory that every program takes beside its own, and programs that one processor takes at most.
+# Shared memory reserved per program, and the most programs per multiprocessor.
 RESERVED, MOST = 1024, 32
 
 
@@ -40,10 +40,11 @@ device_description_str: "{gpu.kind}"
 
 
 def programs(folder: str, kernel: str, gpu: Gpu) -> dict[str, Any]:
-    """Of the kernels whose names end with `kernel`, the worst of each figure; None if nothing is known.
+    """The worst value of each figure over kernels whose names end with `kernel`; None if nothing is known.
 
-    registers: of a thread. spills: bytes that a thread stores and loads for want of more. shared: bytes of a
-    program. resident: programs that fit one processor. waves: in how many turns all programs run.
+    registers: per thread. spills: bytes that a thread stores and loads for lack of registers. shared: bytes
+    per program. resident: programs that fit on one multiprocessor. waves: how many rounds it takes to run all
+    programs.
     """
     made = [own for own in _launches(folder) if own[0].endswith(kernel)]
     used = {name: _assembled(path, gpu) for name, path in _texts(folder) if name.endswith(kernel)}
@@ -61,7 +62,7 @@ def programs(folder: str, kernel: str, gpu: Gpu) -> dict[str, Any]:
 
 
 def fit(gpu: Gpu, threads: int, registers: int, shared: int) -> int:
-    """Programs of so many threads that one processor holds at once.
+    """How many programs of so many threads one multiprocessor holds at once.
 
     >>> from kvjax.aot.hardware import GPUS
     >>> fit(GPUS["h100"], 128, 72, 38144), fit(GPUS["h100"], 128, 150, 12544)
@@ -108,7 +109,7 @@ def _assembled(path: Path, gpu: Gpu) -> tuple[int, int] | None:
 
 
 def assembler() -> str | None:
-    """Where ptxas is: in the package nvidia-cuda-nvcc, or on the PATH."""
+    """The path of ptxas: in the package nvidia-cuda-nvcc, or on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     for place in places:

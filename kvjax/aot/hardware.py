@@ -1,4 +1,4 @@
-"""What the devices that are compiled for can do at most: TPUs as the compiler lists them, and GPUs."""
+"""The peak figures of the target devices: TPUs as the compiler describes them, and GPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Device(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """generation: its name, kind: jax's. capability: of CUDA. clock, hbm, bf16: as of a `Device`, dense.
+    """Peak figures of a GPU.
 
-    processors: of which each holds `registers`, `shared` bytes of shared memory and `threads`. most_shared:
-    of one program. cache: bytes of L2, memory: of all.
+    generation: its name, kind: jax's name. capability: CUDA's. clock, hbm, bf16: as in `Device`, without
+    sparsity. processors: the multiprocessors, each with `registers`, `shared` bytes of shared memory and
+    `threads`. most_shared: the limit per program. cache: bytes of L2; memory: bytes of HBM.
     """
 
     generation: str

@@ -1,4 +1,4 @@
-"""Compiles a case for a TPU or a GPU in a child process, and says how long it would take at least."""
+"""Compiles a case for a TPU or a GPU in a child process, and computes lower bounds of its time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.aot.reading import largest
 from kvjax.base.errors import InputError
 
 SECONDS = 900
-# No device is needed. The other two keep a caller's settings from changing what is compiled.
+# Lets the compiler run without a device. The other two keep a caller's settings from changing the result.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -48,12 +48,12 @@ def available(platform: str = "tpu") -> str:
 
 
 def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
-    """What the compiler says of case `name` on a device of `topology`, with the bounds in microseconds.
+    """The compiler's figures for case `name` on a device of `topology`, with the bounds in microseconds.
 
-    options: of the case, instead of its own.
+    options: override those of the case.
     hbm_us, mxu_us: bytes and operations at the device's rates; of a TPU bundles_us, issue cycles of the
     schedule, and model_us, the compiler's simulated cycles (None if it has no estimate); bound_us: the
-    largest, and bound its name. "error" instead where it does not compile.
+    largest, and bound its name. Only "error" if it does not compile.
 
     Raises InputError for unknown cases, ValueError for unknown topologies.
     """
@@ -71,9 +71,9 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
 
 
 def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What XLA for CPUs says of a class of layout, `layout-...`, in this process and with its settings.
+    """The figures of XLA for CPUs for a class of layout, `layout-...`, compiled in this process.
 
-    options: of the compiler, instead of those.
+    options: of the compiler, instead of the process's.
     """
     import jax
 
@@ -83,7 +83,7 @@ def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def cases_of(device: Device | Gpu) -> dict[str, Callable[..., Case]]:
-    """What can be compiled for a device, by name."""
+    """The cases that can be compiled for a device, by name."""
     if isinstance(device, Gpu):
         return gpu_cases.CASES | layouts.CASES | host.GPU_CASES
     return cases.CASES | layouts.CASES | host.CASES
@@ -134,7 +134,7 @@ def _child(module: str, topology: str, name: str, *how: str, **options: Any) -> 
 
 
 def reason(stderr: str) -> str:
-    r"""Why a child ended: what the compiler aborted with, or the last exception.
+    r"""Why a child process failed: the compiler's abort message, or the last exception.
 
     >>> reason("F1122 07:13:48.1 5018 dumper.cc:1585] failed: INVALID\n    @ 0x7f  absl::log_internal()")
     'failed: INVALID'

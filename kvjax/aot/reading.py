@@ -1,4 +1,4 @@
-"""What can be read out of a compiled module's text and the compiler's dumps."""
+"""Parses a compiled module's text and the compiler's dumps."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 # A bundle of instructions: its address, perhaps a loop's mark, and one ">" for every loop around it.
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:>\s*)*)\{", re.M)
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
-# What an instruction makes, and its name; of an asynchronous one, the first of what it makes.
+# An instruction's first result and its opcode; an asynchronous instruction can have several results.
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = \(?(\w+)\[([\d,]*)\].*? ([\w\-]+)\(", re.M)
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
 FUSED = re.compile(r"fusion\(.*calls=%([\w.\-]+)")
-# What moves numbers and computes none, and what moves none.
+# Opcodes that move data and compute nothing, and those that do not even move data.
 MOVING = frozenset(
     ("copy", "copy-start", "transpose", "reverse", "concatenate", "pad", "slice", "dynamic-slice", "gather")
 ) | {f"{name}{how}" for name in ("all-gather", "all-to-all", "collective-permute") for how in ("", "-start")}
 STILL = frozenset(("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"))
-# What brings an array from another memory, with its shapes, and what waits for it.
+# Instructions that start a copy from another memory, with its shapes, and those that wait for it.
 FETCH = re.compile(r"^\s*%([\w.\-]+) = .* (?:copy|slice|dynamic-slice)-start\(")
 DONE = re.compile(r"-done\(.*?%([\w.\-]+)\)")
 SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 ADDRESS = re.compile(r"^\s*(0x[0-9a-f]+|0)\s")
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
-# A jump over a conditional part; the mark is that of code within a loop.
+# A jump over a conditional part; the mark denotes code within a loop.
 JUMP = re.compile(r":\s*>.*sbr\.rel \(.*?target = \$region(\d+)")
 SUB_BYTE = {"s4": 4, "u4": 4, "s2": 2, "u2": 2}
 
@@ -61,10 +61,10 @@ def memory(compiled: Any, least: int) -> dict[str, Any]:
 
 
 def host_memory(compiled: Any, least: int) -> dict[str, int]:
-    """Bytes in host memory that a program takes, and how arrays of at least `least` bytes come from there.
+    """Bytes of host memory that a program takes, and its fetches of arrays of at least `least` bytes.
 
-    host_arguments, host_aliases, host_temporaries: as the compiler counts them. fetches: copies to the device
-    that it starts and waits for apart. beside: those of them between whose ends a feed-forward computes.
+    host_arguments, host_aliases, host_temporaries: as the compiler counts them. fetches: asynchronous copies
+    to the device. beside: those that overlap with a feed-forward's computation.
     """
     taken = compiled.memory_analysis()
     fetches, beside = fetched(compiled.as_text() or "", least)
@@ -78,7 +78,7 @@ def host_memory(compiled: Any, least: int) -> dict[str, int]:
 
 
 def fetched(module: str, least: int) -> tuple[int, int]:
-    r"""How many arrays come from host memory by a start and a wait, and over how many of them layers compute.
+    r"""How many arrays are fetched asynchronously from host memory, and how many overlap with computation.
 
     >>> fetched("ENTRY %m (a: f32[8]) -> f32[8] {\n  %s = (f32[8], f32[8]{0:S(5)}, u32[]) copy-start(%a)\n"
     ...     '  %f = f32[8] fusion(%b), metadata={op_name="jit(f)/mlp/dot"}\n'
@@ -101,9 +101,9 @@ def fetched(module: str, least: int) -> tuple[int, int]:
 
 
 def large_copies(module: str, least: int) -> int:
-    r"""Copies of at least `least` bytes in a module's text: a cache that was laid out anew.
+    r"""Copies of at least `least` bytes in a module's text: a cache whose layout changed.
 
-    A fusion that aliases its operand is none: it reads other tiles out of the same memory.
+    A fusion that aliases its operand does not count: it reads the same memory in other tiles.
 
     >>> large_copies("%copy.1 = bf16[4,128]{1,0} copy(%a)\n%copy.2 = f32[2]{0} copy(%b)", 1024)
     1
@@ -114,9 +114,9 @@ def large_copies(module: str, least: int) -> int:
 
 
 def largest_move(module: str) -> int:
-    r"""Bytes of the largest array that a module makes only to have numbers elsewhere, or in another order.
+    r"""Bytes of the largest array that a module makes only to move numbers or to change their order.
 
-    A fusion does where all of its instructions do; one that aliases its operand writes into it.
+    A fusion counts if all of its instructions only move data; one that aliases its operand writes in place.
 
     >>> largest_move("%f (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
     ...     "  ROOT %c = f32[8]{0} copy(%p)\n}\n\nENTRY %m (a: f32[8]) -> f32[8] {\n"
@@ -139,7 +139,7 @@ def largest_move(module: str) -> int:
 
 
 def staged(module: str, least: int) -> list[str]:
-    """Operands of Pallas calls, of at least `least` bytes, that XLA moved into VMEM: no HBM is read then."""
+    """Operands of Pallas calls, of at least `least` bytes, that XLA moved into VMEM (no HBM is read)."""
     found = []
     for call in re.finditer(r"custom-call\(([^)]*)\)[^\n]*tpu_custom_call", module):
         for name in re.findall(r"%([\w.\-]+)", call.group(1)):
@@ -152,7 +152,7 @@ def staged(module: str, least: int) -> list[str]:
 def schedule(folder: str, kernel: str) -> dict[str, Any]:
     """Bundles per loop depth and conditional part, spilled stores, VMEM and estimated cycles of a kernel.
 
-    What a dump does not hold is None: cycles where nothing was profiled.
+    Figures that the dump lacks are None, such as the cycles without a profile.
     """
     bundles: dict[str, int] = {}
     parts: list[int] = []
@@ -212,7 +212,7 @@ def _dumps(folder: str, kernel: str, ending: str, but: str = "\0") -> Iterator[s
 
 
 def _spills(table: str) -> int:
-    """Spilled stores in a table whose second line names the columns and whose rows are bundles."""
+    """Counts spilled stores in a table whose second line names the columns and whose rows are bundles."""
     lines = table.splitlines()
     column = next((i for i, n in enumerate(lines[1].split(",")) if n.strip() == "VSTORE:SPILL"), None)
     if column is None:
@@ -223,9 +223,9 @@ def _spills(table: str) -> int:
 
 
 def _vmem(report: str, kernel: str) -> int:
-    """Bytes of VMEM that a report gives the kernel's operation.
+    """The kernel's VMEM in bytes, from the compiler's report.
 
-    Its blocks begin at 0, below what XLA holds there through the program: only their allocations are its own.
+    Its blocks begin at 0, below those that XLA holds through the program: only its own allocations count.
     """
     mark = "const DATA ="
     data = json.JSONDecoder().raw_decode(report[report.index(mark) + len(mark) :].lstrip())[0]

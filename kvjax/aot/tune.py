@@ -1,8 +1,8 @@
-"""Slots per step without hardware: candidates are compiled, and the best goes into the kernels' table.
+"""Tunes the slots per step without hardware: compiles candidates, and writes the best to the kernels' table.
 
-A kernel that streams a cache through two buffers starts the copy of step i + 2 when it is done with step i.
-So two steps take at least one step's work, the latency of a copy, and the copy itself; and all steps at least
-their issue cycles, and their bytes at the memory's rate.
+A kernel that streams a cache through two buffers starts the copy for step i + 2 when it finishes step i. So
+two steps take at least one step's work, the latency of a copy, and the copy itself; and all steps take at
+least their issue cycles, and their bytes at the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvjax.pallas_kernels.block_sizes import TABLE
 
 # The compiler's simulation starts a copy in 600 to 650 cycles on v5e; assumed for the others.
 LATENCY_US = 0.43
-# Of the 16 MiB that a kernel may have; the rest is for positions, biases, probabilities and more queries.
+# Of the 16 MiB available to a kernel; the rest is for positions, biases, probabilities and more queries.
 VMEM = 9 * 2**19
 # Most spilled stores per bundle. Bundles count their time already; with more, a kernel does little else.
 SPILLS = 0.25
@@ -32,7 +32,7 @@ TIE = 0.05
 
 
 class Sweep(NamedTuple):
-    """What is tried: the case for a payload and a width of rows, its option, and that option's values.
+    """What to tune: the cases by payload and row width, the tuned option, and its candidate values.
 
     vmem: bytes that the kernel may take.
     """
@@ -134,7 +134,7 @@ def _steps(case: Callable[[Device], Any], device: Device) -> float:
 
 
 def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
-    """What `steps` steps through two buffers take at least (the module's docstring says why).
+    """A lower bound of the time of `steps` steps through two buffers (see the module's docstring).
 
     >>> bound_us(100.0, 300.0, 100.0), bound_us(100.0, 110.0, 1000.0)
     (300.0, 320.0)
@@ -143,7 +143,7 @@ def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
 
 
 def pick(rows: list[Row], vmem: int = VMEM) -> Row | None:
-    """The fastest row, or of those within `TIE` of it the one of the least VMEM; None if none fits.
+    """The fastest row; among rows within `TIE` of it, the one with the least VMEM; None if none fits.
 
     >>> row = dict(slots=512, us=100.0, vmem=2**20, spills=0.0)
     >>> pick([row, row | dict(slots=1024, us=99.0, vmem=2**21)])["slots"]
@@ -175,7 +175,7 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def write_table(found: list[Row], path: Path = TABLE) -> None:
-    """Replaces what the table has of the operations and generations in `found`, and keeps the rest."""
+    """Replaces the table's entries for the operations and generations in `found`, and keeps the rest."""
     table = json.loads(path.read_text()) if path.exists() else {"rows": []}
     swept = {_place(row)[:2] for row in found}
     rows = [row for row in table["rows"] if (row["operation"], row["generation"]) not in swept]

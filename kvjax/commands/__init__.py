@@ -1,5 +1,6 @@
-"""The subcommands of `kvjax`, one file each: its arguments and what it prints; the work is the library's.
+"""The subcommands of `kvjax`, one file each, with its arguments and output; the library does the work.
 
 A command's file has HELP, EXAMPLE, add_arguments(parser) and run(args), and imports jax only when it runs, so
-that `--help` and misspelt arguments are answered at once; `<command>_*.py` beside it hold what needs jax.
+that `--help` and misspelt arguments are answered at once; `<command>_*.py` beside it hold the code that needs
+jax.
 """

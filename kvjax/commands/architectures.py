@@ -1,4 +1,4 @@
-"""`kvjax architectures`: what the decoder can be made of, with papers and what each keeps; or one of them."""
+"""`kvjax architectures`: the decoder's parts, with their papers and what each caches; or one of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 def _chosen(
     rows: list[dict[str, Any]], id: str | None, family: str | None, search: str | None
 ) -> list[dict[str, Any]]:
-    """Those that were asked for; InputError if there are none, with the nearest name."""
+    """The rows that match the filters; InputError if there are none, with the nearest name."""
     import difflib
 
     from kvjax.base.errors import InputError
@@ -98,7 +98,7 @@ def of_verb(rows: list[dict[str, Any]], verb: str) -> list[dict[str, Any]]:
 
 
 def print_lines(rows: list[dict[str, Any]]) -> None:
-    """One line for each architecture or method: its id, its family, and what it is."""
+    """Prints one line for each architecture or method: its id, its family and its title."""
     from rich.text import Text
 
     from kvjax.commands.terminal import console

@@ -1,4 +1,4 @@
-"""`kvjax convert`: another architecture from a trained model, with what that costs before any training."""
+"""`kvjax convert`: converts a trained model to another architecture, and measures the loss at once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
             questions=False,
         )  # fmt: skip
 
-    # What a conversion learns from is not what it is measured on.
+    # A conversion is not measured on the texts that it was fitted to.
     new, texts = convert(model, args.to, partial(some, args.seed + 1)), some(args.seed)
     check_finite(new.params, f"what {args.to} makes of {args.model}")
     found = difference(model, new, texts)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _uptraining(model: Any, new: Any, args: argparse.Namespace) -> str:
-    """The command that goes on from a converted model."""
+    """The command that trains a converted model further."""
     from kvjax.eval.tasks.reader import speaks_recall
     from kvjax.models.mixers.cross_attention import CrossAttention
 

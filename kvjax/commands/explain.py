@@ -1,4 +1,4 @@
-"""`kvjax explain`: what a sentence does to a prompt and in every step, and what its cache weighs."""
+"""`kvjax explain`: what a method does to a prompt and in every step, and how large its cache is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints what `kvjax explain` says: a sentence's words, then the bytes of its cache on a model."""
+"""Prints what `kvjax explain` reports: the words of a method, then the bytes of its cache for a model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from kvjax.plan.cache_sizes import Sizes, sizes_of
 from kvjax.state.cache import heavier
 
 _COLUMNS = 110
-# Tokens that are written behind the prompt, where the cache is weighed again.
+# The cache size is reported again after this many generated tokens.
 _WRITTEN = 256
 
 
 def print_explanation(method: Method, model: str, context: int, dtype: str) -> None:
-    """Prints what `method` does with a prompt of `context` tokens, and what that weighs on a model.
+    """Prints what `method` does with a prompt of `context` tokens, and the size of its cache for a model.
 
-    Raises InputError if there is no such model, it has fewer positions, or what must stay is more than the
+    Raises InputError if there is no such model, it has fewer positions, or the slots that must be kept exceed
+    the
     budget.
     """
     config, folder = find_config(model)
     if folder is not None and folder.parent == SHIPPED:
-        # What comes with kvjax was fitted to such models alone, and these are read at once.
+        # The fitted arrays that ship with kvjax are for these small models alone, which load at once.
         method = ready(load(model), method)
     if context > config.max_positions:
         raise InputError(
@@ -65,7 +66,7 @@ def _print_part(out: Console, head: str, told: list[Told]) -> None:
 
 
 def _print_word(out: Console, word: Any, depth: int, known: set[Any]) -> None:
-    """A word and what it says, and below it the words that it is made of; one that was said is not again."""
+    """Prints a word's explanation, and the words it contains below it; explains each word only once."""
     if word in known:
         _print(out, f"{called(word)}: as above.", depth)
         return

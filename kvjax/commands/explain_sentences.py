@@ -1,7 +1,7 @@
-"""What a sentence does, in plain sentences: each of its words says its own, by `says` or in its docstring.
+"""Explains a method in plain English: each of its words has its own explanation, in `says` or its docstring.
 
-No method and no word is known here by its name; what is said beside the words is what the parts of every
-sentence (`kvjax.grammar`) mean.
+No method or word is treated by name here; the text around the words explains the fields that every method has
+(`kvjax.grammar`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _ONE_LINE = 10_000
 
 
 class Told(NamedTuple):
-    """A sentence about what happens, and the words that it is about."""
+    """A statement about what happens, and the words of the method that it is about."""
 
     text: str
     words: tuple[Any, ...] = ()
 
 
 def said(word: Any) -> str:
-    """What a word says of itself: `says`, where it has that, or its docstring's first paragraph.
+    """A word's explanation of itself: its `says`, if it has one, or its docstring's first paragraph.
 
-    In the latter, names of its fields that stand in backticks become their numbers.
+    In a docstring, names of fields in backticks are replaced by the fields' values.
 
     >>> from kvjax.keep.scores.score import WindowAttention
     >>> said(WindowAttention(64))
@@ -42,7 +42,7 @@ def said(word: Any) -> str:
     if isinstance(own, str):
         return own
     text = (type(word).__doc__ or "").strip().split("\n\n")[0]
-    if text.startswith(f"{type(word).__name__}("):  # what dataclasses write where there is no docstring
+    if text.startswith(f"{type(word).__name__}("):  # the docstring that dataclasses generate if there is none
         return ""
     fields = {f.name: getattr(word, f.name) for f in dataclasses.fields(word)}
 
@@ -74,7 +74,7 @@ def inside(word: Any) -> Iterator[Any]:
 
 
 def at_prefill(method: Method, tokens: int) -> list[Told]:
-    """What happens to a prompt of `tokens` tokens, in the order in which it happens."""
+    """The statements about what happens to a prompt of `tokens` tokens, in order."""
     told = []
     if method.make is not None:
         told.append(Told("Before anything is read, another model is made of the given one.", (method.make,)))
@@ -136,7 +136,7 @@ def _kept(keep: Keep, tokens: int) -> list[Told]:
 
 
 def _counted(keep: Keep, tokens: int) -> Told:
-    """How many slots stay."""
+    """How many slots are kept."""
     if hasattr(keep.allocate, "threshold") and getattr(keep.budget, "amount", 0) == 1.0:
         return Told("How many slots stay follows from the scores.", (keep.allocate,))
     n = keep.budget.capacity(tokens)
@@ -185,7 +185,7 @@ _FETCHED = "What its query picks comes from host memory where the device has no 
 
 
 def at_each_step(method: Method) -> list[Told]:
-    """What happens to every token that is written, in the order in which it happens."""
+    """The statements about what happens to every generated token, in order."""
     keep, store, read = method.keep, method.store, method.read
     told = [_written(store)]
     first = hiding_of(keep) is not None

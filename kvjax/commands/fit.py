@@ -1,4 +1,4 @@
-"""`kvjax fit`: teaches the words of a method about a model, and writes what they learned to a file."""
+"""`kvjax fit`: fits the words of a method to a model, and writes the fitted arrays to a file."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     found = fit(model, args.method, texts, batch=args.batch, budget=budget, progress=shown, **options)
     save_fitted(args.out, found)
     out.print(f"{args.out}: {found.word}, fitted on {len(texts)} texts")
-    # What the fit and the method must have in common, such as KVQuant's bits.
+    # The settings that the fit and the method must share, such as KVQuant's bits.
     also = "".join(
         f",{name}={value}"
         for name, value in options.items()

@@ -1,4 +1,4 @@
-"""`kvjax generate`: text or token ids from a prompt, as they come, then what that took."""
+"""`kvjax generate`: streams text or token ids after a prompt, then prints time and memory."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _check_draft(args: argparse.Namespace, converses: bool) -> None:
 
 
 def _drafting(args: argparse.Namespace) -> Any:
-    """What drafts: the text itself, a model that is loaded, or a method."""
+    """What drafts tokens: the text itself, a loaded model, or a method."""
     from kvjax.api.drafts import Lookup
     from kvjax.io.load import load
     from kvjax.methods.parse import parse_method

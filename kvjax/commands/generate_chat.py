@@ -1,4 +1,4 @@
-"""A conversation at the terminal: answers as they come, then what the cache weighs, turn by turn."""
+"""A conversation at the terminal: streams answers, and prints the size of the cache after every turn."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LONG = 0.2
 
 
 def converse(model: Model, method: Method | None, options: dict[str, Any]) -> None:
-    """Reads questions from standard input, a line each, and prints answers until there are no more.
+    """Reads questions from standard input, one per line, and prints answers until the input ends.
 
-    options: of `kvjax.chat`. At a terminal, an error in a question leaves the conversation as it was.
+    options: those of `kvjax.chat`. At a terminal, an error in a question leaves the conversation unchanged.
     """
     if jax.process_count() > 1:
         raise InputError("several hosts take no conversation, expected a prompt: add --prompt TEXT")
@@ -62,7 +62,7 @@ def is_attended() -> bool:
 
 
 def _line(attended: bool) -> str | None:
-    """The next line without white space around it; None at the end of the input."""
+    """The next line, stripped; None at the end of the input."""
     try:
         if attended:
             return input("> ").strip()
@@ -76,7 +76,7 @@ def _line(attended: bool) -> str | None:
 
 
 def _obeyed(talk: Chat, line: str) -> bool:
-    """Does what a line that begins with / asks for; whether the conversation goes on."""
+    """Executes a line that begins with /; returns whether the conversation continues."""
     word, _, rest = line.partition(" ")
     if word in ("/exit", "/quit"):
         return False
@@ -102,7 +102,7 @@ def _save(talk: Chat, path: str) -> None:
 
 
 def _answer(talk: Chat, question: str) -> None:
-    """Streams an answer, which Ctrl-C ends, and says what the turn took."""
+    """Streams an answer, which Ctrl-C stops, and prints the turn's time and memory."""
     with ends_a_part() as enough, Clock() as clock, _status(clock) as status:
         pieces, seconds = talk.stream(question), []
         for piece in pieces:
@@ -119,7 +119,7 @@ def _answer(talk: Chat, question: str) -> None:
 
 @contextlib.contextmanager
 def _status(clock: Clock) -> Any:
-    """A line on standard error for as long as a decoder compiles; what is given takes it away."""
+    """A status line on standard error while a decoder compiles; returns the context whose exit removes it."""
     shown, attended = [], sys.stderr.isatty()
 
     def show(text: str) -> None:
@@ -140,7 +140,7 @@ def _status(clock: Clock) -> Any:
 
 
 def _report(talk: Chat, seconds: list[float], clock: Clock) -> None:
-    """What the turn took and what the cache holds, on standard error."""
+    """Prints the turn's time and the size of the cache on standard error."""
     assert talk.cache is not None
     turn, tokens = talk.turns[-1], int(np.asarray(talk.cache.next)[0])
     parts = [f"read {turn.read}, wrote {turn.written}"]
@@ -167,7 +167,7 @@ def _full_bytes(talk: Chat) -> int:
 
 
 def _kept(talk: Chat) -> str:
-    """How many tokens a KV head keeps on average; empty where layers have no slots."""
+    """How many tokens a KV head keeps on average; empty if no layer has slots."""
     assert talk.cache is not None
     counts = [(pos >= 0).sum(-1).ravel() for pos in kept_positions(talk.cache)]
     found = np.concatenate(counts)
@@ -175,14 +175,14 @@ def _kept(talk: Chat) -> str:
 
 
 def _tell(text: str, end: str = "\n", raw: bool = False) -> None:
-    """Writes to standard error, where that can be written: standard output is what was said alone."""
+    """Writes to standard error, if possible: standard output has the answers alone."""
     with contextlib.suppress(OSError):
         sys.stderr.write((text if raw else escaped(text)) + end)
         sys.stderr.flush()
 
 
 def options_of(args: argparse.Namespace, sampler: Any, processors: tuple[Callable[..., Any], ...]) -> dict:
-    """What `kvjax.chat` is given of the command's options."""
+    """The arguments of `kvjax.chat` that the command's options give."""
     return dict(
         system=args.system, max_new_tokens=args.max_new_tokens or 256, sampler=sampler,
         processors=processors, stop_strings=args.stop, key=jax.random.key(args.seed),

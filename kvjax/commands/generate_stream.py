@@ -27,7 +27,7 @@ from kvjax.state.cache import Cache, heavier, nbytes
 
 
 def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: int, **options: Any) -> None:
-    """Prints up to `new` tokens behind `ids` as they come, then what that took; options: of `generate`."""
+    """Streams up to `new` tokens after `ids`, then prints time and memory; options: those of `generate`."""
     with Clock() as clock:
         printer = Printer(model, clock)
         out = generate(
@@ -53,7 +53,7 @@ def stream_drafts(
     k: int,
     **options: Any,
 ) -> None:
-    """`stream` by `kvjax.speculate`: the same text, and how many drafted tokens were taken."""
+    """`stream` by `kvjax.speculate`: the same text, and how many drafted tokens were accepted."""
     with Clock() as clock:
         printer = Printer(model, clock)
         count = iter(range(new))
@@ -94,9 +94,9 @@ def encode(model: Model, text: str, chat: bool) -> list[int]:
 
 
 class Clock:
-    """Seconds since its block began, and how many of them went into tracing and compiling.
+    """Measures the seconds since its block began, and those spent on tracing and compiling.
 
-    on_traced: told the seconds of every program's trace, before it compiles.
+    on_traced: called with the seconds of every program's trace, before it compiles.
     """
 
     on_traced: Callable[[float], None] | None = None
@@ -116,7 +116,7 @@ class Clock:
             self.on_traced(duration_secs)
 
     def running(self) -> float:
-        """Seconds since the start without those of compiling."""
+        """Seconds since the start, without compilation."""
         return time.perf_counter() - self.start - self.compiling
 
 
@@ -138,7 +138,7 @@ class Printer:
         print_part(piece)
 
     def finish(self) -> None:
-        """Prints what was held back, and ends the line."""
+        """Prints the text that is still held back, and ends the line."""
         print_part("" if self.text is None else self.text.rest())
         print(flush=True)
 
@@ -146,7 +146,7 @@ class Printer:
 def _print_report(
     model: Model, prompt: int, new: int, printer: Printer, cache: Cache, more: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """What was read, written, compiled and held, on standard error: standard output is the text alone."""
+    """Prints token counts, compile time and memory on standard error: standard output has the text alone."""
     seconds = printer.seconds
     speed = f", {_speed(seconds)} tokens/s" if len(seconds) > 1 else ""
     dtype = jax.tree.leaves(model.params)[0].dtype
@@ -168,7 +168,7 @@ def _print_report(
 
 
 def _speed(seconds: list[float]) -> str:
-    """Tokens per second behind the first; two digits, because it is one timing."""
+    """Tokens per second after the first; two digits, because it is a single timing."""
     return rounded((len(seconds) - 1) / (seconds[-1] - seconds[0]), 2)
 
 

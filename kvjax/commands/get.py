@@ -70,7 +70,7 @@ def is_place(text: str) -> bool:
 
 
 def print_model(out, name: str, file: Path) -> None:
-    """Prints what was fetched, under which licence, and how to use it."""
+    """Prints what was downloaded, its licence, and how to use it."""
     from kvjax.commands.terminal import pairs, size
     from kvjax.io.downloads import KNOWN
     from kvjax.models.gguf.reader import open_gguf

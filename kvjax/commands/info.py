@@ -1,4 +1,4 @@
-"""`kvjax info`: what this machine and installation are, and what will run on them."""
+"""`kvjax info`: describes this machine and installation, and which backends work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _attention(platform: str) -> list[str]:
-    """What prompts and steps attend with here."""
+    """Which attention kernels prompts and decode steps use here."""
     import jax
 
     from kvjax.ops.decode.partial_gpu import unable

@@ -1,4 +1,4 @@
-"""`kvjax inspect`: a model's shapes and what its caches take, or what a saved cache holds."""
+"""`kvjax inspect`: a model's shapes and the size of its caches, or the content of a saved cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved cache holds, from its header and positions: no keys or values are read, no method is built."""
+"""The content of a saved cache, from its header and positions: reads no keys or values, builds no method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS |= {"owner": "page tables", "next": "positions", "near": "copies on the d
 
 
 def print_cache(path: str) -> None:
-    """Prints method, model, rows, live slots and bytes of a cache file; InputError if it is none."""
+    """Prints method, model, rows, live slots and bytes of a cache file; InputError if it is not one."""
     head = read_cache_header(path)
     with damage(path):
         leaves = list(_leaves(head.tree, ""))
@@ -75,7 +75,7 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
         yield part, int(np.prod(node["shape"])) * jnp.dtype(node["array"]).itemsize
     elif isinstance(node, dict):
         for name, child in node.items():
-            # Whatever lies below keys, values or statistics is counted with them.
+            # Everything nested in keys, values or statistics is counted with them.
             whole = place in ("k", "v", "traces", "summary", "states", "near")
             below = (
                 "states"

@@ -1,4 +1,4 @@
-"""Which device of a mesh would hold what of a model and its cache, from the config: none need be there."""
+"""Which device of a mesh would hold which parts of a model and its cache, without these devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvjax.state.shardings import described
 
 
 def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | None, dtype: str) -> None:
-    """Prints who would hold what of a model and of its cache after `context` tokens (None: as many as usual).
+    """Prints what each device holds of a model and its cache after `context` tokens (None: a default length).
 
     Raises InputError if there is no such model, mesh or method.
     """

@@ -1,4 +1,4 @@
-"""A model's shapes and what its caches take under every method, from its config: no weights are read."""
+"""A model's shapes and the size of its caches under every method, from its config; reads no weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
 
 
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
-    """A model's config and, where it lies on disk, its directory or GGUF file; no weights are read.
+    """A model's config and, if it is on disk, its directory or GGUF file; reads no weights.
 
     Raises InputError if there is no such model.
     """
@@ -68,7 +68,7 @@ def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
     if os.path.lexists(name) or "/" not in name:
         folder = model_path(name)
     else:
-        with contextlib.suppress(Exception):  # `load` below says what is wrong
+        with contextlib.suppress(Exception):  # `load` below reports the error
             from huggingface_hub import snapshot_download
 
             folder = Path(snapshot_download(name, allow_patterns=["*.json"]))
@@ -84,7 +84,7 @@ def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
 
 
 def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) -> list[tuple[str, str]]:
-    """What a config says, in words."""
+    """The fields of a config, described in words."""
     disk = "" if folder is None else _on_disk(folder)
     item = jnp.dtype(dtype).itemsize
     count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config, dtype)))
@@ -101,7 +101,7 @@ def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) ->
 
 
 def _on_disk(folder: Path) -> str:
-    """How large a model's files are, and what quantised them."""
+    """The size of a model's files, and their quantisation."""
     files = [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
     config = folder / "config.json"
     how = quantisation_of(beside(folder, read_json(config))) if config.is_file() else None
@@ -110,7 +110,7 @@ def _on_disk(folder: Path) -> str:
 
 
 def _block_rows(config: BlockConfig, dtype: str) -> list[tuple[str, str]]:
-    """Both decoders of a Block Transformer: what one keeps of a block, and the other of an open block."""
+    """Both decoders of a Block Transformer: what one caches per block, and the other for the open block."""
     n, inside = config.length, config.inside
     below, above = (_bytes_per_slot(c, dtype) for c in (config.blocks, config.tokens))
     both = [
@@ -155,7 +155,7 @@ def _own_slots(config: Config) -> list[SlotShape | None]:
 
 
 def _growing(config: Config) -> Counter[SlotShape]:
-    """The kinds of slots that layers add for every token, and how many layers do."""
+    """The kinds of slots that layers add for every token, and how many layers have each."""
     own = enumerate(_own_slots(config))
     return Counter(s for i, s in own if s is not None and not s.fixed and config.window(i) is None)
 
@@ -170,7 +170,7 @@ def _bytes_per_slot(config: Config, dtype: str) -> int:
 
 
 def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[str, str]]:
-    """What the layers keep of every `unit` that they are given."""
+    """What the layers cache for every `unit` that they read."""
     item = jnp.dtype(dtype).itemsize
     windows = [w for w in config.windows if w is not None]
     mixers, slots = [mixer_of(config, i) for i in range(config.layers)], _own_slots(config)
@@ -208,7 +208,7 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
 
 
 def acts_on(config: Config | BlockConfig) -> str:
-    """Which layers a budget concerns, where these are not all."""
+    """The layers that a budget applies to, if these are not all."""
     if isinstance(config, BlockConfig):
         return ""
     acted, windows = sum(_growing(config).values()), sum(w is not None for w in config.windows)
@@ -229,7 +229,7 @@ def _layers(count: int) -> str:
 
 
 def _layers_words(slots: SlotShape, layers: int, item: int) -> str:
-    """How the bytes of some equal layers come about."""
+    """How the bytes of some equal layers are computed, in words."""
     if slots.shared:
         kind = "in one array" if slots.factors else "latents"
         heads = f" x {slots.heads} heads" if slots.heads > 1 else ""

@@ -1,4 +1,4 @@
-"""`kvjax lm-eval`: the tasks of lm-evaluation-harness over compressed caches, by the harness' own command."""
+"""`kvjax lm-eval`: lm-evaluation-harness's tasks over compressed caches, by the harness's own command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ All other options are those of `lm-eval run`, such as --num_fewshot, --limit,
 --batch_size, --include_path, --output_path, --log_samples, --gen_kwargs, --config.
 Compressed is the context of a request: what stands before the last --marker, or
 without one all tokens of the prompt but the last."""
-# Options of the harness that say what kvjax says with others.
+# Options of the harness for which kvjax has others.
 MODELS = ("--model_args", "-a", "-M", "--device")
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """InputError for what is wrong before anything is loaded."""
+    """Raises InputError for wrong arguments, before anything is loaded."""
     if wrong := next((word for word in args.rest if word.split("=")[0] in MODELS), None):
         raise InputError(
             f"{wrong} was given, expected --model, --dtype and --method of kvjax, and JAX_PLATFORMS for the "
@@ -94,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _model_args(args: argparse.Namespace) -> dict[str, Any]:
-    """As a dict, because the harness' parser of texts splits at the commas of a method."""
+    """A dict, because the harness's parser would split a method's text at its commas."""
     options = {
         "model": args.model, "method": args.method, "marker": args.marker, "drop_marker": args.drop_marker,
         "chunk": args.chunk, "dtype": args.dtype, "max_length": args.max_length, **mesh_options(args),
@@ -103,7 +103,7 @@ def _model_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _harness(words: list[str]) -> tuple[Any, argparse.Namespace]:
-    """The harness' own command line, and what it reads in these words."""
+    """The harness's own command-line object, and its parsed arguments."""
     from lm_eval._cli import HarnessCLI  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import setup_logging  # pyright: ignore[reportMissingImports]
 
@@ -121,7 +121,7 @@ def _harness(words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def _check_folder(path: Path) -> None:
-    """InputError if results could not be written; the harness would say so at the end, and lose them."""
+    """Raises InputError if results could not be written; the harness would fail only at the end."""
     folder = path.parent if path.suffix == ".json" else path
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The `kvjax` command: reads arguments, runs a command, answers wrong input in one line with exit code 2."""
+"""The `kvjax` command: parses arguments, runs a subcommand, reports wrong input in one line (exit code 2)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answered(words: list[str], interrupts: Interrupts) -> int:
-    """Runs the command line, and says what was wrong with it."""
+    """Runs the command line, and reports errors."""
     try:
         try:
             return _run(words)
@@ -57,7 +57,7 @@ def _answered(words: list[str], interrupts: Interrupts) -> int:
         silence(sys.stdout)
         return BROKEN_PIPE
     except Exception as error:
-        if interrupts.came():  # jax and others turn an interrupt into an error of theirs
+        if interrupts.came():  # jax and other libraries turn an interrupt into an exception of theirs
             return _interrupted(words)
         return _explained(words, error)
 
@@ -72,14 +72,14 @@ def _explained(words: list[str], error: Exception) -> int:
             f"the output could not be written ({error.strerror}): write it elsewhere, or free some space"
         )
     if isinstance(error, ValueError):
-        # kvjax raises ValueError with a message for the user. One that another library raised is a bug.
+        # kvjax raises ValueError with a message for the user. A ValueError of another library is a bug.
         if _deliberate(error.__traceback__):
             return _complain(f"{error}: see `kvjax {words[0]} --help`")
     raise error
 
 
 def _interrupted(words: list[str]) -> int:
-    """Says that the command was interrupted, and which command line resumes it."""
+    """Reports that the command was interrupted, and which command line resumes it."""
     folder = folder_to_resume()
     if folder is None:
         return _tell("interrupted", INTERRUPTED)
@@ -111,7 +111,7 @@ def _run(words: list[str]) -> int:
 
 
 def _run_on_hosts(args: argparse.Namespace) -> int | None:
-    """Runs the command, with those of other hosts where `--hosts` or the environment says so."""
+    """Runs the command, together with other hosts if `--hosts` or the environment says so."""
     if not hasattr(args, "hosts") or not (args.hosts or os.environ.get("KVJAX_HOSTS")):
         if any(getattr(args, name, None) is not None for name in ("process", "processes")):
             raise InputError("--processes or --process was given without --hosts: add --hosts ADDRESS:PORT")
@@ -119,7 +119,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int | None:
     from kvjax.hosts.messages import is_first
     from kvjax.hosts.start import start_hosts
 
-    # Libraries write to the standard output of a process, where the command's own output goes.
+    # Libraries may write to the process's standard output, which is for the command's own output.
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", errors="backslashreplace")
     os.dup2(2, 1)
@@ -130,7 +130,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int | None:
 
 
 def _end(code: int) -> int:
-    """The exit code of a command; where others wait for this process, it ends here, and tells them so."""
+    """The exit code of a command; if other hosts wait for this process, shuts it down and notifies them."""
     watch = sys.modules.get("kvjax.hosts.watch")
     if code and watch is not None and watch.joining.is_set():
         watch.leave(code)
@@ -185,7 +185,7 @@ def _complain(message: str) -> int:
 
 
 def _tell(line: str, code: int) -> int:
-    """Prints a line on standard error, where that can be written, and returns the exit code."""
+    """Prints a line on standard error, if possible, and returns the exit code."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -194,7 +194,7 @@ def _tell(line: str, code: int) -> int:
 
 
 def _deliberate(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is ours or a user's method: then the message was written to be read."""
+    """Whether the innermost frame is kvjax's or a user's method: then the message is for the user."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))

@@ -120,11 +120,11 @@ def filtered(
     training: str | None = None,
     search: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Those of the rows of `listing` that all the given filters let through.
+    """Filters the rows of `listing` by all given filters.
 
-    training: "yes" or "no". search: words, all of which a method's id, title, aliases, class of kvpress or
-    docstring must have; methods that are called so come first, then those with the words in their names.
-    InputError for a value that no method has, with the nearest one, and where nothing is left.
+    training: "yes" or "no". search: words that must all occur in a method's id, title, aliases, class of
+    kvpress or docstring; methods with exactly this name come first, then those with the words in their names.
+    InputError for a value that no method has, with the nearest one, and if nothing is left.
 
     >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes", search="duo")]
     ['duoattention']
@@ -165,7 +165,7 @@ def filtered(
 
 
 def _one_of(name: str, value: str | None, known: list[str]) -> str | None:
-    """The known value that is meant; InputError with the nearest one where there is none."""
+    """The known value that matches; InputError with the nearest one if none does."""
     import difflib
 
     from kvjax.base.errors import InputError
@@ -236,7 +236,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _details(row: dict[str, Any]) -> Text:
-    """What it decides, when, of which family, where it was published."""
+    """What the method decides, in which phase, its family and its paper."""
     from rich.text import Text
 
     acts = [", ".join(row["verbs"]), row["phase"]] if row["verbs"] else []

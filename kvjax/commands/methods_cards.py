@@ -1,4 +1,4 @@
-"""What is known of one method, gathered from its function, its sentence and what chains with it: a card.
+"""A method's card: what its function, its grammar and its combinations with other methods tell about it.
 
 `methods_text.py` prints cards.
 """
@@ -22,7 +22,7 @@ from kvjax.models.config import Config
 
 # The budget of the sentences that cards show.
 SHOWN_BUDGET = 0.25
-# What a method may decide, and what is said of those that decide it.
+# The decisions that a method may make, and how a card describes them.
 VERBS = {
     "keep": "keeps",
     "store": "stores",
@@ -32,13 +32,13 @@ VERBS = {
     "reread": "prompts read in part",
     "host": "host memory",
 }
-# A model that no method has reasons to refuse: what a chain cannot do here, it cannot do anywhere.
+# A model that every method accepts: methods that do not chain here do not chain anywhere.
 PLAIN = Config(vocab=64, d_model=128, layers=4, heads=4, kv_heads=4, head_dim=32, d_ff=128)
 _ONE_OF_A_KIND = re.compile(r"at most one \w+")
 
 
 class Hyper(NamedTuple):
-    """A hyper-parameter: its default as Python writes it ("" where it must be given), and what it may be."""
+    """A hyper-parameter: its default as Python source ("" if it is required), and its allowed values."""
 
     name: str
     default: str
@@ -48,10 +48,10 @@ class Hyper(NamedTuple):
 class Card(NamedTuple):
     """One method.
 
-    about and deviations: its docstring in two. chains: ids of those that it chains with, by what they decide.
-    refused: ids of those that it does not, by the reason; that a sentence has one keep is not among them.
-    fit: the command that fits it; fits: the models for which that comes with kvjax.
-    press: its class of kvpress. lines: its lines of the leaderboard.
+    about and deviations: the two parts of its docstring. chains: ids of the methods that it chains with, by
+    what they decide. refused: ids of those that it does not chain with, by the reason, except that a method
+    has only one keep. fit: the command that fits it; fits: the models for which fitted arrays ship with
+    kvjax. press: its class of kvpress. lines: its lines of the leaderboard.
     """
 
     info: MethodInfo
@@ -101,7 +101,7 @@ def card(id: str) -> Card:
 
 @cache
 def infos() -> dict[str, MethodInfo]:
-    """What `kvjax.methods()` says, by id."""
+    """The entries of `kvjax.methods()`, by id."""
     return {info.id: info for info in methods()}
 
 
@@ -127,7 +127,7 @@ def families() -> dict[str, list[str]]:
 
 
 def about_family(family: str) -> str:
-    """What the methods of a family have in common: the first paragraphs of its files.
+    """What the methods of a family have in common: the first paragraphs of its modules' docstrings.
 
     >>> about_family("merge-layer")
     'Merging layers: neighbours in the stack are stored as one.'
@@ -138,9 +138,9 @@ def about_family(family: str) -> str:
 
 
 def docstring_of(id: str) -> tuple[str, str, str]:
-    """A docstring in parts: its first line, what else is said, and what deviates.
+    """A docstring in parts: its first line, the rest, and the deviations.
 
-    The last is from the word "Deviation" to the paragraph's end.
+    The deviations are from the word "Deviation" to the paragraph's end.
 
     >>> docstring_of("h2o")[0]
     'H2O (Zhang et al., 2023, arXiv:2306.14048), Algorithm 1: heavy hitters and recent tokens.'
@@ -171,7 +171,7 @@ def hyper_of(function: Any) -> tuple[Hyper, ...]:
 
 @cache
 def _fits(method: Method) -> bool:
-    """Whether a method as it is fits a plain model; one that was not fitted does not."""
+    """Whether a plain model accepts a method as it is; a method that needs a fit is not accepted."""
     try:
         check_fit(method, PLAIN)
     except ValueError:
@@ -180,7 +180,7 @@ def _fits(method: Method) -> bool:
 
 
 def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """What the method chains with, by what that decides, and what not, by the reason."""
+    """The methods that this one chains with, by what they decide, and the others, by the reason."""
     own, chains, refused = shown(id), {}, {}
     for other in METHODS:
         theirs = shown(other)
@@ -189,7 +189,7 @@ def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
             continue
         try:
             both = chain(own, theirs)
-            # On the model that one of them makes, the other one may have no keys to look at.
+            # On the model that one of them makes, the other may have no keys to attend to.
             if both.make is not None and _fits(own) and _fits(theirs):
                 check_fit(both, PLAIN)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The card of a method in a user's own file: its docstring, its sentence and its hyper-parameters."""
+"""The card of a method in a user's own file: its docstring, its grammar and its hyper-parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.methods.user import from_file, load_function
 
 
 def own_card(text: str) -> Card:
-    """The card of `path/to/file.py:function`, with the hyper-parameters that stand in the text.
+    """The card of `path/to/file.py:function`, with the hyper-parameters given in the text.
 
     Raises InputError if there is no such function, or it builds no method.
     """

@@ -17,7 +17,7 @@ _ACTS = {
 
 
 def facts(found: Card) -> list[str]:
-    """What it decides, when, whether it equals its paper, and its other names."""
+    """What the method decides, in which phase, whether it equals its paper, and its other names."""
     info = found.info
     words = [f"decides: {', '.join(info.verbs)}"] if info.verbs else []
     words.append(_ACTS[info.phase])
@@ -29,13 +29,13 @@ def facts(found: Card) -> list[str]:
 
 
 def paper_of(found: Card) -> str:
-    """The paper's title, with its arXiv id and year where it has one."""
+    """The paper's title, with its arXiv id and year if it has them."""
     info = found.info
     return f"{info.title}, arXiv:{info.arxiv} ({info.year})" if info.arxiv else info.title
 
 
 def in_kvpress(found: Card) -> str:
-    """Its class of kvpress, how it is written here, and whether both keep the same tokens; "" without one."""
+    """Its class of kvpress, its text here, and whether both keep the same tokens; "" if there is none."""
     if found.press is None:
         return ""
     own = f"{found.info.id}:{found.press.hyper}" if found.press.hyper else found.info.id
@@ -43,7 +43,7 @@ def in_kvpress(found: Card) -> str:
 
 
 def company(found: Card) -> list[tuple[str, str]]:
-    """What it chains with, and what not and why, as (heading, text)."""
+    """The methods that it chains with, and the others with reasons, as (heading, text)."""
     lines = [(f"Chains with {kind}", ", ".join(ids)) for kind, ids in found.chains.items()]
     return lines + [(f"Not with {', '.join(ids)}", reason) for reason, ids in found.refused.items()]
 
@@ -117,7 +117,7 @@ def print_card(found: Card) -> None:
 
 
 def shipped(found: Card) -> str:
-    """For which models a fit comes with kvjax, behind the command that makes one for others."""
+    """The models for which fitted arrays ship with kvjax, appended to the command that fits others."""
     return f"; for {' and '.join(found.fits)} it comes with kvjax" if found.fits else ""
 
 

@@ -11,7 +11,7 @@ from kvjax.base.errors import InputError
 # `kvjax.mesh.rules.PRESETS`, which `--help` should not wait for.
 PRESETS_OF_RULES = ("single", "batch", "tensor", "sequence", "tensor+sequence", "expert", "fsdp")
 DTYPES = ("float32", "bfloat16", "float16")
-# Tokens in the caches that `inspect` sizes, where the model could hold more and nothing was asked for.
+# Tokens in the caches that `inspect` sizes by default, if the model allows more.
 LONGEST_DEFAULT = 8192
 
 
@@ -32,7 +32,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """How a command runs on several hosts; `kvjax.commands.main` starts them before the command."""
+    """Adds the options for several hosts; `kvjax.commands.main` starts the hosts before the command."""
     group = parser.add_argument_group(
         "several hosts", "the same command on each; where each of them prints is of the first alone"
     )
@@ -56,7 +56,7 @@ def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_refused(parser: argparse.ArgumentParser, name: str, why: str) -> None:
-    """Takes an option that other commands have, to say why this one has not."""
+    """Accepts an option that other commands have, to explain why this one does not have it."""
 
     def refused(_: str) -> None:
         raise argparse.ArgumentTypeError(why)
@@ -74,7 +74,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `kvjax.load` is given of `add_mesh`. InputError for rules without a mesh."""
+    """The arguments of `kvjax.load` that `add_mesh`'s options give. InputError for rules without a mesh."""
     if args.mesh is None:
         if args.rules is not None:
             raise InputError(f"--rules {args.rules} was given without --mesh: add --mesh data=2,model=4")

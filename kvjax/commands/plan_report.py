@@ -1,4 +1,4 @@
-"""What `kvjax plan` prints and writes: tables of bytes per device, a model of time, what would fit."""
+"""The output of `kvjax plan`: tables of bytes per device, a model of time, and what would fit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvjax.plan.picture import curve, tokens_in_words, write_picture
 from kvjax.plan.planning import Planner, PlanRequest
 from kvjax.plan.topologies import topology_of
 
-# Bytes per second of a link of 16 lanes of PCIe 4, where nothing else is known.
+# The default host link, in bytes per second: 16 lanes of PCIe 4.
 HOST_LINK = 32e9
 
 
 def list_models() -> int:
-    """Prints the models that are known by name, and where their shapes are from."""
+    """Prints the models known by name, and the sources of their shapes."""
     out = console()
     table = Table(box=BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("model", "layers", "heads", "KV heads", "positions", "from"):
@@ -41,7 +41,7 @@ def list_models() -> int:
 
 
 def plan_all(args: argparse.Namespace) -> int:
-    """Plans what is asked, for each of the methods; the exit code."""
+    """Plans the requested settings for each of the methods; returns the exit code."""
     for path in (args.json, args.picture):
         check_file(path)
     topology, changed = topology_of(args.topology), read_rules(args.rule)
@@ -56,7 +56,7 @@ def plan_all(args: argparse.Namespace) -> int:
     out = console()
     planners, plans = [], []
     with out.status("sizing") as status:
-        # All of them first, so that a mistake in the last is told before the first is compiled.
+        # All planners are built first, so that a mistake in the last is reported before the first compiles.
         planners = [Planner(one) for one in asked]
         for planner in planners:
             label = planner.asked.label
@@ -78,7 +78,7 @@ def plan_all(args: argparse.Namespace) -> int:
 
 
 def find_model(name: str) -> Named:
-    """A model by its name here, or else as `kvjax inspect` finds it. InputError if there is none."""
+    """Finds a model by its name here, or else as `kvjax inspect` does. InputError if there is none."""
     if not os.path.lexists(name) and "/" not in name:
         from kvjax.io.load import shipped
 
@@ -144,7 +144,7 @@ def _figures(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _lines(plan: dict[str, Any]) -> list[str]:
-    """What the table has no column for."""
+    """The lines below the table, for values without a column."""
     out = []
     for name, words in (("decode", "the step"), ("prefill", "the chunk")):
         found = plan[name]
@@ -179,7 +179,7 @@ def _lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _titles(plan: dict[str, Any]) -> tuple[str, tuple[int, int], str]:
-    """Title, what was asked, and caption of the picture."""
+    """The picture's title, settings and caption."""
     how = "temporaries as compiled" if plan["decode"] is not None else "weights and caches alone"
     title = f"{plan['model']} in {plan['dtype']} on {plan['topology']}: what fits"
     return title, (plan["context"], plan["batch"]), f"By sizes, {how}; meshes as for what was asked."
@@ -194,7 +194,7 @@ def _failed(plan: dict[str, Any]) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    """By which releases it was made."""
+    """The versions of the packages that made the plan."""
     found = {}
     for name in ("jax", "libtpu", "jax-cuda13-plugin"):
         try:

@@ -1,4 +1,4 @@
-"""Compiled programs, kept on disk between runs of commands; `import kvjax` itself keeps nothing."""
+"""Compiled programs, cached on disk between runs of commands; `import kvjax` itself caches nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Those that nobody used for longest leave when there are more. `kvjax compare` at its defaults keeps 9 MB.
+# Beyond this size the least recently used programs are deleted. `kvjax compare` at its defaults needs 9 MB.
 MOST_BYTES = 2**30
-# JAX asks for a second. Programs of small models take less, and a comparison has hundreds of them.
+# JAX's default is one second. Programs of small models compile faster, and a comparison has hundreds of them.
 LEAST_SECONDS = 0.0
 
 
@@ -19,9 +19,9 @@ def _config() -> Any:
 
 
 def folder() -> Path | None:
-    """Where programs are kept: where $JAX_COMPILATION_CACHE_DIR says, else in the user's cache folder.
+    """The folder of compiled programs: $JAX_COMPILATION_CACHE_DIR, or one in the user's cache folder.
 
-    None if $JAX_ENABLE_COMPILATION_CACHE is false, where the former is empty, and without a home.
+    None if $JAX_ENABLE_COMPILATION_CACHE is false, if the former variable is empty, and without a home.
     """
     config = _config()
     given = config.jax_compilation_cache_dir
@@ -37,10 +37,9 @@ def folder() -> Path | None:
 
 
 def keep_programs() -> None:
-    """What is compiled from here on is kept on disk, and taken from there if it is there already.
+    """Makes JAX cache compiled programs on disk, and load those that are there already.
 
-    A folder that the user gave is as large as the user lets it be. Where ours cannot be written, nothing is
-    kept.
+    A folder that the user gave has no size limit. If ours is not writable, nothing is cached.
     """
     config, where = _config(), folder()
     if where is None:
@@ -58,14 +57,14 @@ def keep_programs() -> None:
 
 
 def _mend(where: Path) -> None:
-    """Removes what a killed command left half written: without its time of use, JAX could store nothing."""
+    """Removes entries that a killed command left without access times, with which JAX could store nothing."""
     for program in where.glob("*-cache"):
         if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
             program.unlink(missing_ok=True)
 
 
 def kept() -> str:
-    """One line for people: where programs are kept, how many, and how large they are together."""
+    """One line for people: the folder of cached programs, how many there are, and their total size."""
     from kvjax.commands.terminal import size
 
     where = folder()

@@ -1,4 +1,4 @@
-"""`kvjax shorten`: takes tokens, sentences or documents out of texts before a model reads them."""
+"""`kvjax shorten`: removes tokens, sentences or documents from texts before a model reads them."""
 
 from __future__ import annotations
 

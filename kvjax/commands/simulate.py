@@ -1,4 +1,4 @@
-"""`kvjax simulate`: what a serving system would do with a stream of requests, in simulated time."""
+"""`kvjax simulate`: how a serving system would handle a stream of requests, in simulated time."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(rows: list[dict[str, Any]], count: int) -> None:
-    """Prints a line for every system, and where the seconds come from."""
+    """Prints a line for every system, and the source of the timings."""
     from rich.table import Table
 
     from kvjax.commands.terminal import BOX, console

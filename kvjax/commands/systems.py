@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def card(id: str) -> dict[str, Any]:
-    """What is known of a system, by what it is called on its card."""
+    """The fields of a system, under their names on its card."""
     import inspect
 
     from kvjax.serve.systems import SYSTEMS

@@ -1,4 +1,4 @@
-"""How the subcommands print: one console, one kind of table, sizes in units that people read."""
+"""Printing for the subcommands: one console, one kind of table, human-readable sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def print_part(text: str) -> None:
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:
-    """Names on the left, what they are on the right; what is longer than a line goes on in the next one."""
+    """A table of names on the left and values on the right, which wrap."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -32,7 +32,7 @@ def pairs(rows: list[tuple[str, str]]) -> Table:
 
 
 def size(count: int | float) -> str:
-    """Bytes in the unit that leaves one to three digits before the point.
+    """Formats bytes in the unit that leaves one to three digits before the point.
 
     >>> size(512), size(1536), size(3 * 2**20)
     ('512 B', '1.5 KiB', '3.0 MiB')

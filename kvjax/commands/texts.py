@@ -1,4 +1,4 @@
-"""Texts that commands read of a model's own tasks, or of a file."""
+"""Texts that commands read from a model's own tasks, or from a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_texts(
     model: Model, *, text: str | None, tasks: Sequence[str] | None, rows: int, length: int, seed: int,
     questions: bool,
 ) -> list[Any]:  # fmt: skip
-    """At most `rows` texts as ids: pieces of a file, or contexts of tasks, with questions where these matter.
+    """At most `rows` texts as ids: pieces of a file, or contexts of tasks, with questions if `questions`.
 
     Raises InputError if a file and tasks were both given.
     """
@@ -30,14 +30,14 @@ def read_texts(
         return read_windows(model, text, length=length, steps=0, windows=rows, seed=seed).tokens.tolist()
     suite, texts, index = make_suite(model, tasks, length=length, seed=seed), [], 0
     while len(texts) < rows and (asked := [turns[0] for turns in suite.rows(index, "agnostic")]):
-        # Several questions are about one context, which is read once where they do not matter.
+        # Several questions can share one context, which is used once if the questions do not matter.
         texts += asked if questions else dict.fromkeys(tuple(sample.context) for sample in asked)
         index += 1
     return texts[:rows]
 
 
 def text_of_file(name: str) -> str:
-    """The text of a file, or of the standard input where it is called "-". InputError if there is none."""
+    """The text of a file, or of standard input for "-". InputError if there is none."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`kvjax train`: trains a decoder as a gin file says."""
+"""`kvjax train`: trains a decoder from a gin file's settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    """Trains as a file's settings say, in the folder that was asked for."""
+    """Trains with a file's settings, in the given folder."""
     from kvjax.commands.terminal import console
     from kvjax.train.data.sources import words_of
     from kvjax.train.loop import train
@@ -62,7 +62,7 @@ def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def _under(run: Training, model: Path) -> str:
-    """How the model is compared under the method of its training, with what memory tokens learned."""
+    """The options under which to compare the model: its training's method, with the trained memory tokens."""
     if run.loop.method is None:
         return ""
     from kvjax.methods.parse import parse_method, with_file

@@ -1,4 +1,4 @@
-"""`kvjax uptrain`: a trained or converted model learns on, from texts, from a teacher, or from both."""
+"""`kvjax uptrain`: trains a trained or converted model further, on texts, from a teacher, or both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Serving: systems as sentences, the policies that make up one, and the loop that runs them.
+"""Serving: systems as combinations of policies, and the loop that runs them.
 
-A policy is a pure function from a `View` to a `Plan`. The loop yields what is to be done and does nothing
-itself; `device` does it, and `sim` adds up its seconds. What is kept of a past is decided by methods
-(`kvjax.methods`), never here. Without `device` nothing here imports jax.
+A policy is a pure function from a `View` to a `Plan`. The loop yields the actions to take and performs none
+itself; `device` performs them, and `sim` adds up their seconds. Methods (`kvjax.methods`) decide which tokens
+to keep; nothing here does. Only `device` imports jax.
 """
 
 from __future__ import annotations

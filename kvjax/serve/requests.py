@@ -1,4 +1,4 @@
-"""Requests, and how far each has come."""
+"""Requests, and the progress of each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ENDED, REFUSED, GONE = "ended", "refused", "gone"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked: when (seconds), tokens of the prompt, and after how many written tokens it ends.
+    """A request: arrival (seconds), tokens of the prompt, and the number of output tokens.
 
-    keys: what names the prompt's beginning, one for every `span` tokens; equal keys are equal tokens.
-    predicted: tokens of the output as a predictor says before it starts; None: it is always right.
+    keys: identify the prompt's beginning, one for every `span` tokens; equal keys mean equal tokens.
+    predicted: the output length that a predictor estimates before the start; None: the true length.
     """
 
     id: int
@@ -36,7 +36,7 @@ class Request:
 
     @property
     def most(self) -> int:
-        """Tokens that are stored when it ends: the last one written never is."""
+        """Tokens stored when it finishes: the last generated token never is."""
         return self.prompt + self.output - 1
 
     @property
@@ -45,7 +45,7 @@ class Request:
         return self.output if self.predicted is None else self.predicted
 
     def page_keys(self, page: int) -> list[Hashable]:
-        """What names each whole page of the prompt: the spans that it lies in, and where it begins there.
+        """The key of each whole page of the prompt: the spans that contain it, and its offset in them.
 
         >>> Request(0, 0.0, 7, 1, keys=("a", "b"), span=4).page_keys(2)
         [(0, 'a'), (2, 'a'), (0, 'b')]
@@ -61,12 +61,12 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """How far a request has come; only the loop changes it.
+    """The progress of a request; only the loop changes it.
 
-    stored: tokens whose keys and values are there. written: tokens that it has got. held: pages. keys: of its
-    prompt's pages. spans: [first iteration, how many] of the iterations that gave it a token.
-    since: what was stored when it began to write. matched: tokens found in the tree. computed: tokens that
-    were read. preempted: how often it gave way. idle: iterations that its row stood still after its end.
+    stored: tokens whose keys and values are cached. written: generated tokens. held: pages. keys: of its
+    prompt's pages. spans: [first iteration, how many] of the iterations that gave it a token. since: `stored`
+    when decoding began. matched: tokens found in the tree. computed: tokens that were prefilled. preempted:
+    how often it was preempted. idle: iterations in which its row stood idle after it finished.
     """
 
     request: Request
@@ -84,7 +84,7 @@ class Entry:
 
     @property
     def goal(self) -> int:
-        """Tokens to store before it can write: its prompt, and what it wrote before it gave way."""
+        """Tokens to store before decoding: its prompt, and what it generated before it was preempted."""
         return self.request.prompt + self.written
 
     @property

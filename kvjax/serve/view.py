@@ -1,4 +1,4 @@
-"""What a policy sees, and what it says."""
+"""What a policy sees, and what it returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.serve.requests import Entry
 
 
 class Match(NamedTuple):
-    """What the tree has of a request: tokens, pages, and of these those that nobody else holds."""
+    """The tree's match for a request: tokens, pages, and how many of the pages have no other holder."""
 
     tokens: int = 0
     pages: int = 0
@@ -17,11 +17,12 @@ class Match(NamedTuple):
 
 
 class View(NamedTuple):
-    """All that a policy may look at; it changes nothing of it.
+    """What a policy may read; it must not change it.
 
-    waiting: those that hold nothing, in order of arrival. reading, writing: those that hold pages. away:
-    those in host memory. standing: those that ended in a static batch that goes on. free: pages that are free
-    or may be evicted, of `pages`. match(entry): what the tree has of it. gives(entry): pages it would leave.
+    waiting: requests that hold nothing, in order of arrival. reading, writing: those that hold pages, in
+    prefill and in decoding. away: those in host memory. standing: those that finished in a static batch that
+    goes on. free: pages that are free or evictable, of `pages`. match(entry): the tree's match. gives(entry):
+    the pages that it would release.
     """
 
     now: float
@@ -38,10 +39,10 @@ class View(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What happens next: who gives way (`out`), who comes back from the host, and then an iteration.
+    """The next actions: whom to preempt (`out`), who returns from the host, and then an iteration.
 
-    write: who writes a token. read: (who, how many tokens of its prompt). steps: how many iterations like
-    this may follow each other, as long as nobody ends or arrives.
+    write: the requests that decode a token. read: (request, how many prompt tokens to prefill). steps: how
+    many such iterations may follow each other, as long as no request finishes or arrives.
     """
 
     write: list[Entry] = []

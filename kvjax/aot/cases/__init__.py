@@ -1,4 +1,4 @@
-"""Programs to compile for TPUs: kernels at the shapes that count. One file per operation.
+"""Programs to compile for TPUs: kernels at typical shapes. One file per operation.
 
 Every module here has a dict `CASES`, from a name that begins with the operation's to a function that makes
 the `Case` for a device.

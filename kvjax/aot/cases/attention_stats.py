@@ -28,10 +28,10 @@ def attention_stats(
 ) -> Case:
     """K = 8, G = 4, bfloat16; the queries are the last of `slots` tokens, in order.
 
-    Trips are the steps that see something, and each counts the code of the first and the last step of a block
-    of keys too. Steps that see nothing cost the grid's latency, which no bound here includes; the simulation
-    would take them for whole steps, so there is none where they occur. With fewer than 4 rows, tpu7x would
-    hold all keys in VMEM. Where there are more keys than queries, the keys count as a cache.
+    `trips` counts the grid steps that see something, and each counts the code of both the first and the last
+    step of a block of keys. Steps that see nothing cost only the grid's latency, which no bound here
+    includes; the simulation would count them as whole steps, so there is none if they occur. With fewer than
+    4 rows, tpu7x would hold all keys in VMEM. If there are more keys than queries, the keys count as a cache.
     """
     heads = HEADS * GROUP
     operands = (
@@ -51,7 +51,7 @@ def attention_stats(
 
     rows = min(BLOCK // GROUP, queries)
     ends = np.arange(slots - queries, slots, rows) + rows
-    # Pairs of a block of keys and a block of queries of which some query sees some key.
+    # Pairs of a block of keys and a block of queries in which some query sees some key.
     pairs = int((np.arange(0, slots, BLOCK)[:, None] < ends).sum())
     lists = batch * HEADS
     read_queries = lists * pairs * rows * GROUP * (2 * width + 4)

@@ -1,10 +1,10 @@
-"""Jax's own kernels at the shapes of ours, to stand beside them: decoding over pages, and prompts.
+"""Jax's own kernels at the shapes of ours, for comparison: paged decoding, and prompts.
 
-No test holds these kernels to their figures. Both decoding kernels have one table of pages per sequence;
-pages of `ragged_paged_attention` hold all heads. How long their loops run depends on data, at which the
-compiler can only guess. So `paged_attention` is taken in its form with a grid step per block, and both are
-counted as if every block ran all code, even what runs once: their figures are upper bounds. The simulation's
-figure for splash attention is not to be trusted: it is less than the matrix units need.
+No test checks these kernels' figures. Both decoding kernels have one page table per sequence; pages of
+`ragged_paged_attention` hold all heads. Their loops' trip counts depend on data, which the compiler can only
+guess. So `paged_attention` is used in its form with a grid step per block, and both are counted as if every
+block ran all code, even what runs once: their figures are upper bounds. The simulation's figure for splash
+attention is unreliable: it is less than the matrix units need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def paged(device: Device, page: int = 128, step: int = 2048) -> Case:
 
 
 def ragged(device: Device, page: int = 128, step: int = 2048) -> Case:
-    """`ragged_paged_attention`: pages of all heads, `step` tokens of them per block."""
+    """`ragged_paged_attention`: pages of all heads, `step` of their tokens per block."""
     pages = SLOTS // page
     operands = (
         jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, WIDTH), jnp.bfloat16),
@@ -56,7 +56,7 @@ def ragged(device: Device, page: int = 128, step: int = 2048) -> Case:
         ragged_paged_attention, sm_scale=WIDTH**-0.5, num_kv_pages_per_block=tokens // page,
         num_queries_per_block=BATCH, vmem_limit_bytes=64 * 2**20,
     )  # fmt: skip
-    # It runs on one core, also where there are two.
+    # It runs on one core, even if there are two.
     blocks = device.cores * BATCH * SLOTS // tokens
     trips = {"1": BATCH, "2": blocks}
     return Case(run, operands, *_work(), "ragged_paged_attention_kernel", trips, profiles=False)
@@ -71,8 +71,8 @@ def _work() -> tuple[int, int, int]:
 def splash(device: Device, *, back: bool = False, block: int = 1024, compute: int = 512) -> Case:
     """Splash attention over a prompt of 8192 tokens, causal, B = 1, N = 32, K = 8, H = 128.
 
-    Its gradients' own kernel where `back`; the sum over the queries' gradients of all blocks of slots, which
-    it leaves to XLA, is in the bytes alone.
+    back: its own kernel for gradients; XLA then sums the queries' gradients over all blocks of slots, which
+    is counted in the bytes alone.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

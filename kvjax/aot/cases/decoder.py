@@ -1,4 +1,4 @@
-"""A whole decode step of the library's own decoder: what surrounds the kernels must not copy the cache."""
+"""A whole decode step of the library's own decoder: XLA must not copy the cache around the kernels."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from kvjax.steps.decoding.step import step_fn
 CONFIG = Config(
     vocab=32000, d_model=4096, layers=16, heads=32, kv_heads=8, head_dim=128, d_ff=14336, rope=Rope(theta=5e5)
 )
-# Of Llama 3.2 1B: heads of 64.
+# The sizes of Llama 3.2 1B: heads of 64.
 SMALL = Config(
     vocab=32000, d_model=2048, layers=16, heads=32, kv_heads=8, head_dim=64, d_ff=8192, rope=Rope(theta=5e5)
 )
-# Of DeepSeek V2 Lite: latents of 512 + 64, its layers dense.
+# The sizes of DeepSeek V2 Lite: latents of 512 + 64, its layers dense.
 LATENT = Config(
     vocab=32000, d_model=2048, layers=16, heads=16, kv_heads=16, head_dim=192, d_ff=10944,
     rope=Rope(theta=1e4), mixers=(Latent(512, 64, 128, 128),) * 16,
 )  # fmt: skip
 BATCH, SLOTS = 4, 8192
-# Of Gated DeltaNet 1.3B, and its log-linear form. The states of 128 rows exceed a TPU's VMEM.
+# The sizes of Gated DeltaNet 1.3B, and its log-linear form. The states of 128 rows exceed a TPU's VMEM.
 DELTA = GatedDelta(heads=16, key_dim=128, value_dim=128)
 LEVELS = LogLinearDelta(heads=16, key_dim=128, value_dim=128, levels=levels_for(SLOTS))
 RECURRENT = Config(
@@ -90,7 +90,7 @@ def _narrow(params: Any) -> int:
 
 
 def _moved(cache: Cache) -> int:
-    """Bytes that a step moves: slots are read, states read and written, of L levels L / 2 + 1."""
+    """Bytes that a step moves: it reads slots, and reads and writes states; of L levels, L / 2 + 1 states."""
 
     def visited(name: str, x: Any) -> int:
         return nbytes(x) * (x.shape[2] // 2 + 1) // x.shape[2] if name == "levels" else nbytes(x)
@@ -102,7 +102,7 @@ def _moved(cache: Cache) -> int:
 
 
 def _steps(cache: Cache) -> dict[str, Any]:
-    """The kernel of one token, and how often its body runs in a layer."""
+    """The kernel that attends for one token, and how often its body runs in a layer."""
     state = cache.groups[0].state
     assert state is not None
     (states,) = (x for name, x in state.data.items() if name != "tail")

@@ -1,7 +1,7 @@
-"""Prefill attention: a prompt over itself, or a chunk of one over what a cache holds.
+"""Prefill attention: a prompt over itself, or a chunk of a prompt over a cache.
 
-The conditional parts of a kernel are counted by how many blocks a causal mask leaves unseen, cuts or lets
-through whole. The compiler's simulation knows nothing of that and has no figure for it.
+The conditional parts of a kernel are counted by how many blocks a causal mask hides, cuts or shows whole. The
+compiler's simulation does not know these counts, so it has no figure for this kernel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def flash_prefill(
     back: bool = False,
     blocks: Blocks | None = None,
 ) -> Case:
-    """The last `tokens` of `slots`, of which the others are a cache, B = 1, K = 8; gradients where `back`."""
+    """The last `tokens` tokens attend to `slots` slots, mostly a cache. B = 1, K = 8; gradients if `back`."""
     q, k, v = shapes(tokens, slots, group, width, dtype)
     blocks = blocks or default_blocks(q, k, v)
     how: dict[str, Any] = dict(scale=width**-0.5, window=None, softcap=None, blocks=blocks)
@@ -82,7 +82,7 @@ def flash_prefill(
     parts = -(-slots // slots_in_vmem(blocks.back_kv, width, width))
     runs = (HEADS * parts, HEADS * rows * parts, *runs[1:3], HEADS * rows * parts, HEADS * parts)
     cotangents = (q, jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
-    # Of the queries' gradient every part reads and writes sums in float32.
+    # Every part reads and writes float32 sums of the queries' gradient.
     moved = bits * (2 * parts * numbers + 2 * kv) + 8 * parts * numbers
     return Case(
         gradients, (q, k, v, *places, *cotangents), moved, 5 * product, cache, "flash_prefill_back",

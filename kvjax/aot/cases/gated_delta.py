@@ -40,7 +40,7 @@ def _bytes(*xs: Any) -> int:
 
 
 def _flops(chunk: int) -> int:
-    """Pairs with k, what the state answers and takes in, the inverse, what it solves, the readout."""
+    """Pairs with k, the state's readout and update, the inverse, the solve, and the output."""
     pairs, state, rows = (2 * chunk * n for n in (2 * chunk * WIDTH, 3 * WIDTH * WIDTH, 2 * chunk * WIDTH))
     inverse = 2 * 2 * chunk**3 // 6
     return BATCH * HEADS * TIME // chunk * (pairs + state + rows + inverse)
@@ -85,8 +85,8 @@ def gradient(
             g = jnp.moveaxis(g, 1, 2).reshape(BATCH, HEADS, -1, 1, chunk)
         return backward(Chunk(q, k, v, g, p), saved, dout, dstate, sizes=sizes)
 
-    # The kernel passes every span twice, to make its states again and for gradients: half of the steps each.
-    # Every span is read twice, but for q and the gradient of the outputs.
+    # The kernel makes two passes over every span, to recompute its states and for gradients: half of the
+    # steps each. Every span is read twice, except q and the gradient of the outputs.
     moved = _bytes(*tokens) * 3 - _bytes(tokens[0]) + _bytes(tokens[0], saved, STATE, STATE)
     return Case(
         run, (tokens, saved, tokens[0], STATE), moved, 3 * _flops(chunk), 0,

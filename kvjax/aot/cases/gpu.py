@@ -23,7 +23,7 @@ from kvjax.ops.decode.ragged_decode import ragged_decode as ragged
 from kvjax.ops.decode.stacked_decode import stacked_decode as stacked
 
 SCALE = 128**-0.5
-# Whose operands are taken; nothing else of it is.
+# Only its operands are used.
 NOMINAL = DEVICES["v5e"]
 Make = Callable[..., Case]
 
@@ -72,7 +72,7 @@ def _registry() -> dict[str, Make]:
         for name, case in module.CASES.items():
             make = case.func if isinstance(case, partial) else case
             options = case.keywords if isinstance(case, partial) else {}
-            # Turned keys, and pages of several parts, have a kernel for TPUs alone.
+            # Unrotated keys, and pages of several parts, have a kernel for TPUs alone.
             parted = module is paged_decode and {"rope", "packed", "groups"} & set(options)
             if make in CALLS and not parted:
                 cases[name] = partial(_same, make, CALLS[make], **options)

@@ -1,7 +1,7 @@
-"""A decode step over a cache in host memory: what comes to the device layer by layer, and what goes back.
+"""A decode step over a cache in host memory: what is copied to the device layer by layer, and back.
 
-GPUs: their compiler takes no operand in host memory ahead of time, so the program sends the cache there
-itself, which leaves its operands there.
+GPUs: their compiler takes no operand in host memory ahead of time, so the program itself sends the cache
+there.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def _sent(run: Callable[..., Any], params: Any, cache: Cache, *rest: Any) -> Any
     return run(params, there, *rest)
 
 
-# Of codes, XLA for GPUs copies what the program sends within host memory, and refuses its own copy.
+# For codes, XLA for GPUs copies within host memory what the program sends, and then refuses its own copy.
 GPU_CASES: dict[str, Callable[..., Case]] = {"host-full": partial(far, name="full")}
 CASES: dict[str, Callable[..., Case]] = {f"host-{name}": partial(far, name=name) for name in METHODS}

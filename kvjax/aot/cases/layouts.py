@@ -1,7 +1,7 @@
-"""One decode step of every class of layout, over caches that are large beside all else: none may be copied.
+"""One decode step of every class of layout, over caches larger than everything else: no cache may be copied.
 
-A class is what `kvjax.compat.layout_class` says of a sentence, and one sentence stands for each. The model's
-layers are narrow, so that whatever is as large as the keys of a layer is a copy of some cache.
+A class is the value of `kvjax.compat.layout_class` for a method, and one method represents each class. The
+model's layers are narrow, so that any array as large as the keys of a layer is a copy of some cache.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvjax.steps import Run, prefill
 from kvjax.steps.decoding.step import step_fn
 
 LAYERS, HEADS, LISTS, WIDTH = 2, 16, 8, 128
-# The keys of one layer are half a gigabyte in bfloat16, and no TPU moves half of them into VMEM.
+# The keys of one layer take half a gigabyte in bfloat16, and no TPU moves half of them into VMEM.
 BATCH, TOKENS, ROOM = 8, 32768 - 128, 128
 WINDOW = 1024
 
 
 class Sentence(NamedTuple):
-    """What stands for a class: its parts, each an id and hyper-parameters.
+    """The representative of a class: its parts, each an id and hyper-parameters.
 
-    skips: whether it leaves the first layers alone. windowed: the first layer has a window. apart: its layers
-    act on each other's slots, and cannot be scanned.
+    skips: whether it does not compress the first layers. windowed: the first layer has a window. apart: its
+    layers use each other's slots, so they cannot be scanned.
     """
 
     parts: tuple[tuple[str, dict[str, Any]], ...]
@@ -47,7 +47,7 @@ class Sentence(NamedTuple):
     apart: bool = False
 
     def method(self, skipped: int = 1) -> Method:
-        """The sentence; one that skips layers leaves the first `skipped` alone."""
+        """The method; one that skips layers does not compress the first `skipped`."""
         more = {"skip_layers": skipped} if self.skips else {}
         made = [method(id, **hyper, **more) for id, hyper in self.parts]
         return made[0] if len(made) == 1 else chain(*made)
@@ -58,7 +58,7 @@ def _one(id: str, skips: bool = False, windowed: bool = False, apart: bool = Fal
 
 
 def _fitted(word: str, shapes: dict[str, tuple[int, ...]]) -> Fitted:
-    """Arrays of nobody, because a step asks for their shapes alone."""
+    """Placeholder arrays, because compiling needs their shapes alone."""
     return Fitted({n: np.zeros((LAYERS, *shape), np.float32) for n, shape in shapes.items()}, word, "")
 
 
@@ -100,7 +100,7 @@ MAPS = _fitted(
     },
 )  # fmt: skip
 HALF: dict[str, Any] = dict(budget=0.5)
-# The longest page that a kernel may ask for.
+# The longest page that a kernel accepts.
 PAGED: dict[str, Any] = HALF | dict(page=128)
 SENTENCES = {
     "full": _one("full"),
@@ -168,9 +168,9 @@ def config_of(sentence: Sentence, layers: int) -> Config:
 
 
 def leaf_bytes(cache: Cache) -> int:
-    """Bytes of the keys of one layer, or of their largest array of codes, where they are fewest.
+    """Bytes of the keys of one layer, or of their largest array of codes, in the layer with the fewest.
 
-    Tails behind bodies, and layers with a window, hold next to nothing here.
+    Tails of body-and-tail caches, and layers with a window, are negligible here.
     """
     slots = [part for group in cache.groups for part in group.bodies or (group.tail,)]
     found = [(x.k, x.pos.shape[0]) for x in slots if isinstance(x, Slots)]
@@ -180,9 +180,9 @@ def leaf_bytes(cache: Cache) -> int:
 
 
 def step_of(device: Device | Gpu | None, name: str) -> tuple[Run, Any, Cache]:
-    """What a step of a class runs, and the shapes of parameters and of a cache of 32640 tokens.
+    """A decode step of a class as a run, and the shapes of parameters and of a cache of 32640 tokens.
 
-    In bfloat16; device: None for a CPU, in float32. A TPU scans layers, and those that are left alone apart.
+    In bfloat16; device: None for a CPU, in float32. TPUs scan the layers; uncompressed layers are separate.
     """
     sentence, dtype = SENTENCES[name], jnp.float32 if device is None else jnp.bfloat16
     stacked = device is not None and device.platform == "tpu"

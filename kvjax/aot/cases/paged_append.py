@@ -81,7 +81,7 @@ def steps(device: Device, payload: str, *, tokens: int = 1) -> Case:
 
 
 def alone(device: Device, payload: str) -> Case:
-    """One token of every list into one layer, where others write nothing."""
+    """Appends one token of every KV head to one layer, and writes nothing else."""
     dtype, rows, page = PAYLOADS[payload]
     pool, lists = pool_of(LAYERS, 2049, payload), BATCH * HEADS
 

@@ -1,4 +1,4 @@
-"""Decoding over pages picked out of the dense cache of all layers, as Quest reads it."""
+"""Decoding over selected pages of the dense cache of all layers, as Quest does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding over lists behind each other, as budgets per head leave them; here all are full."""
+"""Decoding over KV heads of different lengths, concatenated, as per-head budgets need; here all are full."""
 
 from __future__ import annotations
 

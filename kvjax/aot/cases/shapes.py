@@ -1,7 +1,7 @@
-"""Every kernel in every payload at every head dimension, on little data: that it compiles.
+"""Compiles every kernel with every payload at every head dimension, on little data.
 
-A program calls the public function of an operation, forced to the kernel, with one payload. Caches are as
-wide as a caller must make them. The figures of such programs say nothing.
+A program calls the public function of an operation, forced to use the kernel, with one payload. Caches have
+the width that callers must give them. The figures of such programs are meaningless.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def paged(payload: str, h: int, page: int | None = None) -> Iterator[Call]:
 
 
 def small_pages(payload: str, h: int) -> Iterator[Call]:
-    """Pages whose rows fill no tiles of their own, as they are and with keys to turn."""
+    """Pages whose rows do not fill whole tiles, with rotated keys and with keys to rotate."""
     for page in (16, 32, 64):
         for rope in (None, Rope()):
             run, operands = next(paged(payload, h, page))
@@ -96,7 +96,7 @@ def stacked(payload: str, h: int) -> Iterator[Call]:
 
 
 def turned(payload: str, h: int) -> Iterator[Call]:
-    """Keys that are yet to turn, in rows or with their slots on the lanes, and sizes of keys and values."""
+    """Keys to rotate while read, in rows or with their slots on the lanes, and sizes of keys and values."""
     q = shape(1, HEADS * GROUP, 1, h, dtype=payload)
     rows = shape(2, 1, HEADS, SLOTS, h, dtype=payload)
     of_slots = [shape(1, HEADS, SLOTS, dtype=dtype) for dtype in (INT32, payload, payload)]
@@ -142,7 +142,7 @@ def grouped(payload: str, h: int) -> Iterator[Call]:
 
 
 def appended(payload: str, h: int) -> Iterator[Call]:
-    """Rows of a dense cache, or of pages; those of latents are as wide as five registers."""
+    """Rows of a dense cache, or of pages; rows of latents are as wide as five registers."""
     for width in (lanes(h), 640) if h == HEAD_DIMS[0] else (lanes(h),):
         rows = (shape(HEADS, 1, SLOTS, width, dtype=payload), shape(HEADS, 1, width, dtype=payload))
         at = shape(HEADS, dtype=INT32)

@@ -83,7 +83,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
 
     def layer(carry: Any, xs: Any) -> Any:
         (x, k, v, length), (at, w) = carry, xs
-        # The query's weights lie transposed; otherwise a generation would first copy them all.
+        # The query's weights are stored transposed; otherwise a decode loop would first copy them all.
         q, new_k, new_v = jnp.einsum("bd,nd->bn", x, w["q"]), x @ w["k"], x @ w["v"]
         new_k, new_v = (y.reshape(BATCH, heads, h) for y in (new_k, new_v))
         k, v = stacked_append(k, v, new_k, new_v, length, at, implementation="tpu")

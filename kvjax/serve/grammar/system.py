@@ -30,9 +30,10 @@ from kvjax.serve.grammar.words import (
 
 @dataclass(frozen=True)
 class System:
-    """A serving system: where KV lies, who shares it, what leaves, who is next, what runs, who gives way.
+    """A serving system: memory layout, prefix sharing, eviction, queue order, batching, and preemption.
 
-    Raises InputError for a value that is no word of its place, and for two words that do not go together.
+    Raises InputError for a value that does not belong in its field, and for two words that exclude each
+    other.
 
     >>> System(share=Tree(), evict=LRU(), order=LongestPrefix()).place
     Blocks(page=16)
@@ -76,7 +77,7 @@ _KINDS = {
 
 
 def _refusals(system: System) -> list[tuple[bool, str]]:
-    """(whether two words do not go together, what is said of it)."""
+    """(whether two words exclude each other, the error message)."""
     order, batch, lanes = system.order, system.batch, isinstance(system.place, Lanes)
     grows = not isinstance(system.place, Lanes) or system.place.room == "predicted"
     shares, never = system.share is not None, isinstance(system.preempt, Never)

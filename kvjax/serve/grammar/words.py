@@ -1,6 +1,6 @@
-"""The words of a system's sentence: frozen values that say what is decided, and nothing of how.
+"""The words of a system: frozen values that name a decision without implementing it.
 
-What a word does stands in `kvjax.serve.policies`, one function for each.
+`kvjax.serve.policies` implements each word in one function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Word:
                 )
 
 
-# --- place: what memory a request holds ---------------------------------------------------------------
+# --- place: the memory that a request holds ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Blocks(Word):
 
 @dataclass(frozen=True)
 class Lanes(Word):
-    """Room for a whole request, taken when it starts.
+    """Memory for a whole request, allocated when it starts.
 
-    room: `longest` tokens ("max"), or after the prompt a power of two above the output's length ("pow2"),
-    the output's length ("oracle"), or a power of two above the predicted one, doubled where that was too
-    short ("predicted"). page: what room is counted in.
+    room: its size: `longest` tokens ("max"), or after the prompt a power of two above the output's length
+    ("pow2"), the output's length ("oracle"), or a power of two above the predicted length, doubled if that
+    was too short ("predicted"). page: the unit of allocation.
     """
 
     room: Room = "max"
@@ -62,12 +62,12 @@ class Lanes(Word):
 
 @dataclass(frozen=True)
 class Tree(Word):
-    """Prompts share the pages of their longest common prefix, which stay when a request ends."""
+    """Prompts share the pages of their longest common prefix, which are kept when a request ends."""
 
 
 @dataclass(frozen=True)
 class LRU(Word):
-    """The leaf of the tree that was used longest ago leaves first."""
+    """Evicts the least recently used leaf of the tree first."""
 
 
 # --- order: who starts next ---------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class LongestPrefix(Word):
 
 @dataclass(frozen=True)
 class PrefixGroups(Word):
-    """Requests of one prefix together; first the group that writes most for each token it reads."""
+    """Requests with the same prefix run together, the group with the most output per input token first."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Bins(Word):
 
 @dataclass(frozen=True)
 class SkipJoin(Word):
-    """Queues by service; a request enters the one that its prompt costs, and sinks as it is served.
+    """Queues by service: a request enters the queue that its prompt's cost selects, and moves down later.
 
     Queue i grants quantum * 2^i iterations; a prompt costs one for every `tokens` tokens.
     """
@@ -120,21 +120,21 @@ class SkipJoin(Word):
 
 @dataclass(frozen=True)
 class Whole(Word):
-    """Batches that start and end together; who ended keeps its row and its room until all have."""
+    """Batches that start and end together; finished requests keep rows and memory until all have finished."""
 
     rows: int = 8
 
 
 @dataclass(frozen=True)
 class Iterations(Word):
-    """Every iteration all running requests write one token, and new prompts are read whole beside them."""
+    """In every iteration running requests generate one token each, and new prompts are prefilled."""
 
     rows: int = 64
 
 
 @dataclass(frozen=True)
 class PrefillFirst(Word):
-    """Prompts of up to `tokens` tokens are read in iterations of their own, before anyone writes."""
+    """Prompts of up to `tokens` tokens are prefilled in iterations of their own, before any decoding."""
 
     rows: int = 256
     tokens: int = 8192
@@ -148,22 +148,22 @@ class Chunked(Word):
     rows: int = 256
 
 
-# --- preempt: what becomes of a request that gives way ------------------------------------------------
+# --- preempt: what happens to a preempted request ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Never(Word):
-    """Nobody gives way: all room is taken at the start."""
+    """No preemption: all memory is allocated at the start."""
 
 
 @dataclass(frozen=True)
 class Recompute(Word):
-    """The last come gives its pages back and is read again later."""
+    """The request that arrived last frees its pages and is prefilled again later."""
 
 
 @dataclass(frozen=True)
 class Swap(Word):
-    """The last come moves to host memory, and comes back from there."""
+    """The request that arrived last moves to host memory, and returns from there."""
 
 
 Place = Blocks | Lanes

@@ -1,1 +1,1 @@
-"""Whose every page is: a free list, counts, tables, the tree of prefixes, and an audit of all of them."""
+"""Page ownership: a free list, reference counts, tables, the tree of prefixes, and an audit."""

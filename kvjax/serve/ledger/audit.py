@@ -1,4 +1,4 @@
-"""The audit: every page is free once, or held by as many as its count says."""
+"""The audit: every page is either free once, or held by as many owners as its count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.serve.ledger.tree import PrefixTree
 
 
 def audit(ledger: Ledger, tree: PrefixTree | None = None) -> list[str]:
-    """What is wrong with a ledger and its tree, a sentence each; empty where nothing is.
+    """The inconsistencies of a ledger and its tree, one sentence each; empty if there are none.
 
     >>> ledger = Ledger(2)
     >>> ledger.take(0, 1)

@@ -1,12 +1,12 @@
-"""`Ledger`: who holds which page. Pages are numbers here; what they hold lies on a device."""
+"""`Ledger`: which sequence holds which page. Pages are numbers here; their contents are on a device."""
 
 from __future__ import annotations
 
 
 class Ledger:
-    """A free list, a count of holders for every page, and a table of pages for every sequence.
+    """A free list, a reference count for every page, and a page table for every sequence.
 
-    Pages that the tree holds count it as a holder; `idle` of them have no other.
+    The tree counts as a holder of its pages; `idle` of them have no other holder.
 
     >>> ledger = Ledger(4)
     >>> ledger.take(7, 2)
@@ -33,7 +33,7 @@ class Ledger:
         return tuple(self._free)
 
     def take(self, owner: int, count: int) -> list[int]:
-        """Appends `count` free pages to a table. MemoryError where there are fewer."""
+        """Appends `count` free pages to a table. MemoryError if there are fewer."""
         if count > len(self._free):
             raise MemoryError(f"{count} pages were asked for, {len(self._free)} of {self.pages} are free")
         taken = [self._free.pop() for _ in range(count)]
@@ -55,9 +55,9 @@ class Ledger:
         self.share(child, list(self.tables[owner]))
 
     def write(self, owner: int, at: int) -> tuple[int, int] | None:
-        """Before a token is written into page `at` of a table: (from, to) where it must be copied first.
+        """Prepares to write a token to page `at` of a table: (from, to) if the page must be copied first.
 
-        Copy on write: a page that others hold too stays theirs.
+        Copy on write: a shared page stays with its other holders.
         """
         table = self.tables[owner]
         old = table[at]
@@ -80,7 +80,7 @@ class Ledger:
             self._drop(page)
 
     def gives(self, owner: int) -> int:
-        """Pages that would be free, or could be evicted, if a sequence gave back its own."""
+        """Pages that would become free or evictable if a sequence released its own."""
         return sum(self.counts[page] == 1 + (page in self.kept) for page in self.tables.get(owner, ()))
 
     def replace(self, owner: int, at: int, page: int) -> None:
@@ -93,14 +93,14 @@ class Ledger:
     # --- the tree's pages ---
 
     def keep(self, page: int) -> None:
-        """The tree holds a page, too."""
+        """Makes the tree a holder of a page."""
         if page in self.kept:
             raise ValueError(f"the tree holds page {page} already")
         self.counts[page] += 1
         self.kept.add(page)
 
     def forget(self, page: int) -> None:
-        """The tree no longer holds a page."""
+        """Removes the tree as a holder of a page."""
         self.kept.remove(page)
         self.idle -= self.counts[page] == 1
         self._drop(page)

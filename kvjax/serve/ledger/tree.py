@@ -1,4 +1,4 @@
-"""`PrefixTree`: which pages hold which prefix, and the one that was used longest ago leaves first."""
+"""`PrefixTree`: which pages hold which prefix; the least recently used is evicted first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvjax.serve.ledger.blocks import Ledger
 
 
 class Node:
-    """A page of tokens that follow those of its parents."""
+    """A page of tokens that follow its ancestors' tokens."""
 
     __slots__ = ("key", "page", "parent", "children", "used")
 
@@ -23,8 +23,8 @@ class Node:
 class PrefixTree:
     """RadixAttention's tree (arXiv:2312.07104, section 3.1) of whole pages.
 
-    A node is a page, and what names it is the page's tokens, or their hash. Whoever holds a page holds all
-    before it, so pages that the tree alone holds are evicted leaf by leaf.
+    A node is a page, and its key is the page's tokens, or their hash. A sequence that holds a page holds all
+    pages before it, so pages that only the tree holds are evicted leaf by leaf.
 
     >>> ledger = Ledger(4)
     >>> tree = PrefixTree(ledger)
@@ -39,7 +39,7 @@ class PrefixTree:
         self.ledger = ledger
         self.root = Node(None, -1, None)
         self._clock = count(1)
-        # (when a node was used, a number that no two have, the node): perhaps a leaf that may leave.
+        # (last use of a node, a unique number, the node): candidates for eviction.
         self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, keys: Sequence[Hashable]) -> list[int]:
@@ -57,8 +57,8 @@ class PrefixTree:
     def insert(self, keys: Sequence[Hashable], owner: int) -> None:
         """Keeps the first pages of a sequence under `keys`.
 
-        Where a prefix is there already, the sequence gives back its own pages for the tree's: else it would
-        hold a page and none of those before it, which could not be evicted.
+        If a prefix is there already, the sequence swaps its own pages for the tree's: otherwise it would hold
+        a page without those before it, which could then not be evicted.
         """
         now, node = next(self._clock), self.root
         for at, key in enumerate(keys):
@@ -73,14 +73,14 @@ class PrefixTree:
             self._offer(node)
 
     def released(self, keys: Sequence[Hashable]) -> None:
-        """Notes that a sequence which held these pages gave them back: the last of them may leave."""
+        """Notes that a sequence which held these pages released them: the last of them may be evictable."""
         for node in self._path(keys):
             last = node
         if keys and self.root.children.get(keys[0]):
             self._offer(last)
 
     def evict(self, wanted: int) -> int:
-        """Frees up to `wanted` pages that the tree alone holds; how many it were."""
+        """Frees up to `wanted` pages that only the tree holds; returns how many."""
         done = 0
         while done < wanted and self._leaves:
             used, _, node = heapq.heappop(self._leaves)

@@ -1,7 +1,7 @@
-"""Figures of a run, as `vllm bench serve` names and defines them, and what they cost in memory and work.
+"""Metrics of a run, as `vllm bench serve` names and defines them, and its memory and work.
 
 TTFT: seconds to the first token. TPOT: (last - first) / (tokens - 1). ITL: every gap between two tokens.
-E2EL: seconds to the last token. Goodput: requests per second whose TTFT and TPOT keep to an objective (SLO).
+E2EL: seconds to the last token. Goodput: requests per second whose TTFT and TPOT meet an objective (SLO).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PERCENTILES = (50, 90, 99)
 
 
 class Slo(NamedTuple):
-    """What a request may take: seconds to its first token, and per token after that."""
+    """A service-level objective: the most seconds to a request's first token, and per token after it."""
 
     ttft: float = float("inf")
     tpot: float = float("inf")
 
 
 class Times(NamedTuple):
-    """Seconds of every request that ended, [requests]; itl of every gap of all of them."""
+    """Seconds of every finished request, [requests]; itl has every gap of all of them."""
 
     ttft: np.ndarray
     tpot: np.ndarray
@@ -47,9 +47,9 @@ def times(out: Outcome) -> Times:
 
 
 def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
-    """All figures of a run, by name; milliseconds where the name ends in _ms. Goodput only with an SLO."""
+    """All metrics of a run, by name; in milliseconds if the name ends in _ms. Goodput only with an SLO."""
     found, done = times(out), ended(out)
-    # As from the first arrival to the last token.
+    # The run lasts from the first arrival to the last token.
     first = min((entry.request.arrived for entry in done), default=0.0)
     duration = float(out.ends[-1] - first) if len(out.ends) else 0.0
     outputs = sum(entry.written for entry in done)
@@ -75,7 +75,7 @@ def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
             "slo_attained": _per(int(kept.sum()), len(out.entries)),
         }
     for name, seconds in found._asdict().items():
-        # As vLLM has it: a single token has no time per token.
+        # As in vLLM, a single token has no time per token.
         some = seconds[[entry.written > 1 for entry in done]] if name == "tpot" else seconds
         figures |= {f"mean_{name}_ms": 1e3 * float(some.mean()) if len(some) else 0.0}
         figures |= {
@@ -90,7 +90,7 @@ def ended(out: Outcome) -> list[Entry]:
 
 
 def waste(out: Outcome) -> float:
-    """1 - stored / held slots, over all iterations in which requests write or stand still; sharing aside."""
+    """1 - stored / held slots, over all iterations with decoding or idle requests; ignores sharing."""
     stored = held = 0
     place, page = out.system.place, out.system.page
     for entry in ended(out):

@@ -1,7 +1,7 @@
-"""Requests that are drawn: lengths and arrivals like those of a trace, or groups with common prefixes.
+"""Synthetic requests: lengths and arrivals like those of a trace, or groups with common prefixes.
 
-`statistics.json` has what is known of a trace: quantiles of both lengths, the correlation of their ranks, the
-rate, and how gaps vary. `fit` makes an entry of it.
+`statistics.json` has the statistics of each trace: quantiles of both lengths, the correlation of their ranks,
+the rate, and the variation of the gaps. `fit` computes an entry of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = {
 
 @cache
 def statistics() -> dict[str, dict[str, Any]]:
-    """What is known of each trace, by name."""
+    """The statistics of each trace, by name."""
     return json.loads(FILE.read_text())
 
 
@@ -51,12 +51,13 @@ def fit(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def drawn(known: dict[str, Any], *, requests: int, rate: float, cv: float, seed: int) -> list[Request]:
-    """Requests with a trace's lengths, their ranks as dependent as there (a Gaussian copula), and Gamma gaps.
+    """Draws requests with a trace's lengths, the same rank correlation (a Gaussian copula), and Gamma gaps.
 
-    rate: requests per second, and cv: how gaps vary (1: Poisson); 0 takes the trace's own.
+    rate: requests per second, and cv: the gaps' coefficient of variation (1: Poisson); 0 takes the trace's
+    own.
     """
     rng = np.random.default_rng(seed)
-    # The correlation of normal numbers whose ranks correlate as asked.
+    # The correlation of normal variables that gives the wanted rank correlation.
     joint = 2 * math.sin(math.pi * known["ranks"] / 6)
     normal = rng.multivariate_normal([0, 0], [[1, joint], [joint, 1]], requests)
     at = np.linspace(0, 1, QUANTILES)
@@ -72,9 +73,9 @@ def drawn(known: dict[str, Any], *, requests: int, rate: float, cv: float, seed:
 def tree(
     *, requests: int, rate: float, cv: float, seed: int, groups: int, prefix: int, suffix: int, output: int
 ) -> list[Request]:
-    """Requests of `groups` prefixes of `prefix` tokens (Zipf: the second half as often as the first).
+    """Draws requests of `groups` prefixes of `prefix` tokens (Zipf: the second half as often as the first).
 
-    Every request adds `suffix` tokens of its own, and writes a geometric number of tokens, `output` on
+    Every request adds `suffix` tokens of its own, and generates a geometric number of tokens, `output` on
     average. Rate 0: all arrive at once.
     """
     rng = np.random.default_rng(seed)

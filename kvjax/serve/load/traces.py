@@ -24,7 +24,7 @@ MOONCAKE_BLOCK = 512
 
 
 def read_trace(path: str | Path, count: int | None = None) -> list[Request]:
-    """The requests of a trace, the first at second 0; at most `count` of them.
+    """Reads at most `count` requests of a trace; the first arrives at second 0.
 
     .csv is Azure's (seconds, or times of day), .jsonl Mooncake's (milliseconds, and a hash for every 512
     tokens). Raises InputError, with the file, the line and the field, for another schema.
@@ -90,7 +90,7 @@ def _seconds(value: Any, path: Path, line: int, field: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         try:
-            # Azure's times have seven digits of a second, of which Python reads six.
+            # Azure's times have seven decimals, of which Python parses six.
             return datetime.fromisoformat(str(value)[:26]).timestamp()
         except ValueError:
             number = math.nan

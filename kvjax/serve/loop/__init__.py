@@ -1,4 +1,4 @@
-"""The loop of serving: it yields what is to be done, whoever does it, and keeps the books."""
+"""The serving loop: it yields the actions to take, whoever performs them, and keeps the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a plan is legal. One that is not is a fault of its policy, and is never carried out."""
+"""Checks whether a plan is legal. An illegal plan is a bug of its policy, and is never executed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvjax.serve.view import Plan, View
 
 
 class IllegalPlan(AssertionError):
-    """A policy planned what cannot be done."""
+    """A policy planned what cannot be executed."""
 
 
 def check(system: System, plan: Plan, view: View) -> None:
-    """Raises IllegalPlan, with what is wrong, unless a plan can be carried out and gets somebody further."""
+    """Raises IllegalPlan, with the reason, unless a plan can be executed and makes progress."""
     name = f"{system.order!r} with {system.batch!r}"
     write, read = {id(e) for e in plan.write}, {id(e) for e, _ in plan.read}
     out, back = {id(e) for e in plan.out}, {id(e) for e in plan.back}

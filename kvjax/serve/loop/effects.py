@@ -1,4 +1,4 @@
-"""What the loop asks for, and what it is told. Who carries effects out is an interpreter."""
+"""The loop's effects, and the replies to them. An interpreter performs effects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvjax.serve.requests import Entry, Request
 
 
 class Wait(NamedTuple):
-    """Nobody is there: wait for a request."""
+    """There are no requests: wait for one."""
 
 
 class Move(NamedTuple):
@@ -19,10 +19,10 @@ class Move(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An iteration, up to `steps` times: who writes a token, and who reads how many tokens of its prompt.
+    """An iteration, up to `steps` times: which requests decode a token, and how many tokens others prefill.
 
-    standing: rows that are computed for nothing, of requests that ended. Pages are in the ledger's tables.
-    An interpreter stops early when somebody ends or arrives.
+    standing: rows of finished requests, computed in vain. Pages are in the ledger's tables. An interpreter
+    stops early when a request finishes or arrives.
     """
 
     write: list[Entry]
@@ -32,10 +32,10 @@ class Run(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What an interpreter answers: the time, iterations that were made, who ended, and who arrived meanwhile.
+    """An interpreter's reply: the time, iterations run, finished requests, and new arrivals.
 
-    arrived is None when nobody will come any more. gone: who leaves without having ended, because whoever
-    asked is no longer there or something failed; not after a Move, whose iteration is planned already.
+    arrived is None when no more requests will arrive. gone: requests that are removed unfinished, because the
+    client is gone or something failed; not after a Move, whose iteration is planned already.
     """
 
     now: float

@@ -26,10 +26,11 @@ from kvjax.serve.view import Match, Plan, View
 
 
 class Loop:
-    """Serves requests as a system says, in a pool of `pages` pages.
+    """Serves requests by a system's policies, in a pool of `pages` pages.
 
-    entries: all requests that came, in order. iterations: how many were made. spare: whose policies decide
-    where the system's raise or plan what cannot be done; None: the error ends the loop. faults: these errors.
+    entries: all requests so far, in order. iterations: how many were run. spare: the system whose policies
+    decide if this one's raise or plan what cannot be executed; None: the error ends the loop. faults: these
+    errors.
 
     >>> from kvjax.serve.requests import Request
     >>> loop = Loop(System(), 8)
@@ -55,7 +56,7 @@ class Loop:
         self._over = False
 
     def run(self) -> Generator[Effect, Done, None]:
-        """Yields effects and is sent what came of them, until nobody is left and nobody will come."""
+        """Yields effects and receives their results, until no request is left and no more will arrive."""
         now = 0.0
         while True:
             if not (self.waiting or self.reading or self.writing or self.away):
@@ -86,7 +87,7 @@ class Loop:
         return plan
 
     def view(self, now: float) -> View:
-        """What policies see."""
+        """The view that policies get."""
         matches: dict[int, Match] = {}
 
         def match(entry: Entry) -> Match:
@@ -120,7 +121,7 @@ class Loop:
         insort(self.waiting, entry, key=lambda one: one.age)
 
     def _match(self, entry: Entry) -> Match:
-        """What the tree has of an entry; its last token is read in any case, because it writes the next."""
+        """The tree's match for an entry; its last token is always computed, because it predicts the next."""
         if self.tree is None:
             return Match()
         found = self.tree.match(entry.keys[: (entry.goal - 1) // self.system.page])
@@ -153,7 +154,7 @@ class Loop:
         self._take_ahead(plan)
 
     def _take_ahead(self, plan: Plan) -> None:
-        """Pages for all steps of a plan, of which one is sure: those that are not used go back."""
+        """Allocates pages for all steps of a plan, although only one is certain; unused ones are released."""
         if plan.steps == 1:
             return
         page, most = self.system.page, self.ledger.pages * self.system.page
@@ -183,7 +184,7 @@ class Loop:
         entry.held += count
 
     def _give_way(self, entry: Entry) -> None:
-        """Recompute forgets what was stored; swap keeps it, unless the prompt is not yet read."""
+        """Preempts an entry: Recompute drops its slots; Swap keeps them, unless its prefill is unfinished."""
         entry.preempted += 1
         swaps = isinstance(self.system.preempt, Swap) and entry.state == WRITING
         (self.writing if entry.state == WRITING else self.reading).remove(entry)
@@ -204,7 +205,7 @@ class Loop:
     # --- after it ---
 
     def _settle(self, plan: Plan, done: Done) -> None:
-        """Notes what was stored and written, and who ended."""
+        """Records which tokens were stored and generated, and which requests finished."""
         first, steps = self.iterations, done.steps
         self.iterations += steps
         for entry in self.standing:
@@ -225,7 +226,7 @@ class Loop:
         self._end_batch()
 
     def _begin(self, entry: Entry, iteration: int) -> None:
-        """A prompt is read: its last token has written the first new one."""
+        """Ends an entry's prefill, whose last token gave the first generated one."""
         self.reading.remove(entry)
         self.writing.append(entry)
         entry.state, entry.since = WRITING, entry.stored
@@ -259,7 +260,7 @@ class Loop:
             self.standing = []
 
     def _trim(self, entry: Entry) -> None:
-        """Gives back what was taken for steps that were not made."""
+        """Releases the pages allocated for steps that were not run."""
         if entry.state != WRITING:
             return
         needed = pages(self.system.place, entry.request, entry.stored)
@@ -269,7 +270,7 @@ class Loop:
 
 
 def wrote(entry: Entry, first: int, count: int) -> None:
-    """Notes that an entry got a token in each of `count` iterations from `first` on."""
+    """Records that an entry got a token in each of `count` iterations, starting at `first`."""
     entry.written += count
     if entry.spans and sum(entry.spans[-1]) == first:
         entry.spans[-1][1] += count

@@ -1,6 +1,6 @@
 """Policies: pure functions of a view. `decide` runs those that a system's words name.
 
-A policy chooses who, how much and when; it never changes what a request is answered.
+A policy chooses which request runs, how much and when; it never changes a request's output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one iteration does: one function for each word of batch."""
+"""What one iteration does: one function for each batch word."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_LIMIT = 1 << 62
 
 
 def decide(system: System, view: View) -> Plan:
-    """What a system does next.
+    """The next plan of a system.
 
     >>> from kvjax.serve.requests import Request
     >>> from kvjax.serve.view import Match
@@ -40,21 +40,21 @@ def decide(system: System, view: View) -> Plan:
 
 
 def whole(system: System, batch: Whole, view: View) -> Plan:
-    """Static batches: those of the last one write until all have ended, then the next are read."""
+    """Static batches: the current batch decodes until all have finished, then the next is prefilled."""
     if view.writing:
         return Plan(write=view.writing, steps=NO_LIMIT)
     return Plan(read=starts(system, view, view.free, batch.rows, NO_LIMIT))
 
 
 def iterations(system: System, batch: Iterations, view: View, kept: Kept) -> Plan:
-    """Orca (OSDI 2022, algorithm 1): all write, and new prompts are read beside them."""
+    """Orca (OSDI 2022, algorithm 1): all decode, and new prompts are prefilled beside them."""
     rows = batch.rows - len(kept.write) - len(kept.read)
     new = [] if kept.out else starts(system, view, kept.free, rows, NO_LIMIT)
     return planned(system, kept, rest(kept) + new)
 
 
 def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Kept) -> Plan:
-    """Prompts alone, where one can start, while those that write wait (vLLM's first scheduler)."""
+    """Runs only prefills if a prompt can start, while decoding waits (vLLM's first scheduler)."""
     if kept.out or kept.back or kept.read:
         return planned(system, kept, rest(kept))
     new = starts(system, view, view.free, batch.rows - len(kept.write), batch.tokens)
@@ -75,9 +75,9 @@ def chunked(system: System, batch: Chunked, view: View, kept: Kept) -> Plan:
 
 
 def skip_join(system: System, order: SkipJoin, batch: Iterations, view: View) -> Plan:
-    """FastServe (arXiv:2305.05920, algorithm 1): the first of all queues run, whoever ran before.
+    """FastServe (arXiv:2305.05920, algorithm 1): the heads of all queues run, preempting others.
 
-    Those set aside keep their pages, and go to the host, the last of them first, where pages run short.
+    Preempted requests keep their pages, and move to the host, the last ones first, if pages run short.
     """
     place, resident = system.place, view.writing + view.reading
     everyone = sorted(view.waiting + resident + view.away, key=lambda e: (queue(order, e)[0], e.age))
@@ -105,10 +105,10 @@ def skip_join(system: System, order: SkipJoin, batch: Iterations, view: View) ->
 def starts(
     system: System, view: View, free: int, rows: int, tokens: int, cut: bool = False
 ) -> Read:  # fmt: skip
-    """Waiting requests that may start, in the system's order, and how many tokens of each are read.
+    """Waiting requests that may start, in the system's order, and how many tokens of each to prefill.
 
-    rows, tokens: of this iteration. cut: whether a prompt may be read in part; else the first one may exceed
-    the tokens. Nobody starts before those that come back from the host.
+    rows, tokens: the limits of this iteration. cut: whether a prompt may be prefilled in part; otherwise the
+    first one may exceed the limit. Requests in host memory return before new ones start.
     """
     new: Read = []
     if rows <= 0 or tokens <= 0 or view.away or not view.waiting:
@@ -128,11 +128,11 @@ def starts(
 
 
 def rest(kept: Kept) -> Read:
-    """All that begun prompts still have to read."""
+    """All remaining tokens of prompts whose prefill has begun."""
     return [(entry, entry.goal - entry.stored) for entry in kept.read]
 
 
 def planned(system: System, kept: Kept, read: Read) -> Plan:
-    """An iteration in which all that were kept write, and these read."""
+    """An iteration in which all that are kept decode, and these prefill."""
     steps = 1 if read else steps_that_fit(system, kept.write, kept.free)
     return Plan(kept.write, read, kept.out, kept.back, steps)

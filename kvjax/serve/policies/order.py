@@ -11,7 +11,7 @@ from kvjax.serve.view import View
 
 
 def ordered(order: Order, view: View, rows: int) -> Sequence[Entry]:
-    """The waiting requests, the next one first; of bins, those of one batch of `rows`."""
+    """The waiting requests, the next one first; with bins, those of one batch of `rows`."""
     if isinstance(order, Arrival | SkipJoin):
         return view.waiting
     if isinstance(order, Shortest):
@@ -30,7 +30,7 @@ def longest_prefix(order: LongestPrefix, view: View) -> list[Entry]:
 
 
 def prefix_groups(view: View) -> list[Entry]:
-    """BatchLLM (arXiv:2412.03594): groups of one first page, by tokens to write for each to be read."""
+    """BatchLLM (arXiv:2412.03594): groups by first page, ordered by output tokens per input token."""
 
     def name(entry: Entry) -> str:
         return repr(entry.keys[0]) if entry.keys else f"alone {entry.request.id}"
@@ -46,7 +46,7 @@ def prefix_groups(view: View) -> list[Entry]:
 
 
 def one_bin(order: Bins, view: View, rows: int) -> list[Entry]:
-    """Multi-Bin Batching (arXiv:2412.04504): the bin that filled a batch first, or that of the oldest."""
+    """Multi-Bin Batching (arXiv:2412.04504): the first bin to fill a batch, or the oldest request's bin."""
     bins: dict[int, list[Entry]] = {}
     for entry in view.waiting:
         number = min((entry.request.expected - 1) * order.bins // order.longest, order.bins - 1)
@@ -58,9 +58,10 @@ def one_bin(order: Bins, view: View, rows: int) -> list[Entry]:
 
 
 def queue(order: SkipJoin, entry: Entry) -> tuple[int, int]:
-    """FastServe (arXiv:2305.05920, section 4.1): the queue that a request is in, and iterations left in it.
+    """FastServe (arXiv:2305.05920, section 4.1): a request's queue, and the iterations left to it there.
 
-    It joins the first queue whose quantum its prompt does not exceed, and sinks when a quantum is used up.
+    It joins the first queue whose quantum its prompt does not exceed, and moves down when a quantum is used
+    up.
 
     >>> from kvjax.serve.requests import Request
     >>> queue(SkipJoin(quantum=4, tokens=100), Entry(Request(0, 0.0, 700, 9), written=3))

@@ -1,4 +1,4 @@
-"""Who gives way where pages run short, and who comes back."""
+"""Which requests to preempt when pages run short, and which return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.serve.view import View
 
 
 class Kept(NamedTuple):
-    """Who goes on writing and reading, who gives way, who is back, and how many pages are left."""
+    """The requests that keep decoding and prefilling, those preempted, those that return; the free pages."""
 
     write: list[Entry]
     read: list[Entry]
@@ -22,9 +22,9 @@ class Kept(NamedTuple):
 
 
 def give_way(system: System, view: View) -> Kept:
-    """All that run, but for the last come where those before need its pages (vLLM, section 4.5).
+    """Preempts the latest arrivals if earlier requests need their pages (vLLM, section 4.5).
 
-    Whoever came first never gives way, so that everyone ends.
+    The earliest request is never preempted, so every request finishes.
     """
     place = system.place
     full = [entry for entry in view.writing if entry.stored >= entry.held * place.page]

@@ -1,4 +1,4 @@
-"""How many pages a request holds for so many tokens, by the word of its place."""
+"""How many pages a request holds for a number of tokens, by the system's place word."""
 
 from __future__ import annotations
 

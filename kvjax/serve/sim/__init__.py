@@ -1,4 +1,4 @@
-"""The loop's effects as seconds: what a system would do on a device that is not here. Nothing is measured."""
+"""The loop's effects as seconds: simulates a system on a device that is not present. Nothing is measured."""
 
 from __future__ import annotations
 

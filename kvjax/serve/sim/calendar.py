@@ -15,10 +15,10 @@ from kvjax.serve.sim.costs import Costs
 
 
 class Outcome(NamedTuple):
-    """What became of requests: how far each came, when every iteration ended, and what was moved.
+    """The results of a simulation: the progress of requests, the ends of iterations, and what was moved.
 
     ends: seconds, [iterations]. moved: tokens to and from host memory. computed: tokens through the model,
-    and rows of static batches that stood still. costs: where the seconds come from.
+    and idle rows of static batches. costs: the source of the timings.
     """
 
     entries: list[Entry]
@@ -36,15 +36,15 @@ def simulate(
     """Serves requests in simulated time.
 
     Args:
-        system: whose policies run.
-        requests: in any order; they arrive when they say.
-        costs: of iterations and moves.
-        pages: of the pool (default: as many as the memory of `costs` has).
+        system: the system to simulate.
+        requests: in any order; each has its arrival time.
+        costs: the seconds of iterations and moves.
+        pages: the size of the pool (default: all of the memory of `costs`).
         steps: the most iterations at a time. It changes no result, only how long the simulation takes.
-        watch: is shown the loop before every effect.
+        watch: called with the loop before every effect.
 
     Returns:
-        An `Outcome`; `kvjax.serve.load.metrics` makes figures of it.
+        An `Outcome`; `kvjax.serve.load.metrics` computes its metrics.
 
     Raises:
         InputError: for a pool without a page, and two requests of one id.
@@ -105,7 +105,7 @@ class _Calendar:
         return self.queue[first : self.next]
 
     def _run(self, run: Run) -> Done:
-        """Iterations until somebody ends or arrives. Every row attends to all that it has stored."""
+        """Runs iterations until a request finishes or arrives. Every row attends to all its stored tokens."""
         rows, write = len(run.write), run.write
         left = min((entry.request.output - entry.written for entry in write), default=1)
         most = min(run.steps, left, self.steps)

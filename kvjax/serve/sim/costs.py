@@ -1,4 +1,4 @@
-"""What an iteration costs: a file of numbers, from a roofline or fitted to measured iterations."""
+"""The time of an iteration: a file of numbers, from a roofline or fitted to measured iterations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvjax.base.errors import InputError
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of an iteration: base + max(bytes, operations), each linear in what the iteration has.
+    """Seconds of an iteration: base + max(bytes, operations), each linear in the iteration's counts.
 
-    Bytes take weights + slot * (slots that are read), operations token * tokens + pair * (query, key) pairs;
-    all in seconds. move: seconds to bring one token's slots to or from host memory. memory: bytes for slots;
-    slot_bytes: of one token. by: where the numbers come from, for whoever reads a result.
+    Bytes take weights + slot * (slots read), operations take token * tokens + pair * (query, key) pairs; all
+    in seconds. move: seconds to move one token's slots to or from host memory. memory: bytes for slots;
+    slot_bytes: bytes per token. by: the source of the numbers, to show with results.
     """
 
     by: str
@@ -34,17 +34,17 @@ class Costs:
     slot_bytes: float
 
     def seconds(self, tokens: int, slots: int, pairs: int) -> float:
-        """Of an iteration with so many tokens, slots that are read, and pairs of a query and a key."""
+        """Seconds of an iteration with so many tokens, slots read, and pairs of a query and a key."""
         return self.base + max(self.weights + self.slot * slots, self.token * tokens + self.pair * pairs)
 
     def pages(self, page: int) -> int:
-        """How many pages of `page` tokens the memory has."""
+        """How many pages of `page` tokens fit in the memory."""
         return int(self.memory / (self.slot_bytes * page))
 
     def compressed(self, ratio: float) -> Costs:
-        """With slots of `ratio` times the bytes: more of them fit, and a step reads fewer bytes.
+        """Costs with slots of `ratio` times the bytes: more of them fit, and a step reads fewer bytes.
 
-        Operations stay: fewer bits are as many products, though fewer slots would be fewer.
+        The operations are unchanged: quantised slots need as many products; fewer slots would need fewer.
         """
         if not 0 < ratio <= 1:
             raise InputError(f"--compress is {ratio}, expected a share of the cache's bytes in (0, 1]")
@@ -55,7 +55,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class LinearCosts(Costs):
-    """Fitted costs: everything adds up, where a roofline takes the larger side."""
+    """Fitted costs: the sum of all terms, while a roofline takes the larger side."""
 
     def seconds(self, tokens: int, slots: int, pairs: int) -> float:
         return self.base + self.token * tokens + self.slot * slots + self.pair * pairs

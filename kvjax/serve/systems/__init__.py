@@ -1,4 +1,4 @@
-"""Serving systems: one short function per paper, and how one is built of a text."""
+"""Serving systems: one short function per paper, and how to build one from a text."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def sarathi(tokens: int = 512, page: int = 16, rows: int = 256) -> System:
 def fastserve(rows: int = 8, levels: int = 6, quantum: int = 16, tokens: int = 512, page: int = 16) -> System:
     """FastServe (Wu et al., 2023, arXiv:2305.05920), section 4: skip-join multi-level feedback queues.
 
-    Deviation: nobody is promoted for having waited long, and swaps are not started ahead of need.
+    Deviation: requests are not promoted after a long wait, and swaps are not started ahead of need.
     """
     order = SkipJoin(levels, quantum, tokens)
     return System(place=Blocks(page), order=order, batch=Iterations(rows), preempt=Swap())
@@ -82,7 +82,7 @@ def fastserve(rows: int = 8, levels: int = 6, quantum: int = 16, tokens: int = 5
 def s3(rows: int = 256, page: int = 16) -> System:
     """S3 (Jin et al., 2023, arXiv:2306.06000), section 3: room for the predicted bucket, shortest first.
 
-    Deviation: batches go by iterations and are not packed by first fit; who outgrows its bucket stays where
-    the next one fits.
+    Deviation: batching is per iteration, without first-fit packing; a request that outgrows its bucket keeps
+    its place if the next bucket fits.
     """
     return System(place=Lanes("predicted", page=page), order=Shortest(), batch=Iterations(rows))

@@ -1,4 +1,4 @@
-"""`paper`: marks a function as a serving system, with what is known of its paper."""
+"""`paper`: marks a function as a serving system, with the facts about its paper."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvjax.serve.grammar import System
 
 
 class Paper(NamedTuple):
-    """What is known of a system: its id, title, arXiv id ("" without one), its claim, and the test of that.
+    """The facts about a system: its id, title, arXiv id ("" without one), claim, and the claim's test.
 
-    claim: what the simulator shows of the paper's claim, in direction. reverses: where it does not hold.
+    claim: the direction of the paper's claim that the simulator confirms. reverses: where it does not hold.
     """
 
     id: str

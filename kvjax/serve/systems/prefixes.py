@@ -55,7 +55,7 @@ def sglang(tokens: int = 2048, page: int = 16, rows: int = 256, window: int = 12
 def batchllm(tokens: int = 2048, page: int = 16, rows: int = 1024) -> System:
     """BatchLLM (Zheng et al., 2024, arXiv:2412.03594), sections 4 and 5: groups of one prefix, writers first.
 
-    Deviation: groups are of the first page alone, where the paper's dynamic program chooses the level.
+    Deviation: groups share the first page alone, while the paper chooses the level by dynamic programming.
     """
     batch = Chunked(tokens, rows)
     return System(place=Blocks(page), share=Tree(), evict=LRU(), order=PrefixGroups(), batch=batch)

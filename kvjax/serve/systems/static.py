@@ -17,7 +17,7 @@ def fastertransformer(rows: int = 8, longest: int = 8192) -> System:
     """FasterTransformer (NVIDIA, 2021): static batches, and room for `longest` tokens in each row.
 
     Deviation: prompts of a batch are not padded to the longest, and tokens are streamed, not returned when
-    the batch has ended, so times are better than those of the real one.
+    the batch has ended, so times are better than the real system's.
     """
     return System(place=Lanes("max", longest), batch=Whole(rows), preempt=Never())
 
@@ -32,7 +32,7 @@ def fastertransformer(rows: int = 8, longest: int = 8192) -> System:
 def multi_bin_batching(bins: int = 4, rows: int = 8, longest: int = 1024, room: int = 8192) -> System:
     """Multi-Bin Batching (Guldogan et al., 2024, arXiv:2412.04504), section 3: a batch is of one bin.
 
-    longest: the largest predicted output, at which bins of equal width end. Deviation: where no bin fills a
-    batch, one that is not full starts.
+    longest: the largest predicted output, at which bins of equal width end. Deviation: if no bin fills a
+    batch, an incomplete one starts.
     """
     return System(place=Lanes("max", room), order=Bins(bins, longest), batch=Whole(rows), preempt=Never())
