@@ -142,7 +142,7 @@ def _counted(keep: Keep, tokens: int) -> Told:
     n = keep.budget.capacity(tokens)
     who = "a query head" if keep.per_query_head else "a KV head"
     share = f"{100 * n / tokens:.3g}%"
-    mean = "" if keep.allocate.uniform else ", in the mean of all"
+    mean = "" if keep.allocate.uniform else getattr(keep.allocate, "of_budget", ", in the mean of all")
     return Told(f"The budget is n = {n} of {tokens} tokens ({share}) for {who}{mean}.", (keep.allocate,))
 
 

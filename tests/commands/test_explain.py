@@ -110,6 +110,9 @@ def test_the_budget_that_is_told_is_the_number_of_slots_that_stay():
     (n,) = lists
     (told,) = (one.text for one in at_prefill(method, 50) if "budget" in one.text)
     assert told == f"The budget is n = {n} of 50 tokens (30%) for a KV head."
+    deep = kvjax.per_layer(method, (1, 2))
+    (told,) = (one.text for one in at_prefill(deep, 50) if "budget" in one.text)
+    assert told == f"The budget is n = {n} of 50 tokens (30%) for a KV head in a layer of share 1."
 
 
 @pytest.mark.parametrize("text", ["snapkv(budget=0.5, window=8) + int8", "h2o(budget=0.25)"])

@@ -6,6 +6,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks import recall
 from kvjax.eval.tasks.recall import WORDS, make_context, min_tokens, tokenizer
@@ -19,6 +20,7 @@ from kvjax.eval.tasks.recall_tasks import (
     training_batch,
 )
 from kvjax.eval.tasks.sample import ForcedSample
+from kvjax.eval.tasks.suite import make_suite
 
 TOKENS = 256
 EVERY_TASK = tuple(TASKS)
@@ -272,6 +274,14 @@ def test_score():
     assert score("all", [80, 81, 83, 5], (80, 81, 82, 5)) == 0.0
     assert score("copy", np.asarray([160, 161, 1]), (160, 161, 162, 163)) == 0.5
     assert score("copy", [], (160, 161)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "near"), [("gte", "get"), ("niah_singel_1", "niah_single_1"), ("rulr", "ruler"), ("vts", "vt")]
+)
+def test_a_mistyped_task_finds_the_nearest_of_all(task, near):
+    with pytest.raises(InputError, match=f"unknown task '{task}': did you mean '{near}'"):
+        make_suite(kvjax.load("recall-tiny"), [task])
 
 
 def test_errors_say_what_to_do():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from kvjax.base.errors import InputError
@@ -16,7 +17,9 @@ from kvjax.eval.tasks.published.catalogue import BenchmarkFile, asked_of, names_
 from kvjax.eval.tasks.published.suite import Published, read_published
 from kvjax.eval.tasks.published.tables import KINDS, files_of
 from kvjax.eval.tasks.reader import speaks_recall
+from kvjax.eval.tasks.ruler.suite import ALL as RULER
 from kvjax.eval.tasks.ruler.suite import LENGTH as RULER_LENGTH
+from kvjax.eval.tasks.ruler.suite import TASKS as RULER_TASKS
 from kvjax.eval.tasks.ruler.suite import is_ruler, make_ruler
 from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite, new_tokens
 from kvjax.models.model import Model
@@ -215,7 +218,19 @@ def _is_path(task: str) -> bool:
     return looks or (task not in recall_tasks.TASKS and Path(task).exists())
 
 
+def _check_names(names: tuple[str, ...], known: Sequence[str]) -> None:
+    """InputError for what is no built-in task, with the nearest name of those and of RULER's."""
+    for task in names:
+        if task not in known:
+            near = get_close_matches(task, (*known, RULER, *RULER_TASKS), 1, cutoff=0.0)[0]
+            raise InputError(
+                f"unknown task {task!r}: did you mean {near!r}? The built-in tasks are {', '.join(known)}; "
+                "docs/tasks.md has RULER's, files and functions"
+            )
+
+
 def _built_in(model: Model, names: tuple[str, ...], length: int | None, seed: int) -> Suite:
+    _check_names(names, tuple(recall_tasks.TASKS) if speaks_recall(model) else TASKS)
     if model.tokenizer is None and not speaks_recall(model):
         raise InputError(
             f"{model.name} has no tokenizer, and the task {names[0]} asks in words: put tokenizer.json "
@@ -223,7 +238,6 @@ def _built_in(model: Model, names: tuple[str, ...], length: int | None, seed: in
         )
     if not speaks_recall(model):
         return make_words(model, names, length=length, seed=seed)
-    recall_tasks.check_tasks(names)
     try:
         suite = Recall(names, length or LENGTH, seed)
         suite.rows(0, "aware")

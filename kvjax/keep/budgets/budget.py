@@ -187,6 +187,7 @@ class PerLayer:
     shares: tuple[float | int | None, ...]
     uniform = False
     across_layers = False
+    of_budget = " in a layer of share 1"
 
     def __post_init__(self):
         given = [s for s in self.shares if s is not None]
