@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from kvjax.models.hf_tensors import (
     Part,
     View,
     check_layers,
+    further_tokens,
     hf_name,
     match,
     refuse_doubles,
@@ -123,6 +125,9 @@ def assemble(
     Raises InputError if tensors are missing, extra or wrongly shaped, before any is read.
     """
     stored = match(config, found)
+    if further := further_tokens(config, found):
+        note = f"{name}: {len(further)} tensors predict further tokens ({further[0]}, ...) and are not read"
+        warnings.warn(f"{note}: kvjax predicts the next token alone", UserWarning, stacklevel=3)
     layers = check_groups(config, groups or plan(config))
     if on_mesh is not None:
         sharding = weight_shardings(config, layers, on_mesh)

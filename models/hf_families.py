@@ -244,34 +244,46 @@ _MISTRAL_3 = _SIZES | {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM", _SIZES, _llama, write=lambda config: {"mlp_bias": config.mlp_bias}
+        "LlamaForCausalLM", _SIZES, _llama, write=lambda config: {"mlp_bias": config.mlp_bias},
+        title="Llama 2 to 3.3",
     ),
     "mistral": Family(
         "MistralForCausalLM", _SIZES | _MISTRAL, _plain, windows=IN_ALL_LAYERS, within=("mistral3",),
         ignored=_VISION,
+        title="Mistral and Mistral 3 (text)", special="windows in all layers, or none",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2, windows=_QWEN_WINDOWS),
-    "qwen3": Family("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, _qwen3, windows=_QWEN_WINDOWS),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2, windows=_QWEN_WINDOWS,
+        title="Qwen 2 and 2.5", special="windows in upper layers where they are switched on; biases",
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, _qwen3, windows=_QWEN_WINDOWS,
+        title="Qwen 3 (dense)", special="norms of queries and keys",
+    ),
     "gemma2": Family(
         "Gemma2ForCausalLM", _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         _gemma2, _write_gemma, windows=_GEMMA_WINDOWS, activation="hidden_activation",
+        title="Gemma 2", special="windows in every other layer; soft caps",
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", _GEMMA | _GEMMA_3, _gemma3, _write_gemma,
         windows=_GEMMA_WINDOWS, local_rope="own", activation="hidden_activation", within=("gemma3",),
         ignored=_VISION,
+        title="Gemma 3 (text)", special="windows in five of six layers, with a rotation of their own",
     ),
     "phi3": Family(
         "Phi3ForCausalLM", _SIZES | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, _plain,
         windows=IN_ALL_LAYERS, partial_rotary=True,
         fused={"self_attn.qkv_proj.weight": ("q", "k", "v"), "mlp.gate_up_proj.weight": ("gate", "up")},
+        title="Phi-3 and Phi-4", special="LongRoPE; partial rotation",
     ),
-    "olmo2": Family("Olmo2ForCausalLM", _SIZES | {"rms_norm_eps": 1e-5}, _olmo),
+    "olmo2": Family("Olmo2ForCausalLM", _SIZES | {"rms_norm_eps": 1e-5}, _olmo,
+        title="OLMo 2", special="norms after attention and feed-forward",
+    ),
     # Only full layers use the scaled rotation, as in the paper (arXiv:2512.13961); in transformers 5.2 all
     # layers do.
     "olmo3": Family(
         "Olmo3ForCausalLM", _SIZES | {"rms_norm_eps": 1e-5, "sliding_window": 4096}, _olmo,
         windows=in_layers(lambda data, i: (i + 1) % 4 != 0), local_rope="unscaled",
+        title="OLMo 3", special="windows in three of four layers, which rotate unscaled",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -279,38 +291,48 @@ FAMILIES: dict[str, Family] = {
         | {"tie_word_embeddings": True, "no_rope_layer_interval": 4},
         _smollm3, _write_smollm3,
         windows=in_layers(lambda data, i: not _given_turns(data)[i], switch="use_sliding_window"),
+        title="SmolLM3", special="no rotation in every fourth layer",
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
         _SIZES | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
         _exaone4, _write_exaone4, windows=_EXAONE_WINDOWS, spell=_spell_exaone4,
+        title="EXAONE 4", special="windows in three of four layers; the others do not rotate",
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
         _SIZES | {"max_position_embeddings": 524288, "head_dim": 128, "num_key_value_heads": 8}
         | {"attention_bias": True},
         _seed_oss, _write_seed_oss,
+        title="Seed-OSS",
     ),
     "ernie4_5": Family(
         "Ernie4_5ForCausalLM",
         _SIZES | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "head_dim": 128}
         | {"num_key_value_heads": 2, "tie_word_embeddings": True},
         _ernie, write=lambda config: {"use_bias": config.o_bias}, paired=True,
+        title="ERNIE 4.5 (dense)", special="channels rotate in neighbouring pairs",
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM", _COHERE, _cohere2, _write_cohere2, spell=_spell_cohere2,
         windows=_COHERE_WINDOWS, paired=True,
+        title="Cohere Command R7B and A",
+        special="attention and feed-forward side by side; windows, and full layers that do not rotate",
     ),
-    "glm": Family("GlmForCausalLM", _GLM, _glm, _write_glm, **_GLM_TENSORS),
+    "glm": Family("GlmForCausalLM", _GLM, _glm, _write_glm, **_GLM_TENSORS,
+        title="GLM-4", special="half of each head rotates",
+    ),
     "glm4": Family(
         "Glm4ForCausalLM", _GLM, _glm4, _write_glm, **_GLM_TENSORS,
         norms=(
             "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm",
         ),
+        title="GLM-4-0414", special="half of each head rotates; norms on both sides",
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM", _MISTRAL_3, _ministral3, _write_ministral3, windows=IN_ALL_LAYERS,
         within=("mistral3",), ignored=_VISION,
+        title="Ministral 3 (text)", special="queries grow with their positions",
     ),
     **MIXED,
 }  # fmt: skip

@@ -35,6 +35,8 @@ class Piece(NamedTuple):
 class Family(NamedTuple):
     """A `model_type`: its class in transformers, its config.json, and its tensors.
 
+    title: what people call it. special: how it differs from Llama, as pages show it.
+
     config.json. defaults: values that it may leave out. spell: translates settings with other names to the
     common names. read: fields of `Config` beside the sizes, rotation and windows that all families spell
     alike. write: the inverse. windows: which layers have one. local_rope: the rotation of windowed layers, if
@@ -69,3 +71,5 @@ class Family(NamedTuple):
     fused: Mapping[str, tuple[str, ...]] = {}
     ignored: tuple[str, ...] = ()
     more_layers: bool = False
+    title: str = ""
+    special: str = ""

@@ -24,6 +24,8 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "language_model."
 # Up to this many missing layers are listed tensor by tensor.
 _MISSING_LAYERS = 1024
 _NO_PARAMETERS = ("rotary_emb.inv_freq",)
+# Where families keep what predicts further tokens, if not in layers above the last.
+_FURTHER = ("mtp.", "mtp_")
 _LAYER_EMBEDDINGS = {
     "embed_tokens_per_layer.weight": "layer_embed",
     "per_layer_model_projection.weight": "layer_map",
@@ -277,6 +279,14 @@ def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
             + ". Fetch the checkpoint again, or correct config.json."
         )
     return {name: stored[name] for name in expected}
+
+
+def further_tokens(config: Config, found: Iterable[str]) -> list[str]:
+    """Full names of tensors that only serve to predict more than the next token, which are not read."""
+    layers = FAMILIES[config.family].more_layers
+    return [
+        n for n in found if short_name(n).startswith(_FURTHER) or (layers and _beyond(short_name(n), config))
+    ]
 
 
 def _passed_over(name: str, config: Config) -> bool:

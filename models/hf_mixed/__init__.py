@@ -209,6 +209,7 @@ MIXED: dict[str, Family] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8}
         | {"sliding_window": None},
         read_mixtral, write_mixtral, mixtral, windows=IN_ALL_LAYERS,
+        title="Mixtral", special="experts",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -216,89 +217,128 @@ MIXED: dict[str, Family] = {
         | {"max_window_layers": 28},
         read_qwen3_moe, write_qwen_experts, qwen3_moe,
         windows=in_layers(lambda data, i: i >= data["max_window_layers"], switch="use_sliding_window"),
+        title="Qwen 3 with experts", special="experts",
     ),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, read_deepseek, write_deepseek, deepseek),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", _DEEPSEEK, read_deepseek, write_deepseek, deepseek,
+        title="DeepSeek-V2", special="latents (MLA); experts",
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _DEEPSEEK | {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "norm_topk_prob": True}
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
         read_deepseek, write_deepseek, deepseek, more_layers=True, within=("kimi_k2", "kimi_k25"),
         ignored=("vision_tower.", "mm_projector."),
+        title="DeepSeek-V3 and R1, Kimi K2 (text)",
+        special="latents (MLA); experts; tensors that predict further tokens are not read",
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", _GLM_LITE, read_deepseek, write_glm4_moe_lite, deepseek,
         spell_glm4_moe_lite, more_layers=True,
+        title="GLM-4.7-Flash", special="latents (MLA); experts",
     ),
     "mamba2": Family(
         "Mamba2ForCausalLM", _MAMBA_2, read_mamba2, write_mamba2, mamba2,
         top=("backbone", "embeddings", "norm_f"),
+        title="Mamba-2", special="states alone",
     ),
     "kimi_linear": Family(
-        "KimiLinearForCausalLM", _KIMI, read_kimi_linear, write_kimi_linear, kimi_linear, more_layers=True
+        "KimiLinearForCausalLM", _KIMI, read_kimi_linear, write_kimi_linear, kimi_linear, more_layers=True,
+        title="Kimi Linear",
+        special="delta-rule states in three of four layers, latents without rotation in the others",
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", _GLM, read_glm4_moe, write_glm4_moe, glm4_moe, partial_rotary=True,
         more_layers=True,
+        title="GLM-4.5 to 4.7", special="experts; tensors that predict further tokens are not read",
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM", _MINIMAX, read_minimax_m2, write_minimax_m2, minimax_m2, spell_minimax_m2,
         partial_rotary=True, more_layers=True,
+        title="MiniMax-M2", special="experts; norms over all heads together",
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM", _LFM_2, read_lfm2, write_lfm2, lfm2, spell_lfm2,
         top=("model", "embed_tokens", "embedding_norm"),
+        title="LFM2 (dense)", special="short convolutions, and attention in few layers",
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM", _GEMMA_4, read_gemma4, write_gemma4, gemma4, within=("gemma4",),
         **_GEMMA_4_TENSORS,
+        title="Gemma 4 (text)",
+        special=(
+            "two sizes of heads; windows in five of six layers; full layers that store keys and values as one"
+            " array, or upper layers that read the keys and values of lower ones; per-layer embeddings; "
+            "experts beside an MLP"
+        ),
     ),
     "gemma4_unified_text": Family(
         "Gemma4UnifiedForCausalLM", _GEMMA_4_UNIFIED, read_gemma4, write_gemma4, gemma4,
         within=("gemma4_unified",), **_GEMMA_4_TENSORS,
+        title="Gemma 4 unified (text)", special="as Gemma 4, without per-layer embeddings and experts",
     ),
     "llama4_text": Family(
         "Llama4ForCausalLM", _LLAMA_4, read_llama4, write_llama4, llama4, spell_llama4, windows=CHUNKS,
         within=("llama4",), ignored=("vision_model.", "multi_modal_projector."),
+        title="Llama 4 (text)",
+        special=(
+            "attention within chunks in three of four layers; the others do not rotate, and their queries "
+            "grow with their positions; experts"
+        ),
     ),
     "lfm2_moe": Family(
         "Lfm2MoeForCausalLM", _LFM_2_MOE, read_lfm2_moe, write_lfm2_moe, lfm2, spell_lfm2_moe,
         top=("model", "embed_tokens", "embedding_norm"),
+        title="LFM2 with experts", special="short convolutions, and attention in few layers; experts",
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM", _ERNIE_MOE, read_ernie_moe, write_ernie_moe, ernie_moe, spell_ernie_moe,
         ignored=("mtp_",),
+        title="ERNIE 4.5 with experts", special="experts",
     ),
     "bamba": Family(
         "BambaForCausalLM", _BAMBA, read_bamba, write_bamba, bamba, spell_bamba, partial_rotary=True,
         top=("model", "embed_tokens", "final_layernorm"),
+        title="Bamba", special="Mamba-2, and attention in few layers",
     ),
     "jamba": Family(
         "JambaForCausalLM", _JAMBA, read_jamba, write_jamba, jamba,
         top=("model", "embed_tokens", "final_layernorm"),
+        title="Jamba", special="Mamba, and attention without rotation in few layers; experts",
     ),
     "nemotron_h": Family(
         "NemotronHForCausalLM", _NEMOTRON_H, read_nemotron_h, write_nemotron_h, nemotron_h, spell_nemotron_h,
         activation="mlp_hidden_act", top=("backbone", "embeddings", "norm_f"), ignored=("mtp.",),
+        title="Nemotron-H and Nemotron 3",
+        special="each layer is Mamba-2, attention without rotation, experts or an MLP alone",
     ),
-    "granite": Family("GraniteForCausalLM", _GRANITE, read_granite, write_granite),
+    "granite": Family("GraniteForCausalLM", _GRANITE, read_granite, write_granite,
+        title="Granite 3 (dense)", special="multipliers",
+    ),
     "granitemoehybrid": Family(
-        "GraniteMoeHybridForCausalLM", _GRANITE_4, read_granite_4, write_granite_4, granite_4, spell_granite_4
+        "GraniteMoeHybridForCausalLM", _GRANITE_4, read_granite_4, write_granite_4, granite_4,
+        spell_granite_4,
+        title="Granite 4", special="Mamba-2, and attention without rotation in few layers; experts",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM", _OSS, read_gpt_oss, write_gpt_oss, gpt_oss,
         windows=in_layers(lambda data, i: (i + 1) % 2 != 0),
+        title="gpt-oss", special="learned sinks; windows in every other layer; MXFP4 experts are read",
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM", _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next, partial_rotary=True,
         ignored=("mtp.",),
+        title="Qwen3-Next", special="delta-rule states in three of four layers; gated attention; experts",
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", _QWEN_3_5, read_qwen3_5, write_qwen3_5, qwen3_next, partial_rotary=True,
         within=("qwen3_5",), top=_INNER, ignored=("visual.", "mtp."),
+        title="Qwen 3.5 (text)", special="delta-rule states in three of four layers; gated attention",
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", _QWEN_3_5 | _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next,
         spell_qwen3_5_moe, partial_rotary=True, within=("qwen3_5_moe",), top=_INNER,
         ignored=("visual.", "mtp."),
+        title="Qwen 3.5 with experts (text)",
+        special="delta-rule states in three of four layers; gated attention; experts",
     ),
 }  # fmt: skip

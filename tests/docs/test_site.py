@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.commands.main import main, make_parser
 from kvjax.models.architectures import architectures
-from scripts.site import api, commands
+from scripts.site import api, commands, families
 from scripts.site import architectures as architecture_cards
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -77,3 +77,11 @@ def test_every_command_and_every_architecture_has_its_section():
 def test_docstrings_keep_their_examples_and_lose_their_markup():
     lines = ["`x` and *b", "", ">>> f(*a)", "[`1`]", "", "n_ of ``y``"]
     assert api.plain_docstring(lines) == ["``x`` and \\*b", "", ">>> f(*a)", "[`1`]", "", "n_ of ``y``"]
+
+
+@pytest.mark.parametrize("page", families.PAGES)
+def test_families_on_pages_are_those_that_load(page):
+    text = (families.ROOT / page).read_text()
+    assert families.with_table(text, families.NAME, families.PAGES[page]()) == text
+    assert set(families.GGUF) <= {*families.FAMILIES}
+    assert all(row.title for row in families.FAMILIES.values())

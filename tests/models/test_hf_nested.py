@@ -51,7 +51,18 @@ def test_qwen_3_5_loads_experts_in_one_tensor_beside_vision_and_further_tokens(t
     assert len(room_of(weights)) == 3 and len(weights) < len(fixture.weights)
     weights |= {n: np.zeros(2, np.float32) for n in ("model.visual.merger.norm.weight", "mtp.fc.weight")}
     config = {"model_type": "qwen3_5_moe", "text_config": fixture.config, "vision_config": {}}
-    checked(fixture, tmp_path, config, weights)
+    with pytest.warns(
+        UserWarning, match=r"1 tensors predict further tokens \(mtp.fc.weight, \.\.\.\)"
+    ) as notes:
+        checked(fixture, tmp_path, config, weights)
+    assert len(notes) == 1
+
+
+def test_layers_above_the_last_that_predict_further_tokens_are_named(tmp_path):
+    fixture = hf_fixtures.read("glm4_moe")
+    above = {"model.layers.3.enorm.weight": np.zeros(2), "model.layers.3.eh_proj.weight": np.zeros((2, 2))}
+    with pytest.warns(UserWarning, match=r"2 tensors predict further .* kvjax predicts the next token alone"):
+        checked(fixture, tmp_path, fixture.config, fixture.weights | above)
 
 
 def test_experts_in_one_tensor_that_are_too_few_are_named(tmp_path):

@@ -46,6 +46,7 @@ APART = (
     "shared attention",
     "lisa",
     "goldfinch",
+    "key as value",
 )
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
 REPRESENTED = [n for n in SLOTTED if n in REPRESENTATIVES]
@@ -147,6 +148,7 @@ def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store):
         ("kda", "snapkv", "no layer of this model keeps slots"),
         ("tpa", "snapkv", "the model stores factors"),
         ("tpa", "quest", "the model stores factors"),
+        ("key as value", "quest", "the model stores factors"),
         ("dha", "tova", "the model stores factors"),
         ("tpa", "streamingllm", "the model stores factors"),
         ("svformer", "h2o", "share the values of one layer"),
