@@ -1,4 +1,4 @@
-"""Training under a method: it reads the start of every row, and the rest is said over what it leaves."""
+"""Training under a method: it compresses the start of every row; the rest attends to that cache."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ Arrays = dict[str, Array]
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["method"])
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-    """A method by which contexts are read. arrays: those of its words, by their digests."""
+    """The method that compresses contexts. arrays: the parameters of its words, by their digests."""
 
     method: Method
     arrays: dict[str, Arrays]
 
     @property
     def learns(self) -> Arrays | None:
-        """What learned tokens have of their own, which learns with the model; None without any."""
+        """The parameters of learned tokens, which train with the model; None if the method has none."""
         word = _learned_tokens(self.method)
         return None if word is None else self.arrays[word.fitted.digest]
 
     def taught(self, arrays: Arrays) -> Compressor:
-        """The same with what learned tokens have learned."""
+        """A copy with new parameters of learned tokens."""
         digest = _learned_tokens(self.method).fitted.digest
         return dataclasses.replace(self, arrays=self.arrays | {digest: arrays})
 
     def fitted(self, model: Model) -> Fitted:
-        """What learned tokens have learned, as the method takes it for the model that learned with them."""
+        """The trained parameters of learned tokens, as `fitted=` of the method for the trained model."""
         assert self.learns is not None
         found = {name: np.asarray(x) for name, x in self.learns.items()}
         return Fitted(found, type(_learned_tokens(self.method)).__name__, model.signature)
 
 
 def _learned_tokens(method: Method) -> Any:
-    """The memory tokens or restore tokens of a method, which learn; None of others."""
+    """A method's memory tokens or restore tokens, which are trained; None for other methods."""
     return method.reread if isinstance(method.reread, MemoryTokens) else method.restore
 
 
 def _begun(method: Method, model: Model, seed: int) -> Method:
-    """The method with its learned tokens at random, unless they were fitted before."""
+    """The method with randomly initialised learned tokens, unless they were fitted before."""
     word = _learned_tokens(method)
     if word is None:
         return method
     check_whole(model, "learned tokens")
     if word.fitted is not None:
         return method
-    # A LoRA that is zero on both sides changes nothing and learns nothing.
+    # A LoRA of zeros on both sides changes nothing and gets no gradient.
     none = {name: jnp.zeros_like(x) for name, x in adapter(model, 1, seed).items()}
     start = none | embeddings(model, word, seed)
     arrays = {name: np.asarray(x) for name, x in start.items()}
@@ -82,9 +82,9 @@ def _begun(method: Method, model: Model, seed: int) -> Method:
 
 
 def compressor(text: str, model: Model, seed: int) -> Compressor:
-    """The method that a run names, whose learned tokens start at random unless they were fitted before.
+    """Builds a run's method; its learned tokens start at random unless they were fitted before.
 
-    Raises InputError for a method that does not fit the model, or that passes no slope to weights.
+    Raises InputError for a method that does not fit the model, or through which no gradient reaches weights.
     """
     label, build = parse_method(text)
     if build.takes_budget:
@@ -112,10 +112,10 @@ def compressor(text: str, model: Model, seed: int) -> Compressor:
 def read_and_said(
     compressor: Compressor, config: Any, params: Params, context: Int[Array, "B C"], tail: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
-    """Logits behind every token of `tail`, over what the method leaves of the contexts, and of runs.
+    """Logits after every token of `tail`, given the compressed contexts, and the loss of repeating runs.
 
-    The second is the mean of -log p of the tokens of every run, said from its memory alone (LoMA,
-    arXiv:2401.09486); 0 of other methods.
+    The second is the mean of -log p of the tokens of every run, predicted from its memory alone (LoMA,
+    arXiv:2401.09486); 0 for other methods.
     """
     run, params = Run(config, compressor.method), params | {"fitted": compressor.arrays}
     lengths, tails = (jnp.full(len(x), x.shape[1], jnp.int32) for x in (context, tail))

@@ -1,4 +1,4 @@
-"""The picture of a run: its losses over the tokens that it read."""
+"""The picture of a run: its losses over the training tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def draw_losses(log: Path) -> bytes:
-    """A PNG of the losses in a log.jsonl: of the batches, and of what is held out."""
+    """A PNG of the losses in a log.jsonl: of the batches, and of held-out texts."""
     import matplotlib
 
     matplotlib.use("Agg")

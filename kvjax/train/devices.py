@@ -1,4 +1,4 @@
-"""Where the arrays of a run lie on a mesh: weights, and what is kept of them, as the mesh's rules say."""
+"""Where the arrays of a run are on a mesh: weights and optimiser state, by the mesh's rules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvjax.models.placement import leaves
 
 
 def places(tree: Any, params: Params, config: Config, on: OnMesh) -> Any:
-    """The sharding of every array of `tree`: that of the parameter which its path ends in, else whole.
+    """The sharding of every array of `tree`: that of the parameter its path ends in, else replicated.
 
-    So what an optimiser keeps of a parameter lies as that one does; `tree` and `params` may hold shapes.
+    So optimiser state is sharded like its parameter; `tree` and `params` may hold shapes.
     """
     known = dict(leaves(param_shardings(params, config, on)))
     shapes = {path: x.shape for path, x in leaves(params)}
@@ -33,7 +33,7 @@ def places(tree: Any, params: Params, config: Config, on: OnMesh) -> Any:
 
 
 def rows_placed(x: np.ndarray, on: OnMesh | None) -> jax.Array:
-    """Rows in parts [A, B, ...] on the devices; what does not divide is on all of them."""
+    """Rows in parts [A, B, ...], sharded over the devices, or replicated if they do not divide."""
     if on is None:
         return jax.numpy.asarray(x)
     where = on.sharding((None, "batch", *[None] * (x.ndim - 2)), x.shape)

@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps, a log, held-out losses, checkpoints, and a model at the end.
+"""The training loop: batches, steps, a log, held-out losses, checkpoints, and a model at the end.
 
 A run's folder holds run.json (settings), log.jsonl, loss.png, checkpoints/ and, at its end, model/.
 """
@@ -76,12 +76,12 @@ AnyConfig = Config | BlockConfig
 def train(
     run: Training, out: str | os.PathLike[str], *, resume: bool = False, console: Console | None = None
 ) -> Path:
-    """Trains as `run` says, in the folder `out`, and returns the directory of the model, `out/model`.
+    """Trains by the settings `run` in the folder `out`, and returns the model's directory, `out/model`.
 
-    With `resume`, a run that was cut goes on from its last checkpoint to the same losses and weights as one
-    that was not; without it, a folder that holds a run is refused. Raises InputError for settings that do not
-    fit the texts or the model, before anything is computed, and where loss or gradient are no numbers, with
-    the step and the layer; what was saved before stays.
+    With `resume`, an interrupted run continues from its last checkpoint to the same losses and weights as an
+    uninterrupted one; without it, a folder that holds a run is an error. Raises InputError for settings that
+    do not fit the texts or the model, before anything is computed, and if a loss or gradient is NaN or
+    infinite, with the step and the layer; saved checkpoints remain.
 
     >>> from kvjax.train.settings import training
     >>> train(training({"data": {"kind": "python"}}), "runs/bytes")  # doctest: +SKIP
@@ -130,7 +130,7 @@ def train(
 
 
 def _left_out(source: Source) -> str:
-    """How many texts are empty, in words; "" where none is."""
+    """How many texts are empty, in words; "" if none is."""
     texts = source.texts if isinstance(source, Stream) else None
     if not isinstance(texts, Column | Files) or not texts.empty:
         return ""
@@ -149,12 +149,12 @@ def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> Any:
 
 
 def _carrying(config: AnyConfig) -> bool:
-    """Whether texts of one row cannot be told apart: blocks are cut wherever a text ends."""
+    """Whether a model cannot separate the texts of one row: its blocks or its states cross their borders."""
     return isinstance(config, BlockConfig) or bool(carrying(config))
 
 
 def _model(run: Training, words: Words) -> tuple[AnyConfig, Callable[[], Params]]:
-    """The config, and how its first weights are made."""
+    """The config, and a function that creates the initial weights."""
     if run.start is not None:
         model = load(run.start, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
         check_tokenizer(run.start, model, words, run)
@@ -223,9 +223,9 @@ def begin(
     on: OnMesh | None,
     other: Any = None,
 ) -> tuple[TrainState, Fixed | None]:
-    """The state before the first step, in float32 and where the mesh has it, and what does not learn.
+    """The state before the first step, in float32 and sharded over the mesh, and the frozen parameters.
 
-    other: what learns with the model.
+    other: parameters that are trained with the model.
     """
     if isinstance(config, BlockConfig):
         whole = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -330,15 +330,15 @@ class _Session:
             finally:
                 self.saver.close()
                 if is_first():
-                    # A full disk ends a run by what it could not do without, not by its picture.
+                    # If the disk is full, the run should fail on an essential file, not on its picture.
                     with contextlib.suppress(OSError):
                         write_atomic(self.folder / "loss.png", draw_losses(self.folder / LOG))
         return state
 
     def _due(self, i: int, seconds: float) -> bool:
-        """Whether to save behind a step, so many seconds after the last time; several hosts ask the first.
+        """Whether to save after a step, so many seconds after the last time; several hosts follow the first.
 
-        They do so where they log: to ask takes longer than a small step.
+        They synchronise only at log steps, because that takes longer than a small step.
         """
         due = seconds >= self.run.loop.save_seconds
         if count() == 1:

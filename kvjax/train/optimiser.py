@@ -1,4 +1,4 @@
-"""Gradients to steps: optax, put together as a run's settings say."""
+"""Optimisers: optax transformations built from a run's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
 
 
 def rate_of(settings: Optimiser, loop: Loop) -> optax.Schedule:
-    """`learning_rate` of a run: behind the warm-up a step of a stage counts by its tokens.
+    """`learning_rate` of a run with stages: after the warm-up a step counts by its tokens.
 
     >>> loop = Loop(stages=((50, 128, 4), (50, 128, 12)))
     >>> rate = rate_of(Optimiser(peak=1.0, warmup=0, schedule="wsd", decay=0.5, floor=0.0), loop)
@@ -56,7 +56,7 @@ def rate_of(settings: Optimiser, loop: Loop) -> optax.Schedule:
 
 
 def optimiser(settings: Optimiser, loop: Loop) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices of layers, behind a clip."""
+    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for layers' matrices, after clipping."""
     rate = rate_of(settings, loop)
     if settings.name == "muon":
         # Embeddings and the last matrix are tables of vectors, which AdamW serves better.

@@ -1,18 +1,18 @@
-"""Where training of `recall-tiny` starts: random weights with an induction circuit in the first two layers.
+"""The initial weights of `recall-tiny`: random, with an induction circuit in the first two layers.
 
-From a plain random start a small model sits for millions of tokens before it discovers how to look up "what
-came after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads
-of that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
-architecture is a plain decoder: training may keep, bend or drop what it finds. `model.init = 'circuit'` of
-`kvjax train` starts so, as in configs/train/recall-tiny.gin.
+From a random initialisation a small model needs millions of tokens before it learns to look up "what came
+after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads of
+that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
+architecture is a plain decoder: training may keep, change or drop the circuit. `model.init = 'circuit'` of
+`kvjax train` selects it, as in configs/train/recall-tiny.gin.
 
-The residual stream is divided by a random rotation into directions that do not disturb each other:
+A random rotation divides the residual stream into orthogonal subspaces:
 
-    constant   1 channel   the same for every token, so that a head can look at a place and not at a word
+    constant   1 channel   the same for every token, so that a head can attend by position instead of by word
     word       H channels  the part of the embedding that heads compare
     before     H channels  empty in the embedding; layer 0 writes there the `word` of the token 1 back
     before2    H channels  the same for the token 2 back
-    rest       what is left (embedding)
+    rest       the remaining channels (embedding)
 """
 
 import math
@@ -72,7 +72,7 @@ def check_circuit(config: Config) -> None:
 
 @dataclass(frozen=True)
 class _Directions:
-    """Orthonormal columns [D, n] of the residual stream, by what they carry."""
+    """Orthonormal columns [D, n] of the residual stream, by their content."""
 
     word: np.ndarray
     before: np.ndarray
@@ -138,7 +138,7 @@ def _write_look_back(params: Params, parts: _Directions, config: Config, look_ba
     """Layer 0: head j attends j + 1 tokens back, and heads 0 and 1 write the word they find there.
 
     Queries and keys see the constant channel only, so scores depend on the distance alone: rotated to their
-    positions, their product is sum_i cos((distance - j - 1) * frequency_i), which peaks where it should.
+    positions, their product is sum_i cos((distance - j - 1) * frequency_i), which peaks at that distance.
     """
     layer, h, half = params["layers"][0], config.head_dim, config.head_dim // 2
     frequency = config.rope.theta ** (-np.arange(half) / half)
@@ -176,7 +176,7 @@ def _write_match(params: Params, parts: _Directions, config: Config, match: floa
 
     Groups of query heads alternate between two conditions on a key: (even) its previous word is the current
     word; (odd) the same, and the words before these agree too, each on half of the channels. Only slow RoPE
-    pairs take part: the fast ones turn several times within a context and would scramble the comparison.
+    pairs take part: the fast ones rotate several times within a context and would disturb the comparison.
     """
     layer, h, group = params["layers"][1], config.head_dim, config.heads // config.kv_heads
     half = h // 2
@@ -203,7 +203,7 @@ def _write_match(params: Params, parts: _Directions, config: Config, match: floa
 def circuit_init(
     key: Key[Array, ""], config: Config = CONFIG, *, look_back: float = 8.0, match: float = 9.0
 ) -> Params:
-    """Parameters of a decoder that can already look up what followed a pair of words; a function of `key`.
+    """Parameters of a decoder with an induction circuit over pairs of words; a function of `key`.
 
     look_back: logits that each of the used RoPE pairs adds at the right distance, in nats.
     match: attention logit of a full match in layer 1, in nats.

@@ -1,6 +1,6 @@
-"""The folder of a training run: its settings, and a log of which a restart keeps what it goes on from.
+"""The folder of a training run: its settings, and a log that a restart truncates to its checkpoint.
 
-run.json            settings; a run with other ones is refused
+run.json            settings; other settings are an error
 log.jsonl           a line every few steps
 """
 
@@ -22,14 +22,14 @@ from kvjax.base.interrupts import goes_on_in
 from kvjax.hosts.messages import by_first
 
 LOG, SETTINGS = "log.jsonl", "run.json"
-# What a run writes beside its settings: none of it may be there before.
+# The files of a run other than its settings: none may exist before it starts.
 PARTS = (LOG, "checkpoints", "model", "encoder", "loss.png")
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Mapping[str, Any] = {}) -> None:
     """Create the folder of a run, or check that the run in it is the one asked for.
 
-    defaults: what holds, by section, for settings that are younger than the run.
+    defaults: values, by section, of settings that did not exist when the run began.
 
     Raises InputError if it holds a run with other settings, any without `resume` or none with it, and
     where it cannot be written.
@@ -59,9 +59,9 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Map
 
 @contextlib.contextmanager
 def alone(folder: Path, resume: bool) -> Iterator[None]:
-    """Locks a run's folder for this run, and turns errors of the disk into one sentence.
+    """Locks a run's folder for this run, and turns disk errors into InputErrors.
 
-    Raises InputError as `check_folder`, and where a run that is alive holds the folder.
+    Raises InputError as `check_folder`, and if a live process holds the folder.
     """
     locks: list[FileLock] = []
 
@@ -83,7 +83,7 @@ def alone(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """InputError if a folder cannot be that of a new run, or with `resume` holds none to go on with."""
+    """Raises InputError if a folder cannot serve a new run, or with `resume` has no run to continue."""
     run = (folder / SETTINGS).exists()
     if resume and not run:
         raise InputError(f"{folder} holds no run to go on with: leave --resume out to start one")
@@ -107,7 +107,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def differing(found: dict[str, Any], asked: dict[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
-    """What is asked otherwise than it was found, as (name, found, asked); None if one has no such name.
+    """The settings that differ, as (name, found, asked); None if one of them lacks the name.
 
     >>> differing({"loop": {"steps": 2, "seed": 0}}, {"loop": {"steps": 3, "seed": 0}})
     [('loop.steps', 2, 3)]
@@ -123,7 +123,7 @@ def differing(found: dict[str, Any], asked: dict[str, Any], within: str = "") ->
 
 
 def learned_file(folder: Path, id: str) -> Path:
-    """The file of what the tokens of a method learned, in a run's folder, also of a method of a user's file.
+    """The file in a run's folder for a method's learned tokens; works for methods of a user's file, too.
 
     >>> learned_file(Path("run"), "my/file.py:gist").name
     'file.py-gist.safetensors'
@@ -132,7 +132,7 @@ def learned_file(folder: Path, id: str) -> Path:
 
 
 def trim_log(folder: Path, step: int) -> None:
-    """Drop what was logged after `step`, half-written lines included: those steps are run again."""
+    """Removes the log's lines after `step`, half-written ones included: those steps are run again."""
     path, kept = folder / LOG, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -144,7 +144,7 @@ def trim_log(folder: Path, step: int) -> None:
 
 
 def clock(before: Mapping[str, float]) -> Callable[[], dict[str, float]]:
-    """Reads the wall and CPU seconds of a run over all its restarts."""
+    """A function that returns the wall and CPU seconds of a run over all its restarts."""
     clocks = {"seconds": time.monotonic, "cpu_seconds": time.process_time}
     started = {name: now() for name, now in clocks.items()}
     return lambda: {name: before.get(name, 0.0) + clocks[name]() - started[name] for name in clocks}

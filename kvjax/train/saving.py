@@ -1,4 +1,4 @@
-"""Checkpoints of a run: Orbax writes them while training goes on, whole or not at all."""
+"""Checkpoints of a run: Orbax writes them atomically while training continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Saver:
 
     def __init__(self, folder: Path):
         self.folder = folder / "checkpoints"
-        # Threads of Orbax log what `close` raises.
+        # Threads of Orbax log the errors that `close` raises.
         self.quiet = contextlib.ExitStack()
         self.quiet.enter_context(quiet_orbax())
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
@@ -28,11 +28,11 @@ class Saver:
 
     @property
     def latest(self) -> int | None:
-        """The step behind the newest whole checkpoint."""
+        """The step of the newest complete checkpoint."""
         return self.manager.latest_step()
 
     def save(self, step: int, state: Any, rest: dict[str, Any]) -> None:
-        """Starts to write a state and what JSON takes beside it. Raises InputError if the disk refuses."""
+        """Starts to write a state and JSON data. Raises InputError if the disk fails."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), rest=ocp.args.JsonSave(rest))
         try:
             self.manager.save(step, args=args)
@@ -40,7 +40,7 @@ class Saver:
             raise self._refused(error) from error
 
     def load(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest state, in the places and dtypes of `like`. Raises InputError if it cannot be read."""
+        """The newest state, with the shardings and dtypes of `like`. Raises InputError if unreadable."""
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), rest=ocp.args.JsonRestore())
         try:
@@ -48,7 +48,7 @@ class Saver:
             rest = found["rest"]
             if not isinstance(rest, dict) or not all(isinstance(part, dict) for part in rest.values()):
                 raise ValueError("it does not say how far the texts were read")
-        except Exception as error:  # Orbax raises classes of its own, or none
+        except Exception as error:  # Orbax raises various exceptions
             raise InputError(
                 f"the checkpoint {self.folder / str(self.latest)} cannot be read ({in_short(error)}): remove "
                 f"that folder {self._before}"
@@ -67,14 +67,14 @@ class Saver:
 
     @property
     def kept(self) -> str:
-        """What a run that ends here can go on from, in words."""
+        """What a run that stops here can continue from, in words."""
         if self.latest is None:
             return "no checkpoint was written yet"
         return f"the last checkpoint stays, of step {self.latest}"
 
     @property
     def _before(self) -> str:
-        """What a run can go on from where the newest checkpoint cannot be read."""
+        """What a run can continue from if the newest checkpoint cannot be read."""
         older = [step for step in self.manager.all_steps() if step != self.latest]
         if not older:
             return "and all of the run, of which it is the only one, to start anew"

@@ -1,4 +1,4 @@
-"""What a training run is told: model, data, optimiser and loop, as values that are checked at once."""
+"""A training run's settings: model, data, optimiser and loop, as values that are checked at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = TypeVar("S")
 
 
 FROM_FILES = ("text", "json", "parquet")
-# Of words of the recall language, with its tokenizer.
+# Kinds of data in the recall language, with its tokenizer.
 OF_WORDS = ("recall", "pairs")
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Share = Annotated[float, Range(0, 1)]
@@ -30,7 +30,7 @@ Weight = Annotated[float, Range(0)]
 
 
 def _texts(given: Any) -> Any:
-    """One text as a list of it."""
+    """A single text as a list."""
     return (given,) if isinstance(given, str) else given
 
 
@@ -44,17 +44,17 @@ def _known(what: str, given: Any, known: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Which texts a run reads.
+    """The texts of a run.
 
     kind: "text" (files), "json" (a field of every line), "parquet" (a column), "python" (the source of the
     running interpreter's standard library), "recall" (the language of `recall-tiny`) or "pairs" (associative
-    recall: half of a row tells pairs, the rest asks for them all).
+    recall: half of a row gives pairs, and the rest asks for all of them).
 
     files: paths, or patterns such as "corpus/**/*.txt", from the current folder. field: the field or column
     that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as `kvjax.load` takes one.
-    held_out: the share of texts, chosen by a hash of them, that is never trained on. segments: texts that lie
-    in one row do not see each other. seed: of the order of texts. tasks: which tasks of `kvjax compare` rows
-    of "recall" ask; all of them, in their shares, unless given.
+    held_out: the share of texts, chosen by a hash of them, that is never trained on. segments: texts in one
+    row do not attend to each other. seed: of the order of texts. tasks: the tasks of `kvjax compare` in rows
+    of "recall"; by default all of them, in fixed shares.
     """
 
     kind: Literal["text", "json", "parquet", "python", "recall", "pairs"] = "python"
@@ -89,8 +89,8 @@ class Optimiser:
     name: "adamw" or "muon" (matrices of layers by Muon, all else by Adam with Nesterov's momentum).
 
     peak: the largest learning rate. schedule: "cosine" down to floor * peak, "wsd" (constant, then linear
-    down to floor * peak over the last `decay` of all steps) or "constant"; each behind `warmup` steps. clip:
-    the largest norm of a gradient. weight_decay acts on matrices alone.
+    down to floor * peak over the last `decay` of all steps) or "constant"; each after `warmup` steps. clip:
+    the largest norm of a gradient. weight_decay applies to matrices alone.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -112,23 +112,22 @@ class Optimiser:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """How long and how often. batch: rows of `length` tokens per step, read in `accumulate` parts.
+    """The length of training and the losses. batch: rows of `length` tokens per step, in `accumulate` parts.
 
-    stages: (steps, length, batch) one after the other, in place of these three; what learning rates do
-    over steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
-    compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal
-    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961) within each part. codes:
-    what the distance of keys from their codes costs (Transformer-VQ, arXiv:2309.16354). distil: with a
-    teacher, the share of the loss that is the divergence from its predictions; distil_hidden,
-    distil_attention: what the squared distance from its hidden states and from the outputs of its mixers
-    is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.
-    evaluate_rows: of held-out texts. passes: where layers read slots from above, how many passes without
-    a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
-    context: tokens at the start of every row that an encoder reads and the model does not (XC-Cache,
-    arXiv:2404.15420), `chunk` of them at a time, apart from each other (CEPE, arXiv:2402.16617), or all at
-    once. method: they are read by the model under this method instead, and the rest is said over what it
-    leaves in the cache (`kvjax.train.compressed`). repeat: with the method "loma", what it costs to say runs
-    of the context again from their memory alone (arXiv:2401.09486).
+    stages: (steps, length, batch) in sequence, in place of these three; learning-rate schedules then count
+    tokens instead of steps. compute: the dtype of layers; weights are kept in float32. remat: recompute
+    layers for the gradient instead of storing their activations. balance: the weight of the loss for unequal
+    use of experts, that of Switch Transformers (arXiv:2101.03961) within each part. codes: the weight of the
+    distance of keys from their codes (Transformer-VQ, arXiv:2309.16354). distil: with a teacher, the share of
+    the loss that is the divergence from its predictions; distil_hidden, distil_attention: the weights of the
+    squared distances from its hidden states and from its mixers' outputs, the mean over channels and layers.
+    log_every, evaluate_every: in steps. evaluate_rows: of held-out texts. passes: if layers use slots from
+    above, how many passes without a gradient, and then with one, approximate all of them (LCKV,
+    arXiv:2405.10637; its code has 7 and 2). context: tokens at the start of every row that an encoder reads
+    instead of the model (XC-Cache, arXiv:2404.15420), `chunk` of them at a time, apart from each other (CEPE,
+    arXiv:2402.16617), or all at once. method: the model itself reads them under this method instead, and
+    predicts the rest from the compressed cache (`kvjax.train.compressed`). repeat: with the method "loma",
+    the weight of the loss of repeating runs of the context from their memory alone (arXiv:2401.09486).
     """
 
     steps: Count = 1000
@@ -165,7 +164,7 @@ class Loop:
                 )
 
     def _stage(self) -> None:
-        """Checks the stages, of which steps and the largest length and batch follow."""
+        """Checks the stages, and derives the steps and the largest length and batch from them."""
         given = self.stages
         if not isinstance(given, list | tuple) or not all(
             isinstance(stage, list | tuple) and len(stage) == 3 for stage in given
@@ -196,7 +195,7 @@ class Loop:
         return self.length, self.batch
 
     def tokens(self, steps: int) -> int:
-        """How many tokens so many steps read."""
+        """How many tokens so many steps process."""
         found, left = 0, steps
         for count, length, batch in self.stages or ((self.steps, self.length, self.batch),):
             found += min(left, count) * length * batch
@@ -205,17 +204,17 @@ class Loop:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The steps behind which stages end, the last one included."""
+        """The steps after which stages end, the last one included."""
         return tuple(itertools.accumulate(steps for steps, *_ in self.stages)) or (self.steps,)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tune:
-    """Which weights learn, by patterns of names such as "layers.*.q".
+    """Which weights are trained, by patterns of names such as "layers.*.q".
 
-    trained: those that do; all unless they or `lora` are given. frozen: those that do not, whatever else
-    names them. lora: matrices that learn by a change of low rank (arXiv:2106.09685),
-    down @ up * alpha / rank. encoder: an encoder of contexts learns with the model (CEPE, arXiv:2402.16617).
+    trained: by default all, unless `lora` is given. frozen: takes precedence over the other two. lora:
+    matrices trained by a low-rank update (arXiv:2106.09685), down @ up * alpha / rank. encoder: whether an
+    encoder of contexts is trained, too (CEPE, arXiv:2402.16617).
     """
 
     trained: tuple[str, ...] | None = None
@@ -232,17 +231,17 @@ class Tune:
 
     @property
     def all(self) -> bool:
-        """Whether every weight of the model learns, as itself."""
+        """Whether every weight of the model is trained directly."""
         return self == Tune(rank=self.rank, alpha=self.alpha, encoder=self.encoder)
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """On which devices a run computes, as in `kvjax.load`.
+    """The devices of a run, as in `kvjax.load`.
 
-    mesh: axes in words, such as "data=8"; rules: by which of them weights and rows are split. workers:
-    processes that make the rows of the tasks "recall" and "pairs" while the devices compute, which a GPU or
-    TPU needs; 0: the run's own. A run may continue on another mesh, with other rules and other workers.
+    mesh: axes, such as "data=8"; rules: which axes shard weights and rows. workers: processes that make the
+    rows of the tasks "recall" and "pairs" while the devices compute, which a GPU or TPU needs; 0: none. A run
+    may continue on another mesh, with other rules and other workers.
     """
 
     mesh: str | None = None
@@ -262,9 +261,9 @@ class Training:
     start: a model's directory to continue from; else `config` is started at random, or by init "circuit" with
     the heads of `kvjax.train.recall_init`.
 
-    teacher: a model's directory, from whose predictions the run learns, too. encoder: the directory of one
-    that reads the first `loop.context` tokens of every row for the model's layers of cross-attention, or the
-    sizes of one that starts at random.
+    teacher: a model's directory, whose predictions the run also learns from. encoder: the directory of an
+    encoder that reads the first `loop.context` tokens of every row for the model's cross-attention layers, or
+    the sizes of a randomly initialised one.
     """
 
     config: Config | BlockConfig | None = None
@@ -292,11 +291,11 @@ SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop, "tune": Tune, "
 
 
 def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -> Training:
-    """A run from what a file binds: the section "model" and those of `SECTIONS`.
+    """Builds a run from a file's bindings: the section "model" and those of `SECTIONS`.
 
-    The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab
-    fills in what the tokenizer knows. A model to start from takes the place of all of them. Raises InputError
-    for unknown names, with the nearest, and for values that do not fit.
+    The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab:
+    the tokenizer's size. A model to start from replaces all of them. Raises InputError for unknown names,
+    with the nearest, and for values that do not fit.
 
     >>> run = training({"model": {"layers": 2, "mixer": {"word": "Attention"}}, "train": {"steps": 3}}, 257)
     >>> run.config.vocab, run.loop.steps
@@ -375,7 +374,7 @@ def _read(within: str, make: Callable[[], S]) -> S:
 
 
 def check_changes(bound: Mapping[str, Mapping[str, Any]], changes: Sequence[str]) -> None:
-    """InputError for a change that changes nothing: of steps beside stages, or of sizes beside a model's own.
+    """Raises InputError for overrides without effect: steps beside stages, or sizes beside a model's own.
 
     >>> check_changes({"train": {"stages": [(500, 128, 16)]}}, ["train.steps=3"])
     Traceback (most recent call last):

@@ -33,8 +33,8 @@ from kvjax.train.trained import Fixed, joined
 class TrainState(NamedTuple):
     """Everything that a step changes.
 
-    params: those that learn, as `kvjax.train.trained.split` has them, or a `Pair` of them and of what learns
-    beside the model.
+    params: the trained ones, as `kvjax.train.trained.split` returns them, or a `Pair` of them and of
+    parameters trained beside the model.
     """
 
     params: Any
@@ -66,16 +66,16 @@ def computed(params: Params, loop: Loop) -> Params:
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A model that does not learn."""
+    """A model that is not trained."""
 
     params: Params
     config: Config
 
 
 class Companions(NamedTuple):
-    """What a step computes beside the model: a teacher, and a reader of the start of every row.
+    """Models that a step runs beside the trained one: a teacher, and a reader of the start of every row.
 
-    The reader is an encoder, or a method that leaves a part of the model's own cache.
+    The reader is an encoder, or a method that compresses the model's own cache.
     """
 
     teacher: Frozen | None = None
@@ -84,14 +84,14 @@ class Companions(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What learns of a model, and with it: an encoder (CEPE, arXiv:2402.16617), or learned tokens."""
+    """The model's trained parameters, and those of an encoder (arXiv:2402.16617) or of learned tokens."""
 
     model: Any
     other: Any
 
 
 def parted(trained: Any, beside: Companions) -> tuple[Any, Companions]:
-    """What learns of the model, and what stands beside it, as it has learned."""
+    """The trained parameters of the model, and the companions with their trained parameters."""
     if not isinstance(trained, Pair):
         return trained, beside
     if beside.compressor is not None:
@@ -101,10 +101,10 @@ def parted(trained: Any, beside: Companions) -> tuple[Any, Companions]:
 
 
 class Read(NamedTuple):
-    """What a model made of a part: logits, and what the losses ask of each layer.
+    """The model's results for a part: logits, and the layers' values that losses need.
 
     unequal, apart: unequal use of experts and distances of keys from their codes, summed over layers. again:
-    what it says of runs of the context from their memory alone is off by.
+    the loss of repeating runs of the context from their memory alone.
     """
 
     logits: Float[Array, "B T V"]
@@ -118,7 +118,7 @@ ALONE = Companions()
 
 
 def told(part: Parts, loop: Loop) -> Parts:
-    """The rows of a part behind their context, which is read apart: all of them, where there is none."""
+    """The rows of a part after their context, which is processed separately; whole rows without a context."""
     return Parts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
 
 
@@ -168,7 +168,7 @@ def learned_loss(
 
 
 def fellow(layer: int, layers: int, theirs: int) -> int:
-    """The layer of a teacher that a layer learns from: evenly spread, the last from the last.
+    """The teacher's layer that a layer is distilled from: evenly spread, the last from the last.
 
     >>> [fellow(i, 2, 6) for i in range(2)], [fellow(i, 3, 3) for i in range(3)]
     ([2, 5], [0, 1, 2])
@@ -238,7 +238,7 @@ def _compressed(
 
 
 def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
-    """What an encoder makes of the first `loop.context` tokens of every row."""
+    """An encoder's output for the first `loop.context` tokens of every row."""
     if encoder is None:
         return None
     return encode(
@@ -253,7 +253,7 @@ def make_step(
     optimiser: optax.GradientTransformation,
     on: OnMesh | None = None,
 ) -> Callable[..., tuple[TrainState, Found]]:
-    """The jitted step (state, parts, what stands beside the model, what does not learn or None).
+    """The jitted step (state, parts, companions of the model, frozen parameters or None).
 
     It donates its state. A loss, gradient or new weight of NaN or inf changes no weight.
     """

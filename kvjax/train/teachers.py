@@ -1,4 +1,4 @@
-"""What stands beside the model that learns: a teacher, and an encoder or a method that reads contexts."""
+"""The companions of a trained model: a teacher, and an encoder or a method that reads contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.train.step import Companions, Frozen
 
 
 def beside(run: Training, config: Config | BlockConfig, params: Params, words: Words) -> Companions:
-    """What a run's settings name; InputError if it does not fit the model or its tokenizer."""
+    """Builds the companions that a run's settings name; InputError if they do not fit the model."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     if run.loop.method is not None:
         return Companions(teacher, None, _compressor(run, run.loop.method, config, params))
@@ -30,14 +30,14 @@ def beside(run: Training, config: Config | BlockConfig, params: Params, words: W
 
 
 def learning(run: Training, others: Companions) -> Any:
-    """What of it learns with the model: parameters of an encoder, or what learned tokens have; or None."""
+    """The companions' trained parameters: of an encoder, or of learned tokens; or None."""
     if others.compressor is not None:
         return others.compressor.learns
     return others.encoder.params if run.tune.encoder and others.encoder is not None else None
 
 
 def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
-    """InputError if a model reads other ids than the run's texts become."""
+    """Raises InputError if a model's token ids differ from those of the run's texts."""
     if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
         of_words = run.data.kind in OF_WORDS
         texts = "data.kind is" if of_words else "data.tokenizer is"

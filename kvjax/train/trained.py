@@ -1,8 +1,8 @@
-"""Which weights learn: all, those of some names, or low-rank changes of some matrices (LoRA).
+"""Selects the trained weights: all, those with some names, or low-rank updates of some matrices (LoRA).
 
-Weights that learn and weights that do not are two trees of the model's form, each with None if the other
-has the weight. A matrix that learns by LoRA stays in the second, and the first has its `Adapter`. Names of
-parameters read "embed" or "layers.3.q", whatever layers are stacked.
+Trained and frozen weights are two trees of the model's form, each with None where the other has the weight. A
+matrix trained by LoRA is in the second, and the first has its `Adapter`. Names of parameters read "embed" or
+"layers.3.q", however layers are stacked.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ class Adapter(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What does not learn: weights, and what adapters are multiplied by."""
+    """The frozen weights, and the scale of the adapters."""
 
     params: Params
     scale: Float[Array, ""]
 
 
 def kinds(config: Config, tune: Tune) -> dict[str, str]:
-    """How every parameter learns, by name: "trained", "lora" or "fixed".
+    """How every parameter is trained, by name: "trained", "lora" or "fixed".
 
-    Raises InputError if a pattern names nothing, nothing learns, or what learns by LoRA is no matrix.
+    Raises InputError if a pattern names nothing, nothing is trained, or LoRA is applied to something that is
+    not a matrix.
 
     >>> from kvjax.train.settings import SIZES
     >>> of = kinds(Config(vocab=8, **SIZES), Tune(lora=("*.q",), trained=("norm",)))
@@ -77,7 +78,7 @@ def _any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def groups_of(config: Config, of: dict[str, str]) -> tuple[Group, ...]:
-    """How layers are stacked: as `plan` says, where they learn alike."""
+    """How layers are stacked: as in `plan`, but only layers that are trained alike."""
 
     def learns(layer: int) -> list[str]:
         return [of[f"layers.{layer}.{name}"] for name in layer_shapes(config, layer)]
@@ -91,9 +92,9 @@ def groups_of(config: Config, of: dict[str, str]) -> tuple[Group, ...]:
 
 
 def split(params: Params, groups: tuple[Group, ...], of: dict[str, str], tune: Tune, key: Array) -> Any:
-    """(what learns, what does not) of parameters that are stacked as `groups` says.
+    """(trained, frozen) parameters, stacked by `groups`.
 
-    An adapter starts as no change: `down` with variance 1 / fan-in, `up` at zero (arXiv:2106.09685,
+    An adapter is initially the identity: `down` with variance 1 / fan-in, `up` at zero (arXiv:2106.09685,
     section 4.1).
     """
 
@@ -118,7 +119,7 @@ def split(params: Params, groups: tuple[Group, ...], of: dict[str, str], tune: T
 
 
 def joined(trained: Any, fixed: Fixed | None) -> Params:
-    """The model's parameters of what learns and what does not; None: all learns.
+    """The model's parameters, joined from the trained and the frozen; None: all are trained.
 
     >>> joined({"a": jnp.ones(2), "b": None}, Fixed({"a": None, "b": jnp.zeros(1)}, jnp.ones(())))["b"].shape
     (1,)
@@ -136,7 +137,7 @@ def joined(trained: Any, fixed: Fixed | None) -> Params:
 
 
 def check_finite(params: Any, what: str) -> None:
-    """InputError if a weight of `what` is NaN or infinite, with the names of the first of them."""
+    """Raises InputError if a weight of `what` is NaN or infinite, with the names of the first of them."""
     found = jax.tree.leaves_with_path(_all_finite(params))
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, ok in found if not bool(ok)]
     if names:

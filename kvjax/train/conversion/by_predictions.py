@@ -1,4 +1,4 @@
-"""What a conversion leaves open, learned from the original's predictions over some texts."""
+"""Trains the free parameters of a conversion on the original's predictions over some texts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def learn(
 ) -> Choice:
     """`start` after Adam on the mean KL(original || build(choice, key)) of the tokens of some texts.
 
-    build: parameters of `made`; its key is another one in every step. extra: what is added to the divergence,
-    of the choice and of the share of steps that are over. Adam's eps is 1e-4, so that where nothing is to be
-    learned nothing moves. Raises ValueError if there are no texts.
+    build: parameters of `made`; its key differs in every step. extra: added to the divergence, a function of
+    the
+    choice and of the share of steps that are done. Adam's eps is 1e-4, so that negligible gradients move
+    nothing.
+    Raises ValueError if there are no texts.
     """
     if not texts:
         raise ValueError("it learns from texts: give some")
@@ -65,7 +67,7 @@ def learn(
 
 
 def padded(texts: Texts) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """Texts as rows of one length, and how many tokens of each are its own."""
+    """Texts as rows padded to one length, and the number of tokens of each."""
     rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text

@@ -47,7 +47,7 @@ from kvjax.train.conversion.low_rank import columns, fitted_word, to_nested, to_
 from kvjax.train.conversion.recur import to_recurrent_heads
 from kvjax.train.conversion.two_decoders import to_blocks
 
-# What is left of all channels.
+# The share of all channels that is kept.
 Share = Annotated[float, Range(0, 1, above=True)]
 Made = tuple[Params, Config | BlockConfig]
 Texts = Sequence[Sequence[int]]
@@ -64,7 +64,7 @@ def _mqa(params: Params, config: Config) -> Made:
 
 
 def _cla(params: Params, config: Config, *, every: Count = 2) -> Made:
-    """Cross-layer attention (arXiv:2405.12981): runs of `every` layers read their first one's slots."""
+    """Cross-layer attention (arXiv:2405.12981): runs of `every` layers share their first layer's slots."""
     return share_layers(params, config, [i - i % every for i in range(config.layers)])
 
 
@@ -77,9 +77,10 @@ def _mlkv(params: Params, config: Config, *, layers: Count) -> Made:
 
 
 def _lckv(params: Params, config: Config, *, own: Whole = 2) -> Made:
-    """Layer-condensed KV (arXiv:2405.10637): all layers but `own` and one read the topmost of those between.
+    """Layer-condensed KV (arXiv:2405.10637): `own` layers keep slots; the others share one layer's.
 
-    Half of `own` are the lowest layers, the rest the highest ("sandwich").
+    The shared slots are those of the topmost of the other layers. Half of `own` are the lowest layers, the
+    rest the highest ("sandwich").
     """
     low, top = own // 2, config.layers - 1 - (own - own // 2)
     if not 0 <= own or low >= top:
@@ -88,7 +89,7 @@ def _lckv(params: Params, config: Config, *, own: Whole = 2) -> Made:
 
 
 def _yoco(params: Params, config: Config, *, window: Count) -> Made:
-    """YOCO-like (arXiv:2405.05254): the upper half reads the lower's last layer, the others see a window."""
+    """YOCO-like (arXiv:2405.05254): the upper half shares the last lower slots; the others get a window."""
     last = config.layers // 2 - 1
     if last < 0:
         raise ValueError("a model of one layer has no upper half")
@@ -100,7 +101,7 @@ def _yoco(params: Params, config: Config, *, window: Count) -> Made:
 
 
 def _swiftkv(params: Params, config: Config, *, layer: Whole) -> Made:
-    """SwiftKV (arXiv:2410.03960): layers from `layer` on project keys and values from what comes into it."""
+    """SwiftKV (arXiv:2410.03960): layers from `layer` on project keys and values from that layer's input."""
     if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)) or not 0 <= layer < config.layers:
         raise ValueError(
             f"layer is {layer}, expected 0 to {config.layers - 1} of a model whose layers are all plain "
@@ -117,7 +118,7 @@ def _regrouped(params: Params, config: Config) -> Made:
 def _mla(
     params: Params, config: Config, *, rank: Count, rotary: Whole = 1, moments: Moments | None = None
 ) -> Made:
-    """Latents of all heads, and `rotary` heads of turning keys (arXiv:2502.14837, arXiv:2502.07864)."""
+    """Latents shared by all heads, and `rotary` rotated key heads (arXiv:2502.14837, arXiv:2502.07864)."""
     return to_latents(params, config, rank, rotary, moments)
 
 
@@ -136,7 +137,7 @@ def _linear(
     steps: Whole = 200,
     texts: Texts | None = None,
 ) -> Made:
-    """Layers of a linear attention, each taught by the attention that it replaces."""
+    """Linear-attention layers, each distilled from the attention that it replaces."""
     return to_linear(params, config, texts or (), layers=layers, keep=keep, mixer=mixer, steps=steps)
 
 
@@ -150,16 +151,17 @@ def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | 
 def _wgqa(
     params: Params, config: Config, *, kv_heads: Count, steps: Whole = 100, texts: Texts | None = None
 ) -> Made:
-    """GQA by weighted sums of neighbours, whose weights learn (WGQA, arXiv:2407.10855)."""
+    """GQA by weighted sums of neighbouring heads with trained weights (WGQA, arXiv:2407.10855)."""
     return weighted_groups(params, config, kv_heads, texts or (), steps)
 
 
 def _dha(
     params: Params, config: Config, *, heads: Count, steps: Whole = 100, texts: Texts | None = None
 ) -> Made:
-    """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567).
+    """Similar key heads and similar value heads are shared, `heads` of both in all (DHA, arXiv:2406.06567).
 
-    With texts, heads of a group are fused by weights that learn for so many steps; else they are averaged.
+    With texts, the heads of a group are fused by weights trained for so many steps; otherwise they are
+    averaged.
     """
     groups = dha(weight_products(params, config), heads)
     if not texts or not steps:
@@ -174,9 +176,10 @@ def _qcqa(params: Params, config: Config, *, heads: Count) -> Made:
 
 
 def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
-    """Fewer KV heads, read by query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454).
+    """Fewer KV heads, assigned to query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454).
 
-    A query head may read another group than its own, so nothing is lost only where all heads are equal.
+    A query head may attend to another group than its own, so the function is unchanged only if all heads are
+    equal.
     """
     if not texts:
         raise ValueError("norms of keys are those of texts: give some")
@@ -186,7 +189,7 @@ def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | No
 
 
 def _rows(texts: Texts) -> np.ndarray:
-    """Texts as one array, cut to the shortest of them."""
+    """Texts as one array, truncated to the shortest."""
     length = min(map(len, texts))
     return np.asarray([list(text[:length]) for text in texts], np.int32)
 
@@ -239,25 +242,25 @@ def _matryoshkakv(
     texts: Texts | None = None,
     moments: Moments | None = None,
 ) -> Made:
-    """Latents of every head in orthogonal bases that learn to be cut (MatryoshkaKV, arXiv:2410.14731)."""
+    """Latents of every head in orthogonal bases trained for truncation (MatryoshkaKV, arXiv:2410.14731)."""
     return to_nested(params, config, rank, texts or (), steps, moments)
 
 
 def _xc_cache(params: Params, config: Config, *, before: tuple[Whole, ...]) -> Made:
-    """Layers of cross-attention before some layers, which read what an encoder kept (arXiv:2404.15420)."""
+    """Inserts cross-attention before some layers, which read an encoder's output (arXiv:2404.15420)."""
     word = CrossAttention(width=config.d_model, turns=True)
     return insert_cross_attention(params, config, before, word, jax.random.key(0))
 
 
 def _cepe(params: Params, config: Config, *, width: Count) -> Made:
-    """Cross-attention behind every attention, over an encoder's `width` channels (CEPE, arXiv:2402.16617)."""
+    """Cross-attention after every attention, over an encoder's `width` channels (CEPE, arXiv:2402.16617)."""
     return cross_behind_each(params, config, width, jax.random.key(0))
 
 
 def _block(
     params: Params, config: Config, *, length: Count = 4, prefix: Count = 2, layers: Count | None = None
 ) -> Made:
-    """The Block Transformer (arXiv:2406.02657), whose lower `layers` read blocks of `length` tokens."""
+    """The Block Transformer (arXiv:2406.02657), whose lower `layers` process blocks of `length` tokens."""
     return to_blocks(params, config, length, prefix, layers)
 
 
@@ -284,13 +287,13 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
 
 
 def convert(model: Model, spec: str, texts: Texts | Callable[[], Texts] | None = None) -> Model:
-    """What a conversion such as "gqa:kv_heads=2" makes of a model.
+    """Converts a model by a conversion such as "gqa:kv_heads=2".
 
-    texts: as ids, or what gives them where they are asked for; singular values are then of what layers read
-    of them instead of the weights alone, and "linear" learns from them.
+    texts: as ids, or a function that returns them if they are needed; singular values then take into account
+    the layers' inputs instead of the weights alone, and "linear" is fitted to them.
 
-    Raises InputError for unknown conversions and options, with the nearest name, and where the model cannot
-    be converted so.
+    Raises InputError for unknown conversions and options, with the nearest name, and if the model cannot be
+    converted this way.
 
     >>> import kvjax
     >>> convert(kvjax.load("recall-tiny"), "mqa").config.kv_heads
@@ -351,14 +354,14 @@ def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 class Difference(NamedTuple):
-    """How far a converted model is from its original: mean KL divergence in nats, share of equal choices."""
+    """The distance of a converted model from its original: mean KL in nats, share of equal predictions."""
 
     divergence: float
     agreement: float
 
 
 def difference(model: Model, other: Model, texts: Sequence[Sequence[int]]) -> Difference:
-    """The mean over all tokens of KL(model || other), and how often both like the same token best.
+    """The mean over all tokens of KL(model || other), and how often both predict the same token.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

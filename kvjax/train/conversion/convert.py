@@ -35,9 +35,9 @@ def pool_heads(
     """Fewer KV heads, each the mean of a group of neighbours: GQA's conversion (arXiv:2305.13245).
 
     With weights [layers, KV heads], a new head is their weighted sum instead (WGQA, arXiv:2407.10855): train
-    them through this function, from 1 / group size on; the result decodes as plain GQA, so they cost nothing
-    later. Every layer must be plain attention. Raises ValueError if the heads do not divide or the weights
-    do not fit.
+    them through this function, starting at 1 / group size; the result decodes as plain GQA, so they cost
+    nothing later. Every layer must be plain attention. Raises ValueError if the heads do not divide or the
+    weights do not fit.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -87,9 +87,9 @@ def _pooled(
 
 
 class Grouping(NamedTuple):
-    """Who shares what in one layer: KV head i goes into key head k[i] and into value head v[i].
+    """The groups of one layer: KV head i is pooled into key head k[i] and into value head v[i].
 
-    reads: the new head, of keys and of values, that each query head reads; None if each follows its own.
+    reads: the new key head, and value head, that each query head uses; None if each follows its own.
     """
 
     k: tuple[int, ...]
@@ -104,12 +104,12 @@ def group_heads(
     k_weights: Weights | None = None,
     v_weights: Weights | None = None,
 ) -> tuple[Params, Config]:
-    """KV heads pooled by any groups, in each layer its own: the start of AsymGQA, QCQA, DHA, key-driven GQA.
+    """Pools KV heads by any groups, per layer: the start of AsymGQA, QCQA, DHA, key-driven GQA.
 
-    The searches of `kvjax.train.grouping` find the groups. A layer of None stays as it is; the others become
+    The searches of `kvjax.train.grouping` find the groups. A layer of None is unchanged; the others become
     `HeadMaps`, each new head the mean of its group or, with weights [layers, KV heads], its weighted sum
-    (DHA's linear fusion, arXiv:2406.06567: train them through this function, from 1 / group size on). Heads
-    that no query head reads are left out. Every layer must be plain attention. Raises ValueError if a
+    (DHA's linear fusion, arXiv:2406.06567: train them through this function, starting at 1 / group size).
+    Heads that no query head uses are removed. Every layer must be plain attention. Raises ValueError if a
     grouping does not cover the heads.
 
     >>> import jax
@@ -165,10 +165,10 @@ def _check_grouping(grouping: Grouping, config: Config, layer: int) -> None:
 
 
 def share_layers(params: Params, config: Config, sources: Sequence[int]) -> tuple[Params, Config]:
-    """Layers that read the keys and values of another; sources[i] = i keeps its own (CLA, MLKV).
+    """Layers that share another layer's keys and values; sources[i] = i keeps its own (CLA, MLKV).
 
     A source projects with the mean of its own and its readers' matrices (MLKV, arXiv:2406.09297). Every layer
-    must be plain attention. Raises ValueError for sources that are not there or read others.
+    must be plain attention. Raises ValueError for sources that do not exist or share others' slots.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -200,9 +200,9 @@ def share_layers(params: Params, config: Config, sources: Sequence[int]) -> tupl
 def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
     """The same function with every head's values in a rotated basis: W_v R' and R W_o (arXiv:2404.00456).
 
-    QuaRot folds the rotation of values into weights so. Values of these parameters stored by a codec are the
-    values of `params` stored by `rotation >> codec`, and steps turn no output back. Every layer must be plain
-    attention. Raises ValueError for others.
+    QuaRot folds the rotation of values into weights this way. Values of these parameters stored by a codec
+    are the values of `params` stored by `rotation >> codec`, and steps need not rotate outputs back. Every
+    layer must be plain attention. Raises ValueError for others.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -231,9 +231,9 @@ def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
 
 
 def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:
-    """The model without the mixers of some layers, and without their KV (arXiv:2406.15786).
+    """The model without the mixers of some layers, and without their KV cache (arXiv:2406.15786).
 
-    Raises ValueError if a layer is not there or another one reads it.
+    Raises ValueError if a layer does not exist or another one uses its slots.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -257,9 +257,10 @@ def insert_cross_attention(
 ) -> tuple[Params, Config]:
     """New layers of cross-attention and gated MLP before layers `before`: XC-Cache (arXiv:2404.15420).
 
-    The lowest one holds the context, the others read it. Their output maps start at zero, so that the model
-    starts as it was; the paper's code starts them at random. The old parameters are the same arrays: train
-    the new ones alone. Every layer must be plain attention. Raises ValueError if a layer is not there.
+    The lowest one holds the context, and the others share it. Their output maps start at zero, so that the
+    model is initially unchanged; the paper's code starts them at random. The old parameters are the same
+    arrays: train the new ones alone. Every layer must be plain attention. Raises ValueError if a layer is not
+    there.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -276,7 +277,7 @@ def insert_cross_attention(
     if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
         raise ValueError("inserting layers is defined for models whose layers are all plain attention")
     first = min(before)
-    # The old layers in their new places; None if a new one goes in.
+    # The old layers in their new order; None for an inserted one.
     order = [i for layer in range(config.layers) for i in [None] * (layer in before) + [layer]]
     reads = dataclasses.replace(word, source=first)
     mixers = tuple(

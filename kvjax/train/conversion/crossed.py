@@ -1,4 +1,4 @@
-"""A decoder that reads contexts behind each of its attentions, as CEPE's does, from a trained one."""
+"""Adds cross-attention after each attention of a trained decoder, as CEPE does."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvjax.models.params import init, layer_shapes, plan, regroup
 def cross_behind_each(params: Params, config: Config, width: int, key: Array) -> tuple[Params, Config]:
     """Cross-attention between the attention and the feed-forward of every layer: CEPE (arXiv:2402.16617).
 
-    A layer becomes two, (attention, nothing) and (cross-attention, its feed-forward), so what is new are the
-    q, k, v, o and attn_norm of layers 1, 3, 5, ... They read the states, `width` channels wide, of an encoder
-    that is trained with them while all else stays. Their output maps start at zero, so the model starts as it
-    was. Raises ValueError if a layer is not plain attention.
+    A layer becomes two, (attention, nothing) and (cross-attention, its feed-forward), so the new parameters
+    are q, k, v, o and attn_norm of layers 1, 3, 5, ... They attend to the states, `width` channels wide, of
+    an encoder that is trained with them while the rest is frozen. Their output maps start at zero, so the
+    model is initially unchanged. Raises ValueError if a layer is not plain attention.
 
     >>> import jax
     >>> config = Config(vocab=32, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)

@@ -1,4 +1,4 @@
-"""Heads that become one as weighted sums, whose weights learn: WGQA, and DHA's fusion."""
+"""Fuses heads by weighted sums with trained weights: WGQA, and DHA's fusion."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvjax.models.params import plan, regroup
 from kvjax.train.conversion.by_predictions import Texts, learn
 from kvjax.train.conversion.convert import Grouping, group_heads, pool_heads
 
-# [layer, KV head i, KV head j]: what of the projection of j the projection of i is made of.
+# [layer, KV head i, KV head j]: the weight of head j's projection in head i's.
 Fusion = Float[Array, "L K K"]
 
 
 def weighted_groups(
     params: Params, config: Config, kv_heads: int, texts: Texts, steps: int
 ) -> tuple[Params, Config]:
-    """WGQA (arXiv:2407.10855): every new KV head is a weighted sum of its group, by weights that learn.
+    """WGQA (arXiv:2407.10855): every new KV head is a weighted sum of its group, with trained weights.
 
-    They start at 1 / group size, which is GQA, and what is made decodes as GQA. Difference: the paper trains
-    them with all other weights, on texts; here they learn first and alone, from the original's predictions.
+    They start at 1 / group size, which is GQA, and the result decodes as GQA. Difference: the paper trains
+    them with all other weights, on texts; here they alone are trained, on the original's predictions.
     One weight per head is the paper's plain form; it also has one per row and per column.
 
     Raises ValueError if heads do not divide or there are no texts.
@@ -47,18 +47,18 @@ def weighted_groups(
 def fused_groups(
     params: Params, config: Config, groupings: list[Grouping], texts: Texts, steps: int
 ) -> tuple[Params, Config]:
-    """DHA's linear fusion (arXiv:2406.06567): the heads of a group are drawn together while they learn.
+    """DHA's linear fusion (arXiv:2406.06567): the heads of a group converge during training.
 
     Head i of a group projects with sum_j w_ij W_j over its group. With w the identity, the model is the
-    original; at the end the rows of w in a group are one, and so are the heads. In between, the divergence
+    original; at the end the rows of w in a group are equal, and so are the heads. In between, the divergence
     from the original's predictions plus
 
         l1 (F - t) + l2 (F - t)^2,  F = mean over heads i of |w_i - mean of its group's|^2
 
-    is made small, an augmented Lagrangian: t falls in a line from the first F to 0, and l1, l2 rise by what
-    is missed. What is left apart at the end is averaged. Differences: the paper's text was not at hand, and
-    its summaries name a fusion loss and such a Lagrangian, not their constants; there all weights and the
-    loss of texts take part, here the fusion alone and the original's predictions.
+    is minimised, an augmented Lagrangian: t falls linearly from the first F to 0, and l1, l2 grow with the
+    constraint's violation. Heads that still differ at the end are averaged. Differences: the paper's text was
+    not at hand, and its summaries name a fusion loss and such a Lagrangian, not their constants; the paper
+    trains all weights on texts, and this trains the fusion alone, on the original's predictions.
 
     Raises ValueError if there are no texts.
     """
@@ -81,13 +81,13 @@ def fused_groups(
 
 
 def _member(groupings: list[Grouping], leaf: str) -> Float[Array, "L K K"]:
-    """1 where heads i and j of a layer are of one group."""
+    """1 if heads i and j of a layer are in the same group."""
     groups = np.asarray([getattr(grouping, leaf) for grouping in groupings])
     return jnp.asarray(groups[:, :, None] == groups[:, None], jnp.float32)
 
 
 def _spread(fusion: Fusion, member: Fusion) -> Float[Array, ""]:
-    """How far rows are from the mean of their group's, squared: the mean over heads."""
+    """The mean over heads of the squared distance of a row from its group's mean."""
     inside = fusion * member
     apart = inside - jnp.matmul(member / member.sum(-1, keepdims=True), inside)
     return jnp.square(apart).sum(-1).mean()
@@ -99,12 +99,12 @@ def _weights(fusion: Fusion, member: Fusion) -> Float[Array, "L K"]:
 
 
 def _rising(x: Array) -> Array:
-    """x, with the gradient of -x: what descends on all else ascends here."""
+    """X with a negated gradient: gradient descent on everything else ascends here."""
     return 2 * jax.lax.stop_gradient(x) - x
 
 
 def _fused(params: Params, config: Config, fusion: dict[str, Fusion]) -> Params:
-    """The model whose projections of heads are those sums, biases among them."""
+    """The model whose head projections are these weighted sums, biases included."""
     layers = []
     for i, p in enumerate(regroup(params, plan(config, stacked=False))["layers"]):
         new = dict(p)

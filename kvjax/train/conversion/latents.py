@@ -1,10 +1,10 @@
-"""Attention of fewer numbers per token by singular values: latents of all heads (MLA), fewer heads (ECKVH).
+"""Compresses attention by singular values: latents of all heads (MLA), fewer heads (ECKVH).
 
-A rotation turns pairs of channels, which are complex numbers z_f = x_f + i x_(f + H/2) here, one per
-frequency. To mix heads at one frequency by complex numbers and to turn them are two maps that commute. So
-keys of several heads are compressed frequency by frequency: with the eigenvectors u of E[z_a conj(z_b)] over
-heads a, b, each key is z_a = sum_j u_aj k_j with k_j = sum_a conj(u_aj) z_a, and what meets k_j of a query q
-of head a is conj(u_aj) q.
+RoPE rotates pairs of channels, written here as complex numbers z_f = x_f + i x_(f + H/2), one per frequency.
+Mixing heads at one frequency by complex coefficients commutes with this rotation. So keys of several heads
+are compressed frequency by frequency: with the eigenvectors u of E[z_a conj(z_b)] over heads a, b, each key
+is z_a = sum_j u_aj k_j with k_j = sum_a conj(u_aj) z_a, and a query q of head a attends to k_j with
+conj(u_aj) q.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvjax.models.model import Model
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import run_layers
 
-# The mean over tokens of u u', u being what a layer's mixer reads; by weights alone, the identity.
+# The mean over tokens of u u' for the input u of a layer's mixer; the identity for weights alone.
 Moments = Float[np.ndarray, "L D D"]
 
 
 def input_moments(model: Model, texts: Sequence[Sequence[int]]) -> Moments:
-    """The second moments of what every layer's mixer reads, over the tokens of some texts.
+    """The second moments of every layer's mixer inputs, over the tokens of some texts.
 
     >>> import kvjax
     >>> input_moments(kvjax.load("recall-tiny"), [[1, 2, 3]]).shape
@@ -60,15 +60,15 @@ def _moments(params: Params, tokens: Int[Array, "1 T"], config: Config) -> Float
 def to_latents(
     params: Params, config: Config, rank: int, rotary: int = 1, moments: Moments | None = None
 ) -> tuple[Params, Config]:
-    """MLA of grouped-query attention: `rank` latents for all heads, and `rotary` heads of turning keys.
+    """MLA of grouped-query attention: `rank` latents for all heads, and `rotary` heads of rotated keys.
 
-    Of the keys' components across heads, the first `rotary` turn and are stored as they are. What is left of
-    the keys no longer turns, and is compressed together with the values, by the singular values of both side
-    by side (the joint SVD of MHA2MLA, arXiv:2502.14837, with the rotary keys gathered across heads as in
-    TransMLA, arXiv:2502.07864). With `rotary` = KV heads and `rank` = their channels or those of the model,
-    whichever are fewer, nothing is lost; 2 K H numbers per token become rank + rotary H. Deviation: the maps
-    across heads are complex where TransMLA's are real, and keys and values are not balanced before the SVD;
-    `moments`, where given, weigh both by the texts that they come from.
+    Of the keys' components across heads, the first `rotary` are rotated and stored uncompressed. The rest is
+    not rotated, and is compressed together with the values, by an SVD of both side by side (the joint SVD of
+    MHA2MLA, arXiv:2502.14837, with the rotary keys gathered across heads as in TransMLA, arXiv:2502.07864).
+    With `rotary` = KV heads and `rank` = their channels or those of the model, whichever are fewer, nothing
+    is lost; 2 K H numbers per token become rank + rotary H. Deviation: the maps across heads are complex
+    while TransMLA's are real, and keys and values are not balanced before the SVD; `moments`, if given,
+    weight both by the texts' statistics.
 
     Raises ValueError for layers that are not plain attention, biases, QK norms, partial or dynamic rotations,
     and sizes that do not fit.
@@ -106,7 +106,7 @@ def _latent_layer(p: Params, config: Config, mixer: Latent, moment: Float[np.nda
     _, vectors = np.linalg.eigh(both.T @ moment @ both)
     down, up = both @ vectors[:, : -mixer.rank - 1 : -1], vectors[:, : -mixer.rank - 1 : -1].T
     up = np.repeat(up.reshape(mixer.rank, 2, config.kv_heads, h), each, 2)
-    own = np.repeat(basis, each, 1)  # of every query head's KV head
+    own = np.repeat(basis, each, 1)  # the KV head of every query head
     asked = np.einsum("fnr,dnf->dnrf", own.conj(), _complex(q)).reshape(len(q), n, -1)
     new = {
         "kv_down": np.concatenate([down, _side_by_side(kept.reshape(len(k), -1))], 1),
@@ -121,12 +121,12 @@ def pool_by_values(
 ) -> tuple[Params, Config]:
     """Fewer KV heads by singular values: ECKVH (Effectively Compress KV Heads for LLM, arXiv:2406.07056).
 
-    The heads of a group keep together the first head_dim components of their values, and at every frequency
-    the first of their keys; the maps back go into the output and query matrices, so the model is one of plain
+    The heads of a group share the first head_dim components of their values, and at every frequency the first
+    of their keys; the inverse maps are folded into the output and query matrices, so the result is plain
     grouped-query attention. Heads whose keys differ by a complex factor at every frequency, and whose values
-    span no more channels than one head has, lose nothing. `moments` align the components with the texts that
-    these come from, as the paper does with caches. Deviation: the paper compresses keys before their rotation
-    as it does values, and expands them before they turn; here they stay turned.
+    span no more channels than one head has, lose nothing. `moments` align the components with the texts, as
+    the paper does with caches. Deviation: the paper compresses unrotated keys, like values, and expands them
+    before rotation; here they stay rotated.
 
     Raises ValueError for layers that are not plain attention, QK norms, partial or dynamic rotations, and
     heads that do not divide.
@@ -189,7 +189,7 @@ def _real(z: Complex[np.ndarray, "*a F"]) -> Float[np.ndarray, "*a H"]:
     return np.concatenate([np.real(z), np.imag(z)], -1)
 
 
-# Heads side by side turn as one: all first halves, then all second halves.
+# Concatenated heads rotate as one: all first halves, then all second halves.
 _side_by_side = _real
 
 

@@ -1,8 +1,8 @@
-"""Attention to linear attention, layer by layer: each learns what the attention that it replaces puts out.
+"""Converts attention to linear attention layer by layer: each is distilled from the attention it replaces.
 
-The layers are taught apart from each other, all on what the original's layers were given (as the first stage
-of LoLCATs, arXiv:2410.10254, and of the distillation of hybrids, arXiv:2408.15237), so an error below moves
-no target above. What a whole model has lost after that is measured by its predictions.
+The layers are trained independently, all on the inputs of the original's layers (as in the first stage of
+LoLCATs, arXiv:2410.10254, and the distillation of hybrids, arXiv:2408.15237), so errors of lower layers do
+not affect the targets. The loss of the whole model is then measured by its predictions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvjax.train.conversion.by_predictions import padded
 WORDS: dict[str, Callable[[int, int, int], Mixer]] = {
     word.__name__: word for word in (GatedDelta, KimiDelta, Mamba2, GatedLinear, Retention)
 }
-# Texts of one step of a layer's training, and its largest learning rate.
+# Texts per training step of a layer, and its largest learning rate.
 ROWS, RATE = 2, 3e-3
 
 
 class OriginalOutputs(NamedTuple):
-    """What the original's layers were given, what their mixers added, its logits; lengths of the texts."""
+    """The original's layer inputs, its mixers' outputs, its logits, and the lengths of the texts."""
 
     inputs: Float[Array, "L B T D"]
     added: Float[Array, "L B T D"]
@@ -58,10 +58,10 @@ def to_linear(
 ) -> tuple[Params, Config]:
     """A hybrid: some layers of plain attention become linear attentions of as many heads and channels.
 
-    layers: which; or keep: how many stay, namely those whose replacement alone does the predictions the most
-    damage (the mean KL divergence over the texts). mixer: the name of the new word. A layer starts from the
-    projections of the attention that it replaces. Raises ValueError if there are no texts to learn from,
-    and for layers that are not plain attention.
+    layers: which to convert; or keep: how many to keep, namely those whose replacement alone changes the
+    predictions most (the mean KL divergence over the texts). mixer: the name of the new mixer. A layer starts
+    from the projections of the attention that it replaces. Raises ValueError if there are no texts to train
+    on, and for layers that are not plain attention.
     """
     taught = _checked(config, texts, layers, keep, mixer)
     word = WORDS[mixer](config.heads, config.head_dim, config.head_dim)
@@ -85,7 +85,8 @@ def attention_changes(
 ) -> Float[np.ndarray, "L"]:
     """1 - cos(x, x + attention(x)), the mean over the tokens of some texts, for every layer.
 
-    By it attention is dropped from layers (What Matters in Transformers?, arXiv:2406.15786, section 3).
+    The criterion by which layers lose their attention (What Matters in Transformers?, arXiv:2406.15786,
+    section 3).
     """
     params = regroup(params, plan(config, stacked=False))
     seen = seen_by(params, *padded(texts), config)
@@ -99,7 +100,7 @@ def attention_changes(
 def _checked(
     config: Config, texts: Sequence[Sequence[int]], layers: Sequence[int] | None, keep: int | None, mixer: str
 ) -> list[int]:
-    """The layers that are taught."""
+    """The layers to convert."""
     if mixer not in WORDS:
         near = difflib.get_close_matches(mixer, WORDS, 1, 0.3)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -130,7 +131,7 @@ def _replaced(params: Params, config: Config, word: Mixer, made: dict[int, Param
 def seen_by(
     params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config
 ) -> OriginalOutputs:
-    """What every layer of a model is given and adds, over some texts."""
+    """The input of every layer of a model, and what its mixer adds, over some texts."""
 
     def look(passed: Passed) -> tuple[Array, Array]:
         return jnp.zeros_like(passed.out) if passed.mixed is None else passed.mixed, passed.out
@@ -160,7 +161,7 @@ def _divergence(
 
 
 def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalOutputs, steps: int) -> Params:
-    """The parameters of a layer whose attention was replaced, its feed-forward as it was."""
+    """The parameters of a layer with replaced attention, its feed-forward unchanged."""
     alone = dataclasses.replace(
         config, layers=1, mixers=(word,), mlps=(NoMLP(),), windows=(), inputs=(), vocab=1
     )
@@ -195,7 +196,7 @@ def started(p: Params, alone: Config, seed: int) -> Params:
 
 
 def around(alone: Config) -> Params:
-    """What a model has beside its layers, for one layer alone, which is given vectors."""
+    """The parameters outside the layers, for a single layer whose inputs are vectors."""
     return {"embed": jnp.zeros((1, alone.d_model)), "norm": jnp.ones((alone.d_model,))}
 
 
@@ -208,7 +209,7 @@ def learn_layer(
     alone: Config,
     steps: int,
 ) -> Params:
-    """The layer after Adam on the squared distance from what the original added, relative to its square."""
+    """Trains a layer by Adam on the relative squared distance from the original's mixer outputs."""
     rule = optax.adam(optax.cosine_decay_schedule(RATE, steps))
     real = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     size = jnp.where(real[..., None], jnp.square(added.astype(jnp.float32)), 0.0).sum()

@@ -37,7 +37,7 @@ def columns(params: Params, config: Config, moments: Moments | None) -> dict[str
 
 
 def fitted_word(rank: float | int, heads: int, arrays: dict[str, np.ndarray]) -> GroupedLowRank:
-    """The word that goes by these moments."""
+    """The word with these moments."""
     return GroupedLowRank(rank, heads, fitted=Fitted(arrays, GroupedLowRank.__name__, ""))
 
 
@@ -49,11 +49,11 @@ class Progressive(GroupedLowRank):
 
         most (1 - (max log k - log k_l) / (max log k - min log k) (1 - least / most))
 
-    of its channels of keys, and of values: what is lost in a low layer is amplified by all above.
+    of its channels of keys, and of values: errors in a low layer are amplified by all layers above.
 
     Differences: a singular value below 1e-6 of the largest counts as that; keys are computed from their
-    latents before they turn, where the paper folds what is left of W_k into W_q. The paper's text was not at
-    hand, and the formula is as remembered.
+    latents before rotation, while the paper folds the second factor of W_k into W_q. The paper's text was not
+    at hand, and the formula is from memory.
     """
 
     least: float = 0.25
@@ -81,7 +81,7 @@ def to_progressive(
 ) -> tuple[Params, Config]:
     """Latents of all heads, `most` to `least` of their channels (`Progressive`).
 
-    Raises ValueError for shares that are none, and for layers that are not plain attention.
+    Raises ValueError for invalid shares, and for layers that are not plain attention.
     """
     if not 0 < least <= most <= 1:
         raise ValueError(f"most={most} and least={least} are no shares with least <= most, of at most 1")
@@ -98,14 +98,14 @@ def to_nested(
 ) -> tuple[Params, Config]:
     """MatryoshkaKV (arXiv:2410.14731): every head's keys and values in an orthogonal basis, nested by rank.
 
-    Bases U start at the principal ones of the texts and learn as U Q(S), Q the Cayley transform
-    (I - S)(I + S)^-1 of a skew S, from the original's predictions; each step cuts all heads at another random
-    rank, so that first columns come to matter most. Then `rank` columns of every head are kept, and any other
-    number could be. With all of them nothing is lost.
+    Bases U start at the principal ones of the texts and are trained as U Q(S), Q the Cayley transform (I -
+    S)(I + S)^-1 of a skew S, on the original's predictions; each step truncates all heads at a random rank,
+    so that the first columns become the most important. Then `rank` columns of every head are kept; any other
+    number would work, too. Keeping all of them is lossless.
 
-    Differences: keys are projected before they turn, so that their latents can be stored; one rank is drawn
-    for the whole model, and one is kept, where the paper searches them per head, greedily. The paper's text
-    was not at hand: what is here is what its summary says.
+    Differences: keys are projected before rotation, so that their latents can be stored; one rank is drawn
+    for the whole model, and one is kept, while the paper searches ranks per head, greedily. The paper's text
+    was not at hand: this follows its summary.
 
     Raises ValueError for ranks of no channels, where there are no texts, and for layers that are not plain
     attention.
@@ -138,7 +138,7 @@ def turned(basis: Float[Array, "*a H H"], skew: Float[Array, "*a H H"]) -> Float
 
 
 def projected(params: Params, config: Config, bases: dict[str, Float[Array, "L K H R"]]) -> Params:
-    """The model whose keys and values are W U U' of every head; what U leaves out is lost."""
+    """The model whose keys and values are W U U' of every head; components outside U are lost."""
     layers = []
     for i, p in enumerate(regroup(params, plan(config, stacked=False))["layers"]):
         new = dict(p)
@@ -158,7 +158,7 @@ def _principal(moments: Float[np.ndarray, "L E E"], heads: int, h: int) -> Bases
 
 
 def _in_order(bases: Bases) -> Float[np.ndarray, "L E E"]:
-    """Moments whose principal axes, head by head, are these columns in their order."""
+    """Moments whose principal axes, head by head, are these columns in this order."""
     layers, heads, h = bases.shape[:3]
     found = np.zeros((layers, heads, h, heads, h))
     blocks = np.einsum("lkhr,r,lkgr->lkhg", bases, np.arange(h, 0, -1.0), bases)

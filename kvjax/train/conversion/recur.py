@@ -1,4 +1,4 @@
-"""Heads that attend to what is near become heads of Mamba-2 beside those that stay: RecurFormer."""
+"""RecurFormer: heads that attend mostly to nearby tokens become Mamba-2 heads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from kvjax.train.conversion.linear import around, learn_layer, seen_by, started
 def to_recurrent_heads(
     params: Params, config: Config, texts: Texts, kv_heads: int, near: int, steps: int
 ) -> tuple[Params, Config]:
-    """RecurFormer (arXiv:2410.12850): in every layer `kv_heads` KV heads stay, the others become Mamba-2.
+    """RecurFormer (arXiv:2410.12850): keeps `kv_heads` KV heads per layer; the others become Mamba-2.
 
-    Those go whose query heads give the largest share of their attention to the `near` newest tokens
-    (`recency`). A layer becomes two of the skeleton, side by side: attention of the heads that stay, and a
-    Mamba-2 with as many heads as query heads went, which learns for `steps` what these put out, on the inputs
-    that they had. Differences: whole KV heads go, so that their slots go, too; the paper has Mamba blocks and
-    a threshold of the ratio, and trains the whole model on.
+    The replaced heads are those whose query heads give the largest share of their attention to the `near`
+    newest tokens (`recency`). A layer becomes two of the skeleton, side by side: attention of the remaining
+    heads, and a Mamba-2 with as many heads as query heads were replaced, which is trained for `steps` to
+    produce these heads' outputs from their inputs. Differences: whole KV heads are replaced, together with
+    their slots; the paper has Mamba blocks and a threshold of the ratio, and then trains the whole model
+    further.
 
     Raises ValueError for layers that are not plain attention, norms that are not before it, numbers of heads
     that leave nothing to change, and where there are no texts longer than `near`.
@@ -99,7 +100,7 @@ def recency(
     layer: int,
     near: int,
 ) -> Float[np.ndarray, "K"]:
-    """The recency ratio: what of their attention the query heads of a KV head give to the newest tokens.
+    """The recency ratio: the share of attention that the query heads of a KV head give to the newest tokens.
 
     The mean over queries that see more than `near` tokens, and over the heads; the query's own token counts.
     """
@@ -123,7 +124,7 @@ def recency(
 
 
 def of_heads(p: Params, kv_heads: Sequence[int], config: Config) -> Params:
-    """The parameters of attention with some of the KV heads, and the query heads that read them."""
+    """The attention parameters of some of the KV heads and their query heads."""
     queries = np.arange(config.heads).reshape(config.kv_heads, -1)[list(kv_heads)].ravel()
     found = dict(p)
     for leaf, heads in (("q", queries), ("k", np.asarray(kv_heads)), ("v", np.asarray(kv_heads))):
@@ -136,7 +137,7 @@ def of_heads(p: Params, kv_heads: Sequence[int], config: Config) -> Params:
 
 
 def _alone(config: Config, word: Mamba2, layer: int, kv_heads: int) -> Config:
-    """The heads that leave layer `layer`, as a model of one layer."""
+    """The replaced heads of layer `layer`, as a model of one layer."""
     windows = (config.window(layer),) if config.windows else ()
     return dataclasses.replace(
         config, layers=1, heads=word.heads, kv_heads=kv_heads, mixers=(word,), mlps=(NoMLP(),), vocab=1,
@@ -147,7 +148,7 @@ def _alone(config: Config, word: Mamba2, layer: int, kv_heads: int) -> Config:
 def _learnt(
     p: Params, alone: Config, inputs: Float[Array, "B T D"], lengths: Array, layer: int, steps: int
 ) -> Params:
-    """A Mamba-2 that learned what these heads of attention put out."""
+    """Trains a Mamba-2 to produce the outputs of these attention heads."""
     p = {name: w.astype(jnp.float32) for name, w in p.items()}
     heads, inputs = dataclasses.replace(alone, mixers=(ATTENTION,)), inputs.astype(jnp.float32)
     tree = around(alone) | {"layers": (p,)}

@@ -1,4 +1,4 @@
-"""A Block Transformer from a trained decoder, whose layers become those of its two decoders."""
+"""Converts a trained decoder to a Block Transformer: its layers become those of the two decoders."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvjax.models.params import regroup
 def to_blocks(
     params: Params, config: Config, length: int, prefix: int = 2, lower: int | None = None
 ) -> tuple[Params, BlockConfig]:
-    """The `lower` layers (None: half) read blocks of `length` tokens, the others the tokens of a block.
+    """The `lower` layers (None: half) process blocks of `length` tokens, the others the tokens of a block.
 
     The Block Transformer (Ho et al., 2024, arXiv:2406.02657) is uptrained from a decoder whose lower layers
-    become the block decoder and whose upper layers become the token decoder. What neither has is started so:
-    the narrow embedding of a token is made of the principal components of the old one, and what the block
-    decoder says is its output, as it is, for each of the `prefix` inputs, which the upper layers read as
-    they read that output before. The first prefix is the mean embedding. Nothing of this is exact: train on.
+    become the block decoder and whose upper layers become the token decoder. The new parts are initialised as
+    follows: the narrow embedding of a token consists of the principal components of the old one, and the
+    block decoder's output is used, unchanged, for each of the `prefix` inputs, which the upper layers process
+    as they did before. The first prefix is the mean embedding. None of this is exact: train further.
 
-    Raises ValueError if layers of one half read the other half, and where the sizes do not fit.
+    Raises ValueError if layers of one half use slots of the other half, and if the sizes do not fit.
 
     >>> import jax
     >>> from kvjax.models.params import init

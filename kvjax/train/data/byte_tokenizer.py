@@ -1,4 +1,4 @@
-"""A tokenizer whose ids are bytes: 256 of them, and one more that ends a text."""
+"""A tokenizer whose ids are the 256 bytes and an end-of-text token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _letter(byte: int) -> str:
-    """The letter that byte-level tokenizers write for a byte: itself where it is printable."""
+    """The character that byte-level tokenizers write for a byte: itself if printable."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return chr(byte if byte in printable else 256 + others.index(byte))

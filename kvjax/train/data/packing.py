@@ -1,4 +1,4 @@
-"""Rows of equal length, cut from texts in a shuffled order, with a position to go on from after a restart."""
+"""Rows of equal length, cut from texts in a shuffled order, with a position for restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclasses.dataclass
 class Place:
-    """How far a stream has read: full readings, texts begun in this one, used tokens of the last text."""
+    """A stream's position: finished passes, texts begun in this pass, and used tokens of the last text."""
 
     reading: int = 0
     text: int = 0
@@ -47,10 +47,11 @@ class Place:
 
 
 class Stream:
-    """Texts without end, shuffled anew for every reading, cut into rows of a length and one more token.
+    """An endless stream of texts, shuffled for every pass, cut into rows of a length and one more token.
 
-    The order is a function of (seed, reading), so a `Place` says all that a restart needs. A row's last token
-    is only a target, and the next row starts with it. A row costs work in its own length, not in its text's.
+    The order is a function of (seed, pass), so a `Place` is all that a restart needs. A row's last token is
+    only a target, and the next row starts with it. Making a row takes time in its own length, not in its
+    text's.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Stream:
         return self._begun[1][place.used :]
 
     def _encoded(self, text: str) -> Int[np.ndarray, "_"]:
-        """The tokens of a text, which becomes the one that was begun last."""
+        """The tokens of a text, which becomes the current one."""
         tokens = np.asarray([*self.encode(text), self.end], np.int32)
         self._begun = (self.place.reading, self.place.text), tokens
         return tokens
@@ -118,7 +119,7 @@ class Stream:
 
 
 def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> Rows:
-    """Rows with their segments, which begin behind every `end`. What follows an end is no target."""
+    """Rows with their segments, which begin after every `end`. The token after an end is no target."""
     first = np.zeros(tokens.shape, bool)
     first[:, 1:] = tokens[:, :-1] == end
     return Rows(
@@ -127,7 +128,7 @@ def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> Rows:
 
 
 class HeldOut(NamedTuple):
-    """Rows that are never trained on, and how many bytes of text one of their tokens is."""
+    """Rows that are never trained on, and the mean number of bytes per token in them."""
 
     rows: Rows
     bytes_per_token: float

@@ -1,7 +1,7 @@
-"""Rows of tasks, made by processes of their own while the device computes.
+"""Rows of tasks, made by worker processes while the device computes.
 
 The rows of a step of `recall` and `pairs` are a function of the seed and the step, so that many steps can be
-made at once. One process makes about 80 thousand tokens a second, which is less than a GPU trains on.
+made at once. One process makes about 80 thousand tokens a second, which is slower than a GPU trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Made(Protocol):
 
 
 class Prefetcher:
-    """A source that has two batches per process under way; the same rows as those of the source itself.
+    """A source that keeps two batches per process in flight; its rows equal those of the wrapped source.
 
     >>> from kvjax.train.data.sources import Pairs
     >>> ahead = Prefetcher(Pairs(seed=0), workers=1)
@@ -44,7 +44,7 @@ class Prefetcher:
 
     def next(self, rows: int, length: int) -> Rows:
         if self.next_of != (self.place.reading, rows, length):
-            # A new stage, or a place that was set back: what is under way is of other rows.
+            # After a new stage, or a changed place, the batches in flight are the wrong ones.
             self._drop()
         while len(self.under_way) < self.depth:
             number = self.place.reading + len(self.under_way)
@@ -65,7 +65,7 @@ class Prefetcher:
 
 
 def _begin() -> None:
-    """Leaves Ctrl-C to the run, whose end also ends this process, however it comes."""
+    """Ignores Ctrl-C, which the run handles; the end of the run also ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Where batches come from: a run's settings as a source of rows, with its tokenizer and what is held out."""
+"""Sources of batches: a run's settings as a stream of rows, with its tokenizer and held-out rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.train.settings import OF_WORDS, Data, Loop
 
 @runtime_checkable
 class Source(Protocol):
-    """Rows without end; `place` says how far it has read."""
+    """An endless stream of rows; `place` is its position."""
 
     place: Place
 
@@ -29,7 +29,7 @@ class Source(Protocol):
 
 
 class Words(NamedTuple):
-    """A tokenizer, how many ids it has, the id that ends a text, and the special tokens of its models."""
+    """A tokenizer, its number of ids, its end-of-text id, and its models' special tokens."""
 
     tokenizer: Any
     vocab: int
@@ -70,7 +70,7 @@ class Pairs:
 
 
 def words_of(data: Data) -> Words:
-    """The tokenizer of a run. Raises InputError if its directory has none, or none that ends a text."""
+    """The tokenizer of a run. Raises InputError if there is none, or none with an end-of-text token."""
     if data.kind in OF_WORDS:
         special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
         special["repeat_prompt"] = recall.WORDS[recall.COPY]
@@ -91,9 +91,9 @@ def words_of(data: Data) -> Words:
 def source_of(
     data: Data, words: Words, loop: Loop, *, segments: bool, place: Place | None = None, workers: int = 0
 ) -> tuple[Source, HeldOut | None]:
-    """The source of a run and its held-out rows; place: where to go on.
+    """The source of a run and its held-out rows; place: the position to continue from.
 
-    workers: processes that make rows of tasks ahead; texts are read by the process itself.
+    workers: processes that make rows of tasks ahead; texts are read in the run's own process.
     """
     if data.kind in OF_WORDS:
         source = _of_tasks(data, loop, place)
@@ -105,13 +105,13 @@ def source_of(
             return text.encode()  # equals the tokenizer's ids, a hundred times as fast
         try:
             return words.tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raise no class of their own
+        except Exception as error:  # tokenizers has no exception class of its own
             raise InputError(
                 f"the tokenizer of {data.tokenizer} cannot read the texts ({error}): give texts of its "
                 "language, which for recall-tiny are those of data.kind='recall'"
             ) from error
 
-    encode(texts[0][:4096])  # a text that the tokenizer cannot read is refused now
+    encode(texts[0][:4096])  # fails now for texts that the tokenizer cannot encode
     held = held_out_rows(
         texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
     )

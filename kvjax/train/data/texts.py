@@ -1,6 +1,6 @@
-"""Texts to train on: files through the `datasets` library, or the source of Python's standard library.
+"""Training texts: files through the `datasets` library, or the source of Python's standard library.
 
-A text is held out by a hash of what it says, so the choice is the same on every machine and in every order.
+A text is held out by a hash of its content, so the choice is the same on every machine and in every order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOM = "\ufeff"
 
 @runtime_checkable
 class Texts(Protocol):
-    """Texts by number; those of `datasets` stay on disk until they are asked for."""
+    """Texts by number; those of `datasets` stay on disk until they are used."""
 
     def __len__(self) -> int: ...
 
@@ -32,7 +32,7 @@ class Texts(Protocol):
 
 
 class Column:
-    """The texts of one column of a data set, without byte order marks. empty: how many rows are left out."""
+    """The texts of one column of a data set, without byte order marks. empty: how many rows are skipped."""
 
     def __init__(self, dataset: Any, name: str):
         self.dataset, self.name = dataset, name
@@ -47,7 +47,7 @@ class Column:
 
 
 class Files:
-    """Files of UTF-8 text, read when they are asked for. empty: how many files are left out."""
+    """Files of UTF-8 text, read on demand. empty: how many files are skipped."""
 
     def __init__(self, paths: Sequence[Path], empty: int = 0):
         self.paths, self.empty = paths, empty
@@ -60,10 +60,10 @@ class Files:
 
 
 def read_texts(data: Data) -> Texts:
-    """The texts that a run's settings name; empty ones are counted and left out.
+    """The texts that a run's settings name; empty ones are counted and skipped.
 
-    Raises InputError if a file is missing or not UTF-8 (with its line), where a row lacks the field (with
-    its line), where a pattern matches no file, and where all texts are empty.
+    Raises InputError if a file is missing or not UTF-8 (with its line), if a row lacks the field (with its
+    line), if a pattern matches no file, and if all texts are empty.
     """
     if data.kind == "python":
         return Files(standard_library())
@@ -96,7 +96,7 @@ def _empty(column: Any) -> np.ndarray:
 
 
 def _check_rows(dataset: Any, field: str, paths: Sequence[Path], kind: str) -> None:
-    """InputError for the first row whose field is missing, null or no text, with its file and line."""
+    """Raises InputError, with file and line, for the first row whose field is missing, null or not text."""
     import pyarrow
 
     column = dataset.data.column(field)
@@ -132,9 +132,9 @@ def _row_of(paths: Sequence[Path], kind: str, row: int) -> str:
 def json_texts(
     paths: Sequence[str], field: str, stamps: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, str]]:
-    """The field of every row of JSON lines, or of a file that is one list; other fields may hold anything.
+    """The field of every row of JSON lines, or of a file that is one list; other fields are ignored.
 
-    stamps: bytes and time of each file, so that what `datasets` has cached of older ones is not read again.
+    stamps: size and time of each file, so that `datasets` does not use its cache of an older version.
     Raises InputError for the first row that is no JSON, or whose field is no text, with its file and line.
     """
     for path in paths:
@@ -176,14 +176,14 @@ def _dataset(kind: str, paths: Sequence[Path], field: str) -> Any:
         import datasets
     except ImportError as error:
         raise InputError(f"data.kind {kind!r} needs datasets: pip install 'kvjax[train]'") from error
-    # The library logs what it also raises.
+    # The library logs the errors that it also raises.
     before = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     files = [str(p) for p in paths]
     try:
         if kind == "json":
-            # The library's own reader guesses types of all fields from the first rows, and refuses a file, or
-            # rewrites a text, where dates look like times.
+            # The library's own reader guesses the types of all fields from the first rows; it then refuses a
+            # file, or rewrites a text, whose values look like times.
             stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (p.stat() for p in paths)]
             return datasets.Dataset.from_generator(
                 json_texts,
@@ -195,7 +195,7 @@ def _dataset(kind: str, paths: Sequence[Path], field: str) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, InputError):
             raise cause from None
-        # What the library raises depends on the form of the file; its first line says what is wrong.
+        # The library's exceptions differ by file format; the first line of the message has the reason.
         said = str(cause).splitlines()[0]
         raise InputError(f"{', '.join(files)} cannot be read as {kind}: {said}") from error
     finally:
@@ -203,7 +203,7 @@ def _dataset(kind: str, paths: Sequence[Path], field: str) -> Any:
 
 
 def _named(name: str) -> list[Path]:
-    """The files that a name of `data.files` stands for: itself, or in their order those that it matches."""
+    """The files that an entry of `data.files` names: itself, or the sorted matches of a pattern."""
     if Path(name).is_file() or not glob.has_magic(name):
         return [Path(name)]
     matched = [Path(found) for found in sorted(glob.glob(name, recursive=True))]
@@ -214,7 +214,7 @@ def _named(name: str) -> list[Path]:
 
 
 def _holds_text(path: Path, kind: str) -> bool:
-    """Whether a file holds anything. InputError if it is missing, or no UTF-8 text."""
+    """Whether a file is not empty. InputError if it is missing, or not UTF-8 text."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: data.files names what is read, from the current folder")
     if kind == "parquet":

@@ -25,14 +25,14 @@ def asymgqa(
 
     From random groups of equal size, a random head a is drawn, and b among the `nearest` heads outside its
     group by cosine similarity of activations. Head a moves into b's group or, with probability `swap`,
-    changes places with another head of it. New groups are taken if they beat those they came from, and with
-    probability `accept` if not; with probability `restart` all are drawn anew. swap=1 is the symmetric form,
-    where sizes stay as equal as they start. Keys and values are grouped each on their own, or together by the
+    changes places with another head of it. New groups are accepted if they improve on the previous ones, and
+    with probability `accept` if not; with probability `restart` all are drawn again. swap=1 is the symmetric
+    form, in which group sizes never change. Keys and values are grouped each on their own, or together by the
     sum of their products.
 
     Differences: the paper scores groups by the accuracy of the converted model, which `loss` may do; without
     it, the loss is the pooling error of the heads at one length. The paper's algorithm was out of reach, and
-    the moves follow public code of the search. There, a changes places with b itself, which parts the two
+    the moves follow public code of the search. There, a changes places with b itself, which separates the two
     again; the probability of keeping sizes in the unequal form, `swap` here, is named but not used; and only
     what beats the best so far is taken, accept and restart are 0.1, in ten iterations per layer.
 

@@ -1,4 +1,4 @@
-"""DHA: like heads share, keys and values each on their own, and alike layers keep fewer of them."""
+"""DHA: similar heads are shared, keys and values separately, and similar layers keep fewer of them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def dha(
     """Groups of key heads and of value heads for every layer, `heads` of both in all (arXiv:2406.06567).
 
     Each layer's key heads, and its value heads, are merged by Ward's method: always the two groups whose
-    union adds least to the summed squared distance of heads, at one length, from the mean of their group.
-    What a merge adds never falls, so taking the cheapest merges of all layers until `heads` are left gives
-    every layer the numbers of heads that cost least in sum, among all cuts of these trees. With `losses`
-    (`fusion_losses`), the merges of a layer's keys, or values, cost what all of them together lose.
+    union adds least to the summed squared distance of heads, at one length, from the mean of their group. The
+    cost of successive merges never falls, so taking the cheapest merges of all layers until `heads` are left
+    gives every layer the numbers of heads that cost least in sum, among all cuts of these trees. With
+    `losses` (`fusion_losses`), the merges of a layer's keys, or values, cost as much as all of them together
+    lose.
 
     Difference: DHA (Chen et al., 2024) learns what fusing heads costs by a fusion loss in a short training,
     forms its groups and the layers' budgets by that, and draws the heads of a group together as it trains on.
-    Its observation, that like heads fuse at little loss, is the measure here. Between layers it says little:
-    in `recall-tiny` with 12 of 16 heads, budgets by weights alone lose as much as the median of all 70, or
-    more, and those by `losses` are among the ten best. The paper's equations were out of reach.
-    `kvjax.train.conversion.fusion.fused_groups` draws the heads of these groups together.
+    Its observation, that similar heads fuse at little loss, is the measure here. It is a poor guide between
+    layers: in `recall-tiny` with 12 of 16 heads, budgets by weights alone lose as much as the median of all
+    70, or more, and those by `losses` are among the ten best. The paper's equations were out of reach.
+    `kvjax.train.conversion.fusion.fused_groups` trains the heads of these groups to converge.
 
     Raises ValueError if `heads` is less than one key and one value head per layer, or more than there are.
 
@@ -66,10 +67,10 @@ def dha(
 def fusion_losses(
     params: Params, config: Config, loss: Callable[[Params], float]
 ) -> Float[np.ndarray, "L 2"]:
-    """What a model loses where all key heads (column 0), or value heads (1), of one layer become their mean.
+    """The loss increase when all key heads (column 0), or value heads (1), of one layer become their mean.
 
-    loss: of parameters of this config, over a few sequences; it is asked 2 L + 1 times. Raises ValueError
-    unless every layer is plain attention.
+    loss: a function of parameters of this config, over a few sequences; it is called 2 L + 1 times. Raises
+    ValueError unless every layer is plain attention.
     """
     check_plain(config)
     layers = regroup(params, plan(config, stacked=False))["layers"]
@@ -89,9 +90,9 @@ def _fused(w: Array, config: Config) -> Array:
 
 
 def merges(products: Products) -> tuple[Int[np.ndarray, "M 2"], Float[np.ndarray, "M"]]:
-    """Ward's merges of a layer's heads, in order: which two groups, and what their union adds to the error.
+    """Ward's merges of a layer's heads, in order: which two groups, and the increase of the error.
 
-    Groups count on from the heads: the i-th merge of K heads makes group K + i.
+    Groups are numbered after the heads: the i-th merge of K heads makes group K + i.
 
     >>> pairs, added = merges(np.eye(2))
     >>> pairs.tolist(), round(float(added[0]), 6)

@@ -1,4 +1,4 @@
-"""Key-driven GQA: heads with longer keys are read by more query heads.
+"""Key-driven GQA: KV heads with longer keys serve more query heads.
 
 The heads are pooled first (`pool_heads`); `key_norms` of that model gives the shares, `group_heads` applies
 them.
@@ -17,13 +17,14 @@ Norms = Float[np.ndarray, "K"]
 def kdgqa(norms: Norms, heads: int, *, least: int = 0) -> Grouping:
     """Query heads in proportion to key norms (KDGQA; Khan et al., 2024, arXiv:2408.08454, as in its code).
 
-    With r = (norms - min) / (max - min), KV head j is read by round(heads r_j / sum r) neighbouring query
-    heads; while too many are given, the largest share loses one, while too few, the smallest gains one.
+    With r = (norms - min) / (max - min), KV head j serves round(heads r_j / sum r) neighbouring query heads;
+    if this assigns too many heads, the largest share loses one repeatedly; if too few, the smallest gains
+    one.
 
-    The smallest norm has r = 0 and mostly loses its head, which `group_heads` leaves out; `least` query heads
-    stay with every KV head. Differences: the paper measures norms in every forward pass, here they are fixed
-    by what `key_norms` saw; where all norms are equal, so are the shares (the paper's are undefined). Raises
-    ValueError if the heads do not suffice.
+    The smallest norm has r = 0 and mostly loses its head, which `group_heads` removes; every KV head serves
+    at least `least` query heads. Differences: the paper measures norms in every forward pass, here they are
+    fixed to those from `key_norms`; where all norms are equal, so are the shares (the paper's are undefined).
+    Raises ValueError if the heads do not suffice.
 
     >>> kdgqa(np.array([1.0, 2.0, 4.0]), 8).reads
     (1, 1, 2, 2, 2, 2, 2, 2)
@@ -41,9 +42,9 @@ def kdgqa(norms: Norms, heads: int, *, least: int = 0) -> Grouping:
 def dgqa_difference(norms: Norms, earlier: Norms, heads: int, *, least: int = 1, seed: int = 0) -> Grouping:
     """Query heads in proportion to how much key norms changed, |norms - earlier| (DGQA, arXiv:2408.08454).
 
-    Norms are measured anew after every interval of training. `least=1` keeps all heads, so that parameters
-    keep their shapes between intervals; the paper's code has 0. What rounding leaves over or short is taken
-    from, or given to, random heads, as there. Raises ValueError if the heads do not suffice.
+    Norms are measured again after every interval of training. `least=1` keeps all heads, so that parameters
+    keep their shapes between intervals; the paper's code has 0. A surplus or deficit from rounding is taken
+    from, or given to, random heads, as in that code. Raises ValueError if the heads do not suffice.
 
     >>> dgqa_difference(np.array([3.0, 2.0]), np.array([0.0, 1.0]), 4).reads
     (0, 0, 0, 1)
@@ -55,7 +56,9 @@ def dgqa_difference(norms: Norms, earlier: Norms, heads: int, *, least: int = 1,
 def dgqa_average(
     norms: Norms, earlier: Norms, heads: int, *, beta: float = 0.9, least: int = 1, seed: int = 0
 ) -> Grouping:
-    """Query heads in proportion to beta norms + (1 - beta) earlier (DGQA by moving averages); else as above.
+    """Query heads in proportion to beta norms + (1 - beta) earlier (DGQA by moving averages).
+
+    The other arguments are those of `dgqa_difference`.
 
     >>> dgqa_average(np.array([3.0, 1.0]), np.array([3.0, 1.0]), 4).reads
     (0, 0, 0, 1)

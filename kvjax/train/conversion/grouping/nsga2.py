@@ -13,7 +13,7 @@ Objectives = Float[np.ndarray, "P M"]
 
 
 class Evolution(NamedTuple):
-    """How long and how boldly: the defaults of QCQA's reproduction; mutation None is 1 / genes."""
+    """The search's length and rates: the defaults of QCQA's reproduction; mutation None is 1 / genes."""
 
     population: int = 100
     generations: int = 100
@@ -39,9 +39,9 @@ def nsga2(
     """NSGA-II (Deb et al., 2002, IEEE TEC 6(2)): ranks by fronts, crowding within them, elitism.
 
     Gene g takes the values 0 .. choices[g] - 1. The first population is `start` and random genes; `normal`
-    brings equal solutions into one form, of which doubles are dropped. Parents win binary tournaments, cross
-    at two points and mutate genes to random values; the paper's operators are for real numbers, and genes
-    here are names.
+    maps equivalent solutions to one form, so that duplicates are dropped. Parents win binary tournaments,
+    cross at two points and mutate genes to random values; the paper's operators are for real numbers, and
+    genes here are categories.
 
     >>> def evaluate(genes):
     ...     x = genes[:, 0].astype(float)
@@ -69,7 +69,7 @@ def nsga2(
 
 
 def fronts(values: Objectives) -> Int[np.ndarray, "P"]:
-    """The front of every solution: 0 where none dominates it, 1 where only those of front 0 do, ...
+    """The front of every solution: 0 if none dominates it, 1 if only those of front 0 do, ...
 
     A solution dominates another if no objective of it is larger and at least one is smaller.
 

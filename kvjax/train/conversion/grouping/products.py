@@ -1,4 +1,4 @@
-"""What the searches know of a layer's heads: mean products of their weights, or of their activations."""
+"""The inputs of the grouping searches: mean products of heads' weights, or of their activations."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def activation_products(
 ) -> list[HeadProducts]:
     """Mean products of every two heads' keys, and values, averaged over the rows of `tokens`, per layer.
 
-    It is what AsymGQA (Chen et al., 2024, arXiv:2406.14963) compares heads by, with the mean over rows first,
+    AsymGQA (Chen et al., 2024, arXiv:2406.14963) compares heads by it, with the mean over rows first,
     position by position, as in public code of its search (the paper's own equation was out of reach). The
-    rotation of keys changes nothing: it turns all heads alike. Raises ValueError unless every layer is plain
-    attention.
+    rotation of keys changes nothing: it is the same for all heads. Raises ValueError unless every layer is
+    plain attention.
     """
     layers = _activations(params, config, tokens)
     return [HeadProducts(*(_products(x.mean(0).reshape(x.shape[1], -1)) for x in kv)) for kv in layers]
@@ -96,7 +96,7 @@ def pooling_error(products: Products, groups: Sequence[int]) -> float:
 
 
 def pooling_errors(products: Products, groups: Int[np.ndarray, "P K"]) -> Float[np.ndarray, "P"]:
-    """`pooling_error` of every row, with groups counted from 0 on; what float32 could not hold is 0.
+    """`pooling_error` of every row, with groups numbered from 0; errors too small for float32 are 0.
 
     >>> pooling_errors(np.eye(2), np.array([[0, 0], [0, 1]])).tolist()
     [0.5, 0.0]

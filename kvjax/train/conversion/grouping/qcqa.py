@@ -39,11 +39,11 @@ def group_layer(
     NSGA-II over the group of every head, at most `groups` of them, for few KV heads and a small
     weight-sharing error: the mean squared difference of key heads from the mean of their group, plus that of
     value heads (`pooling_error`). This is QCQA-AC, with groups of any size. The front holds one grouping for
-    every number of heads that pays.
+    every worthwhile number of heads.
 
     Differences: the equations were read in code that reproduces the paper; populations start with the equal
-    neighbour groups of GQA among random ones, so that the front is nowhere behind GQA. QCQA-EC, with groups
-    of one size, has the error alone to lower: `asymgqa(..., loss=, swap=1)`.
+    neighbour groups of GQA among random ones, so that the front is never worse than GQA. QCQA-EC, with groups
+    of one size, only minimises the error: `asymgqa(..., loss=, swap=1)`.
 
     Raises ValueError if the heads cannot form that many groups.
 
@@ -87,7 +87,7 @@ def group_layers(
     ]
     genes = [[w, *options] for w, options in zip(whole, layers, strict=True)]
     most = max(map(len, genes))
-    # The first population: for every k, all layers at their k-th option, which has both ends of the front.
+    # The first population: for every k, all layers at their k-th option, including both ends of the front.
     start = np.array([[min(k, len(g) - 1) for g in genes] for k in range(most)])
     table = np.array([[(o.heads, o.error) for o in g] + [(np.inf, np.inf)] * (most - len(g)) for g in genes])
     at = np.arange(len(genes))
@@ -100,7 +100,7 @@ def group_layers(
     stacks = []
     for row in front.genes:
         chosen = [g[i] for g, i in zip(genes, row, strict=True)]
-        # A layer with a group for every head is whole, whichever option says so.
+        # A layer with one group per head is whole, whichever option it came from.
         groupings = tuple(None if o.heads == len(o.groups) else Grouping(o.groups, o.groups) for o in chosen)
         stacks.append(Stack(groupings, sum(o.heads for o in chosen), sum(o.error for o in chosen)))
     return stacks
