@@ -30,6 +30,7 @@ from kvjax.fitting.prompts.distilled import fit_distilled
 from kvjax.fitting.prompts.memory_tokens import fit_memory
 from kvjax.fitting.prompts.restore import fit_restored
 from kvjax.fitting.prompts.run_memory import fit_repetition
+from kvjax.fitting.statistics.atoms import fit_atoms
 from kvjax.fitting.statistics.bases import fit_basis
 from kvjax.fitting.statistics.clusters import fit_clusters
 from kvjax.fitting.statistics.curves import fit_curves
@@ -71,6 +72,7 @@ from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
+from kvjax.store.atoms import Atoms
 from kvjax.store.basis import InBasis
 from kvjax.store.channels import AskedChannels
 from kvjax.store.coupled import CoupledCodes
@@ -125,6 +127,7 @@ FITS: dict[type, Fitter] = {
     CoupledCodes: Fitter(fit_vectors, acts=True),
     InBasis: Fitter(fit_basis, acts=True),
     Fixed: Fitter(fit_ranges, acts=True),
+    Atoms: Fitter(fit_atoms, acts=True),
     Predicted: Fitter(fit_predictors, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),
@@ -206,6 +209,7 @@ _WHOLE = {
     "sink_keys": (1, "learned sinks"),
     "steps": (1, "steps on a batch"),
     "slots": (1, "slots that are mixtures"),
+    "size": (1, "atoms of a dictionary"),
     "neighbours": (1, "neighbours of a convolution"),
     "heads": (1, "heads of a gate"),
     "channels": (1, "channels of a controller"),

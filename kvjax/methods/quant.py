@@ -11,6 +11,7 @@ from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Bits, Fit, Group, Rank, Ratio, Seed, Tokens, Turns
 from kvjax.store.affine import Affine
+from kvjax.store.atoms import Atoms
 from kvjax.store.balanced import Balanced
 from kvjax.store.coupled import CoupledCodes
 from kvjax.store.gaussian_vectors import GaussianVectors, Normalised
@@ -241,3 +242,22 @@ def cq(
     """
     keys, values = (CoupledCodes(channels, bits, of, as_fitted(fitted)) for of in ("key", "value"))
     return Method(store=Store(keys, values, unrotated=True))
+
+
+@paper(
+    "CSR: Achieving 1 Bit Key-Value Cache via Sparse Representation",
+    arxiv="2412.11741",
+    family="quant",
+    exact="deviates",
+)
+def csr(*, atoms: Annotated[int, Range(1, 64)] = 4, fitted: Fit | None = None) -> Method:
+    """CSR (Zhang et al., 2024, arXiv:2412.11741), section 3: rows are sums of a few vectors of a dictionary.
+
+    Matching pursuit finds `atoms` vectors of a layer's dictionary and their weights for every key and value
+    of a head (`Atoms`); stored are indices of 16 bits and weights of 8. fitted: the dictionaries, as `kvjax
+    fit csr --set size=512` fits them. Deviation: a dictionary is fitted by least squares in turns with the
+    pursuit, where the paper trains a network (NeuralDict); weights are float8, and keys are encoded after
+    RoPE. No code of the authors was there to compare with.
+    """
+    keys, values = (Atoms(atoms, of, as_fitted(fitted)) for of in ("key", "value"))
+    return Method(store=Store(keys, values))

@@ -113,7 +113,7 @@ class NearestVectors:
             inner = jnp.einsum("...bksgc,...kgec->...bksge", rows, vectors, precision="highest")
             return (inner - half).argmax(-1).astype(jnp.uint32)
 
-        return {"words": pack(_piecewise(nearest, x), self.bits)}
+        return {"words": pack(piecewise(nearest, x), self.bits)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         groups = self.vectors.shape[-3]
@@ -125,7 +125,7 @@ class NearestVectors:
         return found.reshape(*codes.shape[:-1], width).astype(dtype)
 
 
-def _piecewise(encode: Callable[[Array], Array], x: Float[Array, "*b S H"]) -> Array:
+def piecewise(encode: Callable[[Array], Array], x: Float[Array, "*b S H"]) -> Array:
     """Encodes many tokens a piece at a time: beside a piece lie its distances to all vectors."""
     tokens = x.shape[-2]
     if tokens <= PIECE:

@@ -2,6 +2,7 @@
 
 import copy
 
+import ml_dtypes
 import numpy as np
 
 from kvjax.store.codebooks import sphere_codebook
@@ -298,3 +299,18 @@ def clipped(at, code):
 def of_range(low, step, bits):
     """Codes of a range that is given."""
     return lambda x: np.clip(np.rint((x - low) / step), 0, 2**bits - 1) * step + low
+
+
+def pursued(atoms, count):
+    """CSR (arXiv:2412.11741): the atom that meets most of what is left, `count` times, in float8 weights."""
+
+    def code(x):
+        out = np.zeros_like(x)
+        for _ in range(count):
+            met = (x - out) @ atoms.T
+            best = np.abs(met).argmax(-1)
+            weight = np.take_along_axis(met, best[..., None], -1)
+            out = out + weight.astype(ml_dtypes.float8_e4m3fn).astype(float) * atoms[best]
+        return out
+
+    return code

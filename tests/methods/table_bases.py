@@ -1,4 +1,4 @@
-"""Rows of methods that store what they keep in codes behind a change of basis; see `table.py`."""
+"""Rows of methods that store codes behind a change of basis, or by fitted ranges or atoms; see `table.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.grammar.fitted import Fitted
 from kvjax.store.rotate import hadamard
-from tests.float64.codes import affine, behind, clipped, coded, of_lists, of_range
+from tests.float64.codes import affine, behind, clipped, coded, of_lists, of_range, pursued
 from tests.methods.rows import dense, everything, plain, row, split
 from tests.methods.table_stores import FLIPS, TURNS, based, codes
 
@@ -52,6 +52,19 @@ def mixed(of):
     return lambda layer, head: behind(matrix, ranged(of, 4)(layer, head))
 
 
+DIRECTIONS = {f"{of} atoms": DRAWN.normal(size=(2, 40, 16)) for of in ("key", "value")}
+ATOMS = Fitted(
+    {n: (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32) for n, x in DIRECTIONS.items()},
+    "Atoms",
+    "",
+)
+
+
+def sums(of):
+    """Sums of 3 atoms of a layer."""
+    return lambda layer, head: pursued(ATOMS.arrays[f"{of} atoms"][layer].astype(float), 3)
+
+
 TURNED = behind(hadamard(16, 0), affine(4, 16))
 # Of 16 numbers, in rising order, the 12th and the 8th from 0 on are the most.
 CUT = dict(keys=0.75, values=0.5)
@@ -89,5 +102,9 @@ BASES = [
     row(
         "q-int4", dense(everything, slot=lambda s: 2 * s.h // 2 + 4), hyper=dict(block=8, fitted=RANGED),
         error=FLIPS, attends=of_lists(mixed("key"), mixed("value")),
+    ),
+    row(
+        "csr", dense(everything, slot=lambda s: 2 * 3 * (2 + 1) + 4), hyper=dict(atoms=3, fitted=ATOMS),
+        error=FLIPS, attends=of_lists(sums("key"), sums("value")),
     ),
 ]  # fmt: skip
