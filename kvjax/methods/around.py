@@ -70,7 +70,7 @@ def _ids(spec: Any) -> str:
 
 
 def _spec(given: Any) -> tuple[Any, ...] | None:
-    """The spec of a method, or of several; None where one has no name."""
+    """The spec of a method, or of several; None if one has no name."""
     if isinstance(given, list):
         specs = tuple(_spec(one) for one in given)
         return None if None in specs else specs

@@ -122,7 +122,7 @@ class Words(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A parsed text: called with a budget (None where it takes none), it builds the method.
+    """A parsed text: called with a budget (None if it takes none), it builds the method.
 
     The budget goes to every part that takes one and has none written in the text.
     """

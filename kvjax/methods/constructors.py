@@ -67,7 +67,7 @@ def constructed(text: str) -> Method:
 def constructor_of(method: Method) -> str:
     """The text from which `constructed` makes the method again.
 
-    Raises InputError where it has words of a user's own, fitted arrays that are in no file, or values that
+    Raises InputError if it has words of a user's own, fitted arrays that are in no file, or values that
     cannot be written as text.
     """
     text = constructor(method)

@@ -74,7 +74,7 @@ def _trace(score: Score, probe: Any) -> None:
 
 
 def check_declared(keep: Keep | None) -> None:
-    """InputError where a keep's score looks at an observation or a trace that it does not declare.
+    """InputError if a keep's score looks at an observation or a trace that it does not declare.
 
     >>> from kvjax.methods import snapkv
     >>> check_declared(snapkv(0.5).keep)

@@ -130,7 +130,7 @@ def paper(
 def collect(*modules: ModuleType) -> dict[str, MethodFunction]:
     """The marked functions that modules define (not those they import), by id, in the order of the files.
 
-    Raises ValueError where two of them share an id or an alias.
+    Raises ValueError if two of them share an id or an alias.
     """
     found: dict[str, MethodFunction] = {}
     taken: set[str] = set()

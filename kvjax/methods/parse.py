@@ -174,7 +174,7 @@ def from_spec(spec: tuple[Any, ...], own: Callable[..., Method] = from_file) -> 
 
     own: builds those of a file from "file.py:function" and hyper-parameters, in place of that file.
 
-    Raises InputError where it cannot be built again.
+    Raises InputError if it cannot be built again.
 
     >>> from_spec(("snapkv", (("budget", 0.25), ("window", 16)))).id
     'snapkv'

@@ -14,7 +14,7 @@ from kvjax.methods.parse import from_spec
 def saved_spec(method: Method) -> tuple[Any, ...]:
     """The spec that builds the method again, in values that JSON has; its words, where no name does.
 
-    Raises InputError where neither a name nor the words of kvjax build it.
+    Raises InputError if neither a name nor the words of kvjax build it.
 
     >>> from kvjax.grammar import Store
     >>> from kvjax.store.affine import Affine

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a chain. Raises InputError where a + lacks a method on one of its sides.
+    """The parts of a chain. Raises InputError if a + lacks a method on one of its sides.
 
     >>> pieces("snapkv(budget=0.25) + ape:scale=1e+3+int8")
     ['snapkv(budget=0.25)', 'ape:scale=1e+3', 'int8']
@@ -44,7 +44,7 @@ def pieces(text: str) -> list[str]:
 
 
 def taken_apart(piece: str) -> Piece:
-    """The name and the arguments of a part. Raises InputError where brackets or quotes do not match.
+    """The name and the arguments of a part. Raises InputError if brackets or quotes do not match.
 
     >>> taken_apart("snapkv(budget=0.25)")
     Piece(name='snapkv', given='budget=0.25', called=True)
@@ -160,7 +160,7 @@ def _begins(text: str, at: int) -> bool:
 
 
 def _outside(text: str, sign: str, start: int = 0) -> Iterator[int]:
-    """Where a sign stands outside of all brackets and quotes. Raises InputError where these do not match."""
+    """Where a sign stands outside of all brackets and quotes. Raises InputError if these do not match."""
     at = start
     while at < len(text):
         if text[at] == sign:

@@ -35,7 +35,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
     The function takes hyper-parameters (`budget` among them where it has one) and returns a Method; its spec
     becomes (name, sorted hyper-parameters), with `name` as it was given.
 
-    Raises InputError where there is no such file or function, the file fails to import, a hyper-parameter is
+    Raises InputError if there is no such file or function, the file fails to import, a hyper-parameter is
     unknown or missing, or something else than a Method comes back.
 
     >>> import pathlib, tempfile
@@ -102,7 +102,7 @@ def _built(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> Me
 def load_function(name: str) -> Callable[..., Any]:
     """The function that `path/to/file.py:function` names; the file is imported again when it has changed.
 
-    Raises InputError where the file or the function is missing, or the file fails to import.
+    Raises InputError if the file or the function is missing, or the file fails to import.
     """
     file, _, function = name.rpartition(":")
     if not file.endswith(".py") or not function:

@@ -132,7 +132,7 @@ def phased(prompt: Method | str, later: Method | str) -> Method:
         One method of both.
 
     Raises:
-        InputError: where one of them selects no slots, where `prompt` evicts in steps or `later` does not
+        InputError: if one of them selects no slots, where `prompt` evicts in steps or `later` does not
             after every token, where budgets differ, and where the score of `prompt` cannot act in steps.
 
     >>> import kvjax
@@ -164,7 +164,7 @@ def _at_least_1(name: str, value: object) -> int:
 
 
 def _around(method: Method, **parts: Any) -> Method:
-    """The method with other parts of its keep; InputError where these do not go together."""
+    """The method with other parts of its keep; InputError if these do not go together."""
     assert method.keep is not None
     try:
         made = dataclasses.replace(method, keep=dataclasses.replace(method.keep, **parts), spec=())

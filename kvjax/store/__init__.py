@@ -1,1 +1,1 @@
-"""Store: how slots are encoded. A codec turns the keys or values of tokens into arrays and back."""
+"""Store: how slots are encoded. A codec encodes the keys or values of tokens as arrays and decodes them."""

@@ -27,13 +27,13 @@ class Affine:
     """x ~ code * scale + zero, with zero = min and scale = (max - min) / (2^bits - 1) of a group.
 
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
-    where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The scale and zero of a group,
+    if granule > 1 tokens are encoded together, [*b, S, w] otherwise. The scale and zero of a group,
     float16 up to 65504 and coarser up to 2^32 (`short`), are the halves of one uint32 (`pair`), stored as
 
       [*b, S / group, H]                       for axis "channel",
       [*b, S]                                  for axis "token" with one group per token,
       [*b, S, groups]                          with several groups,
-      [*b, S / together, groups * together]    where together > 1, with the tokens of a group side by side.
+      [*b, S / together, groups * together]    if together > 1, with the tokens of a group side by side.
 
     Codes are computed with the rounded scale and zero, so |error| <= scale / 2, except at the ends of a
     group's range, which float16 rounds, and beyond them. A zero or scale beyond 65504 is rounded outwards, by
@@ -46,8 +46,8 @@ class Affine:
         group: channels or tokens of a group; None takes all channels.
         together: of axis "token", how many tokens are packed into the same words. Accelerators read those
             faster, but such tokens can only be appended `together` at a time.
-        clip: the range of a group is clip * min to clip * max, and a number beyond it becomes the end that it
-            passes (QuaRot, arXiv:2404.00456, section 5).
+        clip: the range of a group is clip * min to clip * max, and numbers are clipped to it (QuaRot,
+            arXiv:2404.00456, section 5).
 
     >>> Affine(4, group=32).granule, Affine(2, "channel", group=32).granule
     (1, 32)
@@ -89,7 +89,7 @@ class Affine:
         return self.clip == 1
 
     def form(self, width: int) -> Form | None:
-        """How a kernel reads the codes of rows of `width` channels; None where none does."""
+        """How a kernel reads the codes of rows of `width` channels; None if none does."""
         if self.axis == "channel":
             return None if self.bits == 8 else Form("key groups", self.bits, self.granule)
         if self.bits == 8:
@@ -102,7 +102,7 @@ class Affine:
         if self.clip < 1:
             low, high = self.clip * low, self.clip * high
         zero = _below(low)
-        # Beyond float16 the rounded zero may lie far below the smallest number: the range starts at it.
+        # Beyond float16 the rounded zero may be far below the smallest number: the range starts at it.
         start = jnp.where(jnp.abs(low) < 65520.0, low, of_short(zero))
         scale = short((high - start) / (2**self.bits - 1), outward=True)
         # A constant group has scale 0: every code 0, value zero.
@@ -187,7 +187,7 @@ def _below(low: Float[Array, "*b"]) -> UInt32[Array, "*b"]:
 class Float8:
     """x ~ fp8(x / scale) * scale, with one float16 scale per token that maps its largest value to fp8's.
 
-    A number beyond what that scale can map, 2.9e7 for e4m3 and 3.7e9 for e5m2, becomes that one.
+    Larger numbers than that scale can map, 2.9e7 for e4m3 and 3.7e9 for e5m2, are clipped.
 
     Args:
         kind: "e4m3" or "e5m2".

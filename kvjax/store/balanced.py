@@ -1,4 +1,4 @@
-"""Tokens of which all channels and all tokens are brought to one variance before they are encoded (KVarN)."""
+"""Equalises the variance of all channels and all tokens before encoding (KVarN)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from kvjax.state.codes import Codec
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
-# Bounds of one turn's deviations, and of the logarithm of a scale, as in the authors' code.
+# Bounds of the deviations in one iteration, and of the logarithm of a scale, as in the authors' code.
 _DEVIATION, _LOGARITHM = (1e-3, 1e3), (-0.3, 10.0)
 
 
@@ -23,12 +23,12 @@ class Balanced(Wrapper):
     """`Balanced("token", 128) >> codec` divides every `tokens` tokens of a head by scales of their tokens.
 
     x / (a_t b_c) has one variance in all tokens and all channels: `turns` times, a is multiplied by the
-    standard deviations of tokens and then b by those of channels, from 1 on, and the pair stays of which the
-    largest deviation is least above the smallest, summed over both; none is below e^-0.3, as in the authors'
-    code (KVarN, arXiv:2606.03458, section 4). of:
-    which of the two is divided by and stored, the other one being part of the scales of codes behind it:
-    "token", a, before codes per channel, and "channel", b, before codes per token. Stored are "scales"
-    float16, [*b, S] or [*b, S / tokens, H]. Raises ValueError for other axes, one token or no turns.
+    standard deviations of tokens and then b by those of channels, starting at 1, and the pair with the
+    smallest ratio of largest to smallest deviation, summed over both, is kept; none is below e^-0.3, as in
+    the authors' code (KVarN, arXiv:2606.03458, section 4). of: which of the two is divided by and stored; the
+    other one is absorbed by the scales of the inner codec: "token", a, before codes per channel, and
+    "channel", b, before codes per token. Stored are "scales" float16, [*b, S] or [*b, S / tokens, H]. Raises
+    ValueError for other axes, one token or no turns.
 
     >>> from kvjax.store.affine import Affine
     >>> codec = Balanced("token", 2) >> Affine(8, axis="channel", group=2)
@@ -92,7 +92,7 @@ class OfEqualVariance(Around):
 
     @property
     def steady(self) -> bool:
-        # What was decoded has other deviations.
+        # Decoded rows have other deviations, so encoding them again gives other codes.
         return False
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
@@ -116,7 +116,7 @@ class OfEqualVariance(Around):
         return x.reshape(*x.shape[:-2], -1, tokens, x.shape[-1])
 
     def _spread(self, scales: Array, shape: tuple[int, ...]) -> Array:
-        """Scales as they stand to rows of a shape."""
+        """Broadcasts scales to rows of a shape."""
         scales = scales.astype(jnp.float32)
         if self.balanced.of == "token":
             return scales[..., None]

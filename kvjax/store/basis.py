@@ -22,11 +22,11 @@ from kvjax.store.wrap import Around, Wrapper
 class InBasis(Wrapper):
     """`InBasis("key", by) >> codec` encodes z = (x - shift) M^-1 of a head's rows x.
 
-    of: whose basis. by: the method whose fit finds it. The fitted arrays are "key matrix" M and "key inverse"
-    [L, K, H, H], and "key shift" [L, K, H] where rows are shifted, or those of values. Without a shift,
-    queries meet z itself, as q M' (`kvjax.state.code_forms.Spanned`). A matrix that is diagonal, or that
-    commutes with RoPE, is the same as one folded into the model's weights. Raises ValueError for another
-    `of`.
+    of: the basis of keys or of values. by: the method whose fit finds it. The fitted arrays are "key matrix"
+    M and "key inverse" [L, K, H, H], and "key shift" [L, K, H] if rows are shifted, or the same for values.
+    Without a shift, attention uses z itself, with queries q M' (`kvjax.state.code_forms.Spanned`). A matrix
+    that is diagonal, or that commutes with RoPE, is the same as one folded into the model's weights. Raises
+    ValueError for another `of`.
     """
 
     of: Literal["key", "value"]
@@ -38,7 +38,7 @@ class InBasis(Wrapper):
             raise ValueError(f"a basis is of a 'key' or a 'value', got {self.of!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, model.head_dim, model.head_dim)
         for name in (f"{self.of} matrix", f"{self.of} inverse"):
             check_sizes(self, "basis", "layers, KV heads, channels, channels", name, sizes)
@@ -49,7 +49,7 @@ class InBasis(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Based(Around):
-    """What `codec` encodes of rows in the basis of `word`."""
+    """Encodes rows in the basis of `word` by `codec`."""
 
     word: InBasis
     codec: Codec
@@ -62,7 +62,7 @@ class Based(Around):
         return Turned(mine[f"{of} matrix"], mine[f"{of} inverse"], mine.get(f"{of} shift"), inner)
 
     def span(self, width: int) -> Span:
-        """Which codec holds z; the matrix is that of `Turned`."""
+        """The codec that encodes z; `Turned` has the matrix."""
         fitted = self.word.fitted
         if fitted is None or f"{self.word.of} shift" in fitted.arrays:
             return Span(self, np.eye(width))
@@ -77,7 +77,7 @@ class Based(Around):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turned(Around):
-    """(x - shift) M^-1 of rows [*l, B, K, S, H], for matrices [*l, K, H, H].
+    """Encodes (x - shift) M^-1 of rows x [*l, B, K, S, H], for matrices [*l, K, H, H].
 
     >>> from kvjax.store.affine import Affine
     >>> twice = 2.0 * jnp.eye(2).reshape(1, 2, 2)

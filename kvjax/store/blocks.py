@@ -1,6 +1,7 @@
 """Blocks of channels that share a power of two: OCP's microscaling formats, and shared microexponents.
 
-What a server's tensor units multiply as it lies. A block is of one token, so tokens are encoded one by one.
+These are formats that tensor units of accelerators multiply directly. A block is in one token, so tokens are
+encoded one by one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.store.minifloats import FORMATS, exponent, of_codes, power, to_codes
 
-# The smallest power of two that is a normal float32; the format's own smallest is half of it.
+# The smallest power of two that is a normal float32; the format's own smallest is half of that.
 _LEAST = -126
 
 
 def blocked(x: Shaped[Array, "*b H"], block: int) -> Shaped[Array, "*b groups block"]:
-    """Gives the blocks of x an axis. ValueError where a block does not divide the channels."""
+    """Gives the blocks of x an axis. ValueError if a block does not divide the channels."""
     if x.shape[-1] % block:
         raise ValueError(f"block={block} must divide the {x.shape[-1]} channels of a head")
     return x.reshape(*x.shape[:-1], -1, block)
@@ -54,7 +55,7 @@ class Microscaled:
     """x ~ 2^e p: a number p of format `kind` per channel, and a power of two per `block` channels of a token.
 
     e = floor(log2 max |x|) of a block less the exponent of the format's largest number, and p is the number
-    of the format nearest to x / 2^e, even halfway; what is beyond the largest becomes it (OCP Microscaling
+    of the format nearest to x / 2^e, even halfway; larger numbers are clipped (OCP Microscaling
     Formats, version 1.0, section 6.3; Rouhani et al., 2023, arXiv:2310.10537, algorithm 1). kind: "e4m3" and
     "e5m2" (MXFP8), "e2m3" and "e3m2" (MXFP6), "e2m1" (MXFP4), or "int8", 64 p a whole number from -127 to 127
     (MXINT8). Stored are "scales" uint8 [*b, S, H / block], e + 127, and codes of 4, 6 or 8 bits. Raises
@@ -104,10 +105,10 @@ class Microscaled:
 
 @dataclasses.dataclass(frozen=True)
 class SharedExponents:
-    """x ~ +-m 2^(e - t - fraction + 1): whole numbers m below 2^fraction, e of a block, t of each pair of it.
+    """x ~ +-m 2^(e - t - fraction + 1): integers m below 2^fraction, e per block, t per pair of channels.
 
-    e is the exponent of the largest of `block` channels of a token, and t a bit of every two of them, 1 where
-    both lie below 2^e (Rouhani et al., 2023, arXiv:2302.08007, section 3): with blocks of 16, `fraction`=7 is
+    e is the exponent of the largest of `block` channels of a token, and t a bit of every two of them, 1 if
+    both are below 2^e (Rouhani et al., 2023, arXiv:2302.08007, section 3): with blocks of 16, `fraction`=7 is
     MX9, 4 is MX6 and 2 is MX4. Stored are "scales" uint8 [*b, S, H / block], e + 127, and words of the t and
     of signs and m. Raises ValueError for other fractions, and for blocks that are odd or do not divide rows.
 
@@ -135,7 +136,7 @@ class SharedExponents:
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         rows = blocked(x.astype(jnp.float32), self.block)
         at = exponent(jnp.abs(rows))
-        # What is stored below the smallest power of two is 0.
+        # Numbers below the smallest power of two are stored as 0.
         e = jnp.maximum(at.max(-1, keepdims=True), _LEAST + self.fraction)
         pairs = at.reshape(*at.shape[:-1], -1, 2).max(-1)
         lower = (pairs < e).astype(jnp.int32)

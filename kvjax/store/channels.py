@@ -1,4 +1,4 @@
-"""Rows of which some channels are stored, the same ones for tokens that are encoded together (ThinK)."""
+"""Rows of which only some channels are stored, the same for tokens that are encoded together (ThinK)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvjax.store.wrap import Wrapper, joined, part_of
 
 @dataclasses.dataclass(frozen=True)
 class AskedChannels(Wrapper):
-    """Of every `tokens` tokens of a head the floor(share * H) channels that count most, and 0 for the others.
+    """Keeps the floor(share * H) most important channels of every `tokens` tokens; the others become 0.
 
-    A channel counts |q_c| |k_c|: the root of the mean square of a head's queries there, summed over its
-    group, times the norm of these tokens' keys (ThinK, arXiv:2407.21018, section 3.2). fitted: "norms" [L, K,
-    H] of queries, as `kvjax fit think` writes them; without them all channels of queries count alike. Stored
-    are "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at" [*b, S /
-    tokens, m], which channels these are. codec: encodes the values, rows of m numbers, in turn, as in
-    `AskedChannels(0.5, 32) >> Affine(2)`. Raises ValueError for a share outside (0, 1], no tokens, or a codec
-    of more tokens than share their channels.
+    A channel's importance is |q_c| |k_c|: the root of the mean square of a head's queries there, summed over
+    its group, times the norm of these tokens' keys (ThinK, arXiv:2407.21018, section 3.2). fitted: "norms"
+    [L, K, H] of queries, as `kvjax fit think` writes them; without them all channels of queries have the same
+    weight. Stored are "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at"
+    [*b, S / tokens, m], the indices of these channels. codec: encodes the values, rows of m numbers, in turn,
+    as in `AskedChannels(0.5, 32) >> Affine(2)`. Raises ValueError for a share outside (0, 1], no tokens, or a
+    codec of more tokens than share their channels.
 
     >>> codec = AskedChannels(0.5, 2)
     >>> codec.decode(codec.encode(jnp.array([[1.0, 3.0], [1.0, 0.0]])), 2, jnp.float32).tolist()
@@ -63,13 +63,13 @@ class AskedChannels(Wrapper):
         return is_steady(self.codec)
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, model.head_dim)
         check_sizes(self, "norms", "layers, KV heads, channels", "norms", sizes)
 
     def count(self, width: int) -> int:
-        """How many of `width` channels stay."""
-        # A product such as 0.29 * 100 lies below 29.
+        """How many of `width` channels are kept."""
+        # Rounded first, because 0.29 * 100 is slightly below 29 in floating point.
         return max(1, int(round(self.share * width, 9)))
 
     def taught(self, arrays: Taught) -> Codec:
@@ -87,7 +87,7 @@ class AskedChannels(Wrapper):
             raise ValueError(f"{x.shape[-2]} tokens cannot be encoded {self.tokens} at a time")
         rows = x.reshape(*x.shape[:-2], -1, self.tokens, x.shape[-1])
         square = jnp.square(rows.astype(jnp.float32)).sum(-2) * jnp.square(norms)
-        # Sorts of rows stay on the devices that these lie on; XLA gathers all rows for a top_k.
+        # Sorting rows keeps them on their devices; XLA would gather all rows for a top_k.
         best = jnp.argsort(-square, axis=-1, stable=True)[..., : self.count(x.shape[-1])]
         at: Int[Array, "*b G m"] = jnp.sort(best, -1)
         values = jnp.take_along_axis(rows, at[..., None, :], -1)

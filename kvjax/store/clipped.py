@@ -1,4 +1,4 @@
-"""Rows whose largest numbers are cut to a quantile of the row before they are encoded (OSCAR)."""
+"""Clips rows to a quantile of their magnitudes before encoding (OSCAR)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clipped(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Around):
-    """What `codec` encodes of rows that were cut, and no more."""
+    """Encodes clipped rows by `codec`, without extra arrays."""
 
     word: Clipped
     codec: Codec
@@ -52,7 +52,7 @@ class Cut(Around):
         return Span(self if codec is self.codec else codec, matrix)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        # A product such as 0.29 * 100 lies below 29.
+        # Rounded first, because 0.29 * 100 is slightly below 29 in floating point.
         at = int(round(self.word.share * x.shape[-1], 9))
         if at >= x.shape[-1]:
             return self.codec.encode(x)

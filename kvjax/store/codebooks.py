@@ -19,11 +19,11 @@ class Codebook(NamedTuple):
 
 @lru_cache(maxsize=64)
 def sphere_codebook(width: int, bits: int) -> Codebook:
-    """The quantiser of least squared error for one coordinate of a random unit vector of `width` coordinates.
+    """The optimal quantiser for one coordinate of a random unit vector of `width` coordinates.
 
     Such a coordinate has the density C (1 - t^2)^((width - 3) / 2) on [-1, 1], near N(0, 1 / width). The
     optimum (Lloyd, 1982; Max, 1960) has its bounds halfway between centroids and every centroid at the mean
-    of what lies between its bounds; both hold here to float64.
+    of the density between its bounds; both hold here to float64 precision.
 
     >>> sphere_codebook(128, 1).centroids.round(4).tolist()
     [-0.0707, 0.0707]

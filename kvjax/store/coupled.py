@@ -27,9 +27,10 @@ PIECE = 256
 class CoupledCodes:
     """The nearest of 2^bits vectors for every `channels` channels of a row (arXiv:2405.03917, section 3.2).
 
-    of: whose vectors, the fitted array "key centroids" or "value centroids" [L, K, H / c, 2^bits, c]. A
-    number takes bits / channels bits and nothing else: rows have no scale. Stored are words [*b, S, w] of
-    H / c codes. Raises ValueError for bits outside 1 to 8, or channels below 1 or that do not divide rows.
+    of: the vectors of keys or of values, the fitted array "key centroids" or "value centroids" [L, K, H / c,
+    2^bits, c]. A number takes bits / channels bits and nothing else: rows have no scale. Stored are words
+    [*b, S, w] of H / c codes. Raises ValueError for bits outside 1 to 8, or channels below 1 or that do not
+    divide rows.
     """
 
     channels: int
@@ -50,11 +51,11 @@ class CoupledCodes:
 
     @property
     def name(self) -> str:
-        """That of the fitted array."""
+        """The name of the fitted array."""
         return f"{self.of} centroids"
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model, or of other vectors."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes, or are other vectors."""
         assert self.fitted is not None
         check_sizes(self, "vectors", "layers, KV heads", self.name, (model.layers, model.kv_heads))
         vectors, entries, channels = self.fitted.arrays[self.name].shape[2:]

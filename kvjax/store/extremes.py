@@ -18,7 +18,7 @@ from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 @dataclasses.dataclass(frozen=True)
 class Extremes(Wrapper):
-    """`Extremes(0.02) >> codec` keeps the largest and the smallest numbers out of the codec (GEAR's filter).
+    """`Extremes(0.02) >> codec` stores the largest and smallest numbers outside the codec (GEAR's filter).
 
     axis "token": of the channels of every token. axis "channel": of every channel, among `group` tokens that
     are encoded together. Of n numbers, ceil(share / 2 * n) are kept at each end, at least one and at most
@@ -49,7 +49,7 @@ class Extremes(Wrapper):
 
     def count(self, n: int) -> int:
         """How many of n numbers are kept at each end."""
-        # A product such as 0.07 * 100 lies above 7.
+        # Rounded first, because 0.07 * 100 is slightly above 7 in floating point.
         return max(1, min(n // 2, math.ceil(round(self.share / 2 * n, 9))))
 
     def around(self, codec: Codec) -> Between:
@@ -58,7 +58,7 @@ class Extremes(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Between(Around):
-    """Rows whose extremes are stored beside the codes of the others: "values", and "at", where they stand.
+    """Stores the extremes of rows beside the codes of the rest: "values", and "at", their indices.
 
     Both are [*b, S, 2 k] for axis "token", and [*b, S / group * 2 k, H] for axis "channel". `codec` encodes
     the mean of the other numbers in their place, so that they widen no range. Values have the dtype of the
@@ -78,7 +78,7 @@ class Between(Around):
         k = self.extremes.count(n)
         at, others = _ends(jax.lax.stop_gradient(lines), k)
         values = jnp.take_along_axis(lines, at, -1)
-        # One number alone is both ends, and leaves none to take the mean of.
+        # A single number is both ends, so no others are left for a mean.
         total = jnp.where(others, lines, 0).sum(-1, keepdims=True, dtype=jnp.float32)
         mean = (total / max(n - 2 * k, 1)).astype(x.dtype)
         rest = self._rows(jnp.where(others, lines, mean), x.shape)
@@ -108,7 +108,7 @@ class Between(Around):
         return lines if self.extremes.group is None else jnp.swapaxes(lines, -1, -2).reshape(shape)
 
     def _stored(self, x: Shaped[Array, "..."]) -> Array:
-        """A few numbers per line, with the axis of the tokens where the cache expects it."""
+        """A few numbers per line, with the token axis where the cache expects it."""
         if self.extremes.group is None:
             return x
         return jnp.swapaxes(x, -1, -2).reshape(*x.shape[:-3], -1, x.shape[-2])
@@ -122,9 +122,9 @@ class Between(Around):
 
 
 def _ends(lines: Float[Array, "*b n"], count: int) -> tuple[Int[Array, "*b m"], Bool[Array, "*b n"]]:
-    """Where the largest `count` numbers of every line are and then the smallest, and which are neither.
+    """Indices of the `count` largest numbers of every line, then of the smallest; a mask of the others.
 
-    They are few, so that they are found one after the other sooner than all numbers are sorted.
+    There are so few that finding them one after the other is faster than sorting all numbers.
     """
     place = jax.lax.broadcasted_iota(jnp.int32, lines.shape, lines.ndim - 1)
 

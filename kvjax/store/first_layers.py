@@ -14,7 +14,7 @@ from kvjax.state.codes import Codec
 
 @dataclasses.dataclass(frozen=True)
 class FirstLayers:
-    """The first `layers` layers by `codec`, those above by `rest`; by itself, it encodes as a first layer.
+    """Encodes the first `layers` layers by `codec`, those above by `rest`; outside a layer, by `codec`.
 
     Raises ValueError for a negative number of layers.
 
@@ -45,7 +45,7 @@ class FirstLayers:
         return all(map(is_steady, self.each))
 
     def at(self, layer: int) -> Codec:
-        """How a layer's rows are stored; layers count from 0."""
+        """The codec of a layer; layers count from 0."""
         return self.codec if layer < self.layers else self.rest
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:

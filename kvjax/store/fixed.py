@@ -1,4 +1,4 @@
-"""Codes of ranges that are found once, so that tokens have no scales of their own."""
+"""Codes with fixed ranges found by a fit, so that tokens have no scales of their own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from kvjax.store.levels import untaught
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """x ~ low + code * step, with a low and a step of every head that a fit finds, and codes of `bits` bits.
+    """x ~ low + code * step, with a fitted low and step per head, and codes of `bits` bits.
 
-    Numbers beyond the range become its ends. of: whose range, the fitted arrays "key low" and "key step" [L,
-    K], or those of values. by: the method whose fit finds them. Stored are uint8 codes [*b, S, H] for 8 bits,
-    or words [*b, S, w], and nothing else. Raises ValueError for bits outside 1 to 8, and another `of`.
+    Numbers beyond the range are clipped. of: the range of keys, the fitted arrays "key low" and "key step"
+    [L, K], or the same of values. by: the method whose fit finds them. Stored are uint8 codes [*b, S, H] for
+    8 bits, or words [*b, S, w], and nothing else. Raises ValueError for bits outside 1 to 8, and another
+    `of`.
     """
 
     bits: int
@@ -42,7 +43,7 @@ class Fixed:
         return f"{self.bits} bits a number, in a range of each head that is found once."
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         for name in (f"{self.of} low", f"{self.of} step"):
             check_sizes(self, "ranges", "layers, KV heads", name, (model.layers, model.kv_heads))
 

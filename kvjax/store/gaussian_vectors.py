@@ -1,4 +1,4 @@
-"""Vectors by one codebook for normal numbers, and what makes tokens look like these (NSNQuant)."""
+"""Vector quantisation with one codebook for normal numbers, and the normalisation it needs (NSNQuant)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAMPLES, _TURNS, _ENTRIES = 20_000, 25, 256
 
 @lru_cache(maxsize=8)
 def gaussian_codebook(channels: int, seed: int) -> Float[np.ndarray, "256 c"]:
-    """256 vectors near those of `channels` independent N(0, 1) numbers: k-means of drawn ones, by Lloyd.
+    """256 vectors that quantise `channels` independent N(0, 1) numbers: k-means of random draws, by Lloyd.
 
     >>> gaussian_codebook(1, 0).shape
     (256, 1)
@@ -34,10 +34,10 @@ def gaussian_codebook(channels: int, seed: int) -> Float[np.ndarray, "256 c"]:
 
 @dataclasses.dataclass(frozen=True)
 class GaussianVectors:
-    """The nearest of 256 vectors for every `channels` channels of a row of normal numbers: 8 bits for them.
+    """Encodes every `channels` channels of a normal row by the nearest of 256 vectors, in 8 bits.
 
-    One codebook serves all rows (`gaussian_codebook`); rows are to have mean 0 and variance 1, as behind
-    `Normalised(...) >> Rotate()`. Stored are "codes" uint8 [*b, S, H / channels]. Raises ValueError where
+    One codebook serves all rows (`gaussian_codebook`); rows should have mean 0 and variance 1, as after
+    `Normalised(...) >> Rotate()`. Stored are "codes" uint8 [*b, S, H / channels]. Raises ValueError if
     `channels` is below 1 or does not divide rows.
     """
 

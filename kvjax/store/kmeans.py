@@ -9,12 +9,11 @@ from jaxtyping import Float
 def best_levels(
     weight: Float[np.ndarray, "N"], total: Float[np.ndarray, "N"], square: Float[np.ndarray, "N"], count: int
 ) -> Float[np.ndarray, "C"]:
-    """The `count` levels of least weighted squared error for numbers that lie in N neighbouring bins.
+    """The `count` levels of least weighted squared error for numbers in N neighbouring bins.
 
-    weight, total, square: of every bin the sums of w, w x and w x^2 over its numbers x of weights w. Numbers
-    of one bin share a level, and with a number per bin the levels are the optimum. Where fewer bins than
-    levels have weight, the largest level is repeated; where none has any, levels are evenly spaced in
-    [-1, 1].
+    weight, total, square: for every bin the sums of w, w x and w x^2 over its numbers x of weights w. Numbers
+    of one bin share a level; with one number per bin the levels are optimal. If fewer bins than levels have
+    weight, the largest level is repeated; if none has any, levels are evenly spaced in [-1, 1].
 
     >>> x = np.array([0.0, 1.0, 10.0, 11.0])
     >>> best_levels(np.ones(4), x, x * x, 2).tolist()
@@ -32,9 +31,9 @@ def best_levels(
 
     w, s, q = map(between, sums)
     later = np.arange(n + 1)[:, None] < np.arange(n + 1)[None, :]
-    # What one level for the bins i to j - 1 leaves: sum w x^2 - (sum w x)^2 / sum w.
+    # The error of one level for the bins i to j - 1: sum w x^2 - (sum w x)^2 / sum w.
     cost = np.where(later, q - s * s / np.where(later, w, 1.0), np.inf)
-    # least[j]: the least error of the first j bins by as many levels as there were turns.
+    # least[j]: the least error of the first j bins with as many levels as iterations so far.
     least, starts = np.where(np.arange(n + 1) == 0, 0.0, np.inf), []
     for _ in range(min(count, n)):
         each = least[:, None] + cost
@@ -51,10 +50,10 @@ def best_levels(
 def weighted_centroids(
     x: Float[np.ndarray, "N c"], weight: Float[np.ndarray, "N"], count: int, turns: int = 25, seed: int = 0
 ) -> Float[np.ndarray, "C c"]:
-    """`count` vectors of little sum_i w_i ||x_i - c(x_i)||^2: `turns` turns of Lloyd's from drawn x_i.
+    """`count` vectors with small sum_i w_i ||x_i - c(x_i)||^2: `turns` iterations of Lloyd's algorithm.
 
-    x_i are drawn by their weights, each at most once. A vector that is nearest to none stays where it is;
-    where there are fewer x_i of any weight than vectors, some x_i are drawn again.
+    The initial vectors are x_i drawn by their weights, each at most once. A vector that is nearest to no x_i
+    is unchanged; if there are fewer x_i of positive weight than vectors, some are drawn again.
 
     >>> weighted_centroids(np.array([[0.0], [1.0], [9.0]]), np.array([1.0, 3.0, 1.0]), 2)[:, 0].tolist()
     [0.75, 9.0]

@@ -1,7 +1,7 @@
-"""Codes by levels that need not be evenly spaced, of numbers that were brought to one range (KVQuant).
+"""Codes by levels that need not be evenly spaced, for numbers scaled to one range (KVQuant).
 
-`ByChannel` and `ByToken` bring numbers to [-1, 1], `Levels` encodes what lies there. Words name what they
-were fitted to; in a program, `kvjax.state.codes.taught` makes codecs of them that have it at hand.
+`ByChannel` and `ByToken` scale numbers to [-1, 1], and `Levels` encodes these. Codecs hold their fitted
+arrays; in a compiled program, `kvjax.state.codes.taught` passes the arrays to them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def untaught(word: object) -> NoReturn:
 class Levels:
     """x ~ the nearest of 2^bits levels, which a fit finds for each layer (arXiv:2401.18079, section 3.3).
 
-    of: whose levels, the fitted array "key levels" or "value levels" [L, 2^bits], in ascending order. Stored
-    are words [*b, S, w]. Raises ValueError for other bits than 1 to 4.
+    of: the levels of keys or of values, the fitted array "key levels" or "value levels" [L, 2^bits], in
+    ascending order. Stored are words [*b, S, w]. Raises ValueError for bits outside 1 to 4.
     """
 
     bits: int
@@ -48,7 +48,7 @@ class Levels:
             raise ValueError(f"levels are of a 'key' or a 'value', got {self.of!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model, or of other bits."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes, or have other bits."""
         assert self.fitted is not None
         check_sizes(self, "levels", "layers", f"{self.of} levels", (model.layers,))
         found = self.fitted.arrays[f"{self.of} levels"].shape[1]
@@ -106,11 +106,11 @@ class Nearest:
 
 @dataclasses.dataclass(frozen=True)
 class ByChannel(Wrapper):
-    """`ByChannel(0.01) >> codec` brings every channel of a head to [-1, 1] by what a fit saw of it.
+    """`ByChannel(0.01) >> codec` scales every channel of a head to [-1, 1] by its fitted range.
 
-    y = (x - centre) / range, where centre - range and centre + range are quantiles of the channel, beyond
-    which lies the part `share` of its numbers, half of it on each side (arXiv:2401.18079, sections 3.1 and
-    3.4). The fitted arrays are "key centre" and "key range" [L, K, H]. Numbers beyond the range stay beyond
+    y = (x - centre) / range, where centre - range and centre + range are quantiles of the channel, with the
+    share `share` of its numbers beyond them, half on each side (arXiv:2401.18079, sections 3.1 and 3.4). The
+    fitted arrays are "key centre" and "key range" [L, K, H]. Numbers beyond the range have magnitudes above
     1, where an `Outliers` inside finds them. Raises ValueError for a share outside [0, 1].
     """
 
@@ -124,7 +124,7 @@ class ByChannel(Wrapper):
             raise ValueError(f"what lies beyond a channel's range is a share in [0, 1], got {self.share!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         for name in ("key centre", "key range"):
             sizes = (model.layers, model.kv_heads, model.head_dim)
             check_sizes(self, name, "layers, KV heads, channels", name, sizes)
@@ -135,7 +135,7 @@ class ByChannel(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class OfChannels(Around):
-    """Rows whose channels are brought to a range before `codec` encodes them."""
+    """Rows whose channels are scaled to a range before `codec` encodes them."""
 
     channels: ByChannel
     codec: Codec
@@ -156,9 +156,9 @@ class OfChannels(Around):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shifted(Around):
-    """(x - centre) / size of rows [*l, B, K, S, H], for arrays [*l, K, H]; a size of 0 counts as 1.
+    """Encodes (x - centre) / size of rows [*l, B, K, S, H], for arrays [*l, K, H]; a size of 0 counts as 1.
 
-    `codec` sees them in the dtype of the rows, in which it may keep some of them.
+    `codec` gets them in the dtype of the rows, in which it may store some of them.
     """
 
     centre: Float[Array, "*l K H"]
@@ -186,7 +186,7 @@ class Shifted(Around):
 
 @dataclasses.dataclass(frozen=True)
 class ByToken(Wrapper):
-    """`ByToken() >> codec` brings every token of a head to [-1, 1] by its own smallest and largest number."""
+    """`ByToken() >> codec` scales every token of a head to [-1, 1] by its own smallest and largest number."""
 
     def around(self, codec: Codec) -> OfTokens:
         return OfTokens(codec)

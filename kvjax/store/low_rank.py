@@ -1,4 +1,4 @@
-"""Tokens approximated together by a matrix of low rank; behind another codec, by `Residual`, of its error."""
+"""Approximates tokens together by a low-rank matrix; with `Residual`, the error of another codec."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHARE = 64.0
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """x ~ A B' of rank `rank`, for every `tokens` tokens of a head: the part that its channels share.
+    """x ~ A B' of rank `rank`, for every `tokens` tokens of a head.
 
     `turns` steps of power iteration from a fixed start find A = orth(x B), B = x' A (arXiv:2403.05527,
-    section 3, SVDSolver); more steps come closer to the best matrix of that rank. Stored in float16: 64 A as
-    "tokens" [*b, S, r], B / 64 as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H): columns
-    of A have length 1, those of B may be long. Raises ValueError where a number is below 1.
+    section 3, SVDSolver); more steps come closer to the optimal matrix of that rank. Stored in float16: 64 A
+    as "tokens" [*b, S, r], B / 64 as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H):
+    columns of A have length 1, those of B may be long. Raises ValueError if a number is below 1.
 
-    `Residual(Affine(2), LowRank(2, tokens=64))` adds what rank 2 says of the error of 2-bit codes.
+    `Residual(Affine(2), LowRank(2, tokens=64))` adds a rank-2 approximation of the error of 2-bit codes.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.outer(jnp.arange(4.0), jnp.array([1.0, -2.0]))
@@ -40,8 +40,8 @@ class LowRank:
     tokens: int
     turns: int = 3
 
-    # What was decoded is of that rank and comes back as it is. But a codec before this one meets the sum of
-    # both the next time, and each time adds an error.
+    # Rows decoded by this codec alone have that rank and are encoded exactly. But with another codec before
+    # this one, encoding the decoded sum again adds an error each time.
     steady = False
 
     def __post_init__(self):
@@ -70,7 +70,7 @@ class LowRank:
             tokens = _orthonormal(_product(blocks, channels))
             channels = _product(jnp.swapaxes(blocks, -1, -2), tokens)
         turned = jnp.swapaxes(channels, -1, -2)
-        # The product is the same, and float16 holds entries of B up to 4e6.
+        # The product is unchanged, and float16 holds entries of B up to 4e6.
         return {
             "tokens": jnp.multiply(tokens, _SHARE).astype(jnp.float16).reshape(*batch, s, r),
             "channels": (turned / _SHARE).astype(jnp.float16).reshape(*batch, -1, h),
@@ -89,10 +89,10 @@ def _product(a: Float[Array, "*b I J"], b: Float[Array, "*b J K"]) -> Float[Arra
 
 
 def _orthonormal(x: Float[Array, "*b T R"]) -> Float[Array, "*b T R"]:
-    """Columns of length 1 at right angles that span those of x; 0 in place of one that the others span.
+    """An orthonormal basis of the columns of x; 0 in place of a dependent column.
 
-    Gram and Schmidt's, twice over each column because once leaves float32's rounding of a nearly dependent
-    one. The columns are few, and unlike a QR's, its gradient is finite where x has fewer ranks than columns.
+    Gram-Schmidt, with two passes over each column because one pass leaves rounding errors of nearly dependent
+    columns. There are few columns, and unlike a QR's, its gradient is finite for a rank-deficient x.
     """
     done: list[Array] = []
     for j in range(x.shape[-1]):
@@ -102,7 +102,7 @@ def _orthonormal(x: Float[Array, "*b T R"]) -> Float[Array, "*b T R"]:
             for other in done:
                 column = column - (other * column).sum(-1, keepdims=True) * other
         square = jnp.square(column).sum(-1, keepdims=True)
-        # What is left of a dependent column is rounding: 1e-6 of its length.
+        # Below this, the rest of a dependent column is rounding error: 1e-6 of its length.
         left = square > 1e-12 * before
         length = jnp.sqrt(jnp.where(left, square, 1.0))
         done.append(jnp.where(left, column / length, 0.0))

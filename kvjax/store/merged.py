@@ -19,9 +19,9 @@ from kvjax.store.wrap import joined, part_of
 class Sized:
     """x = size * direction: a row's length, and the unit vector along it, which `codec` may encode.
 
-    "size" [*b, S] is in the dtype of the rows, and so is "direction" [*b, S, H] where there is no codec.
-    borrows: the directions lie in the codes of the layer below, and are put beside "size" before these are
-    decoded (`kvjax.state.code_forms.completed`).
+    "size" [*b, S] is in the dtype of the rows, and so is "direction" [*b, S, H] without a codec. borrows: the
+    directions are stored in the codes of the layer below, and are joined with "size" before decoding
+    (`kvjax.state.code_forms.completed`).
 
     >>> data = Sized().encode(jnp.array([[3.0, 4.0]]))
     >>> data["size"].tolist(), data["direction"].round(1).tolist()
@@ -38,7 +38,7 @@ class Sized:
         return self.held(direction.astype(x.dtype), size)
 
     def held(self, direction: Float[Array, "*b S H"], size: Float[Array, "*b S"]) -> dict[str, Array]:
-        """What is stored of rows that are already taken apart."""
+        """The arrays to store for rows given as direction and size."""
         sizes = {"size": size.astype(direction.dtype)}
         if self.borrows:
             return sizes
@@ -64,17 +64,17 @@ class Sized:
 
 @dataclasses.dataclass(frozen=True)
 class Merged(Stating):
-    """Adjacent layers in pairs, from layer `start` up, whose prompts become one at the end of a prefill.
+    """Merges the prompts of adjacent layers in pairs, from layer `start` up, at the end of a prefill.
 
     Per token and KV head, keys and values alike: with unit vectors u and w of the lower and the upper layer
     and W the angle between them, both layers have the direction
         e = sin((1 - t) W) / sin W * u + sin(t W) / sin W * w
     (spherical interpolation, arXiv:2405.14366), and each keeps the length of its own vector. start: a layer's
-    number, or a share of the layers. Tokens stay as computed, in both layers, where the angle of their keys
-    or of their values lies in the highest part `gamma` of the range that the angles of their list have, at
-    most so many as `most` says, the largest angles first.
+    number, or a share of the layers. Tokens stay unmerged, in both layers, if the angle of their keys or of
+    their values is in the highest part `gamma` of the range of angles in their KV head; at most the share or
+    number `most` of them, the largest angles first.
 
-    Raises ValueError where t or gamma are outside [0, 1], or `most` is no Budget.
+    Raises ValueError if t or gamma are outside [0, 1], or `most` is not a Budget.
 
     >>> Merged().first(32), Merged(start=3).first(32)
     (16, 3)
@@ -107,7 +107,7 @@ class Merged(Stating):
         return int(self.start * layers) if isinstance(self.start, float) else self.start
 
     def codecs(self, codec: Codec | None) -> tuple[Sized, Sized]:
-        """How the lower and the upper layer store what is merged, where `codec` encodes slots."""
+        """The codecs of the lower and the upper layer for merged slots; `codec` encodes the directions."""
         return Sized(codec), Sized(codec, borrows=True)
 
     def apart(
@@ -116,9 +116,9 @@ class Merged(Stating):
         v: tuple[Float[Array, "*b S V"], Float[Array, "*b S V"]],
         live: Bool[Array, "*b S"],
     ) -> Float[Array, "*b S"]:
-        """How unlike a token is in two layers; -inf for tokens that may be merged, and for empty slots.
+        """The distance of a token's slots in two layers; -inf for tokens to merge, and for empty slots.
 
-        Each angle counts by where it stands between the smallest (0) and the largest (1) of its list.
+        Each angle is scaled linearly from the smallest (0) to the largest (1) of its KV head.
         """
         far = jnp.maximum(*(_standing(angle(parted(a)[0], parted(b)[0]), live) for a, b in (k, v)))
         return jnp.where(live & (far > 1 - self.gamma), far, -jnp.inf)
@@ -135,7 +135,7 @@ class Merged(Stating):
 
 
 def parted(x: Float[Array, "*b H"]) -> tuple[Float[Array, "*b H"], Float[Array, "*b"]]:
-    """(x / |x|, |x|) in promote(float32, x); zeros for a row of zeros, where gradients stay finite."""
+    """(x / |x|, |x|) in promote(float32, x); zeros for a row of zeros, with finite gradients."""
     x = x.astype(wide(x))
     square = (x * x).sum(-1, keepdims=True)
     there = square > 1e-30
@@ -151,8 +151,8 @@ def angle(u: Float[Array, "*b H"], w: Float[Array, "*b H"]) -> Float[Array, "*b"
 def between(u: Float[Array, "*b H"], w: Float[Array, "*b H"], t: float) -> Float[Array, "*b H"]:
     """The unit vector on the arc from u (t = 0) to w (t = 1).
 
-    Where the sine of the angle is next to nothing, weights are 1 - t and t. Opposite vectors have no arc, and
-    get one of the two, or zeros for t = 1/2; beside a vector of zeros, it is the other one.
+    If the sine of the angle is nearly 0, weights are 1 - t and t. Opposite vectors have no arc, and give one
+    of the two, or zeros for t = 1/2; if one vector is zero, the result is the other one.
     """
     full = angle(u, w)
     arc = jnp.sin(full) > 1e-4
@@ -162,9 +162,9 @@ def between(u: Float[Array, "*b H"], w: Float[Array, "*b H"], t: float) -> Float
 
 
 def _standing(angles: Float[Array, "*b S"], live: Bool[Array, "*b S"]) -> Float[Array, "*b S"]:
-    """Where every angle stands between the smallest (0) and the largest (1) of its list."""
+    """Scales angles linearly from the smallest (0) to the largest (1) of each KV head."""
     least = jnp.where(live, angles, jnp.inf).min(-1, keepdims=True)
     span = jnp.where(live, angles, -jnp.inf).max(-1, keepdims=True) - least
     found = jnp.where(span > 0, (angles - least) / jnp.where(span > 0, span, 1.0), 0.0)
-    # The largest angles of keys and of values stand alike, however a program rounds.
+    # Makes the largest angles of keys and of values equal, whatever a program's rounding.
     return jnp.where(found > 1 - 1e-6, 1.0, found)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int, UInt32
 class MiniFloat(NamedTuple):
     """A sign, an exponent and a fraction of `fraction` bits, with subnormal numbers and no infinity.
 
-    bits: of all three. least: the exponent of the smallest normal number. top: the code of the largest number
-    without its sign; what lies beyond becomes it.
+    bits: the total. least: the exponent of the smallest normal number. top: the code of the largest number
+    without its sign, to which larger numbers are clipped.
     """
 
     bits: int
@@ -48,7 +48,7 @@ FORMATS = {
 
 
 def exponent(x: Float[Array, "*b"]) -> Int[Array, "*b"]:
-    """floor(log2 |x|) of float32 numbers; -127 where this is below -126, and of 0."""
+    """floor(log2 |x|) of float32 numbers; -127 if this is below -126, and for 0."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return ((bits >> jnp.uint32(23)) & jnp.uint32(0xFF)).astype(jnp.int32) - 127
 

@@ -13,7 +13,7 @@ from kvjax.store.blocks import blocked, check_block, found, stored
 from kvjax.store.minifloats import FORMATS, of_codes, to_codes
 
 _NUMBER, _SCALE = FORMATS["e2m1"], FORMATS["e4m3"]
-# The largest scale of a block: of those whose largest number may become 4, it leaves place for 1.5 times it.
+# The largest scale of a block; if a block's largest number may become 4, there must be room for 1.5 times it.
 _MOST, _MOST_OF_TWO = 448.0, 256.0
 
 
@@ -21,12 +21,12 @@ _MOST, _MOST_OF_TWO = 448.0, 256.0
 class NvFloat4:
     """x ~ a s p: numbers p of e2m1, a scale s of e4m3 per `block` channels, a float32 a of the whole tensor.
 
-    s is the e4m3 nearest to max |x| / (6 a) of the block, so that its largest number becomes 6, the format's.
-    scale: a, as servers take it from calibration; None: a = max |x| / (6 448) of every token of a head, whose
-    largest block then has the scale 448. two: the largest number of a block may become 4 in place of 6,
-    wherever the block's squared error is smaller for it, and a = max |x| / (6 256) (four over six,
-    arXiv:2512.02010). Stored are words of 4 bits, "scales" uint8 [*b, S, H / block], and, without `scale`,
-    "tensor" float32 [*b, S]. Raises ValueError for a scale that is no positive number.
+    s is the e4m3 nearest to max |x| / (6 a) of the block, so that its largest number becomes 6, the format's
+    largest. scale: a, which servers get by calibration; None: a = max |x| / (6 448) of every token of a head,
+    whose largest block then has the scale 448. two: the largest number of a block may become 4 in place of 6,
+    if the block's squared error is smaller, and a = max |x| / (6 256) (four over six, arXiv:2512.02010).
+    Stored are words of 4 bits, "scales" uint8 [*b, S, H / block], and, without `scale`, "tensor" float32 [*b,
+    S]. Raises ValueError for a scale that is not a positive number.
 
     >>> x = jnp.array([[6.0, 4.4, 4.4, 4.4, 4.4, 1.5, 1.5, 3.0]])
     >>> for codec in (NvFloat4(8), NvFloat4(8, two=True)):

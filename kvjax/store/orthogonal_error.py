@@ -1,4 +1,4 @@
-"""Keys moved before they are encoded, so that their error lies where a prompt's queries are small."""
+"""Moves keys before encoding, so that their error is in directions where the prompt's queries are small."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class QueryProducts:
 
 @dataclasses.dataclass(frozen=True)
 class OrthogonalError(Wrapper):
-    """`OrthogonalError() >> codec`: runs of channels one by one, each moved by the errors of those before it.
+    """`OrthogonalError() >> codec` encodes runs of channels in turn, each moved by errors of earlier runs.
 
     With A = 1 + weight Q' Q, where Q is the best approximation of rank `rank` to the queries of a KV head in
-    the row's prompts, an error d of a run i moves the channels r behind it by -A_rr^-1 A_ri d: this makes
-    delta' A delta smallest, for the error delta of the whole key (arXiv:2503.24358, section 3). run: channels
-    of a run; the last one may be shorter.
+    the row's prompts, an error d of a run i moves the later channels r by -A_rr^-1 A_ri d: this minimises
+    delta' A delta, for the error delta of the whole key (arXiv:2503.24358, section 3). run: channels of a
+    run; the last one may be shorter.
 
     Raises ValueError for a rank or run below 1, a negative weight, and a codec that encodes
     channels together.
@@ -72,7 +72,7 @@ class OrthogonalError(Wrapper):
         return Moved(self, codec)
 
     def moves(self, products: Float[Array, "*b H H"]) -> list[Float[Array, "*b R r"]]:
-        """For every run but the last, the matrix by which its error [*b, S, R] moves all channels behind."""
+        """For every run but the last, the matrix by which its error [*b, S, R] moves all later channels."""
         width = products.shape[-1]
         squares, vectors = jnp.linalg.eigh(products)
         top = vectors[..., -self.rank :] * jnp.sqrt(jnp.maximum(squares[..., None, -self.rank :], 0.0))
@@ -88,7 +88,7 @@ class OrthogonalError(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Moved(Around):
-    """What `codec` encodes of moved rows, and no more. Rows that learnt nothing yet stay where they are."""
+    """Encodes moved rows by `codec`, without extra arrays. Without learned products, rows are not moved."""
 
     word: OrthogonalError
     codec: Codec

@@ -30,7 +30,7 @@ class Outliers(Wrapper):
 
     def count(self, width: int) -> int:
         """How many of `width` channels are kept."""
-        # A product such as 0.07 * 100 lies above 7.
+        # Rounded first, because 0.07 * 100 is slightly above 7 in floating point.
         return min(width, math.ceil(round(self.share * width, 9)))
 
     def around(self, codec: Codec) -> Beneath:
@@ -39,7 +39,7 @@ class Outliers(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Beneath(Around):
-    """Rows whose largest numbers are stored beside the codes of the others: "values" [*b, S, k], "channels".
+    """Stores the largest numbers of rows beside the codes of the rest: "values" [*b, S, k], "channels".
 
     `codec` encodes 0 in their place. Values have the dtype of the rows, channels are uint8 up to a width of
     256 and uint16 beyond.

@@ -1,4 +1,4 @@
-"""Rows of which only that is encoded which the layer below does not say (AQUA-KV)."""
+"""Encodes only the part of rows that cannot be predicted from the layer below (AQUA-KV)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvjax.store.wrap import Around, Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class Predicted(Wrapper):
-    """`Predicted("key") >> codec` encodes what a linear map of rows that are known leaves of a row.
+    """`Predicted("key") >> codec` encodes the error of a linear prediction of a row.
 
     A key is predicted from the keys of the layer below, a value from the keys of its own layer and the values
-    of the layer below: those of all heads of the same token, as they come back of their codes
-    (arXiv:2501.19392, section 3). The fitted arrays are "key weights" [L, K H, K V], "value weights" [L, 2 K
-    H, K V] and "key bias" and "value bias" [L, K V]; those of the first layer are not used, which has none
-    below: store it by another codec (`FirstLayers`). tokens: so many are encoded together, since a layer is
-    decoded when all below it are.
+    of the layer below: those of all heads of the same token, as decoded (arXiv:2501.19392, section 3). The
+    fitted arrays are "key weights" [L, K H, K V], "value weights" [L, 2 K H, K V] and "key bias" and "value
+    bias" [L, K V]; those of the first layer, which has no layer below, are not used: store it by another
+    codec (`FirstLayers`). tokens: how many are encoded together, since a layer can be decoded only after all
+    layers below it.
 
-    Raises ValueError for another `of`, and no tokens.
+    Raises ValueError for another `of`, and if tokens < 1.
     """
 
     of: Literal["key", "value"]
@@ -44,7 +44,7 @@ class Predicted(Wrapper):
             raise ValueError(f"tokens are encoded together, at least 1, got {self.tokens!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """InputError where the arrays are those of another kind of model."""
+        """Raises InputError if the fitted arrays do not fit the model's sizes."""
         width = model.kv_heads * model.head_dim
         sizes = (model.layers, width * (1 if self.of == "key" else 2), width)
         check_sizes(self, "predictor", "layers, channels in, channels out", f"{self.of} weights", sizes)
@@ -55,7 +55,7 @@ class Predicted(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class OfRest(Around):
-    """What `codec` encodes of rows without what `word` predicts."""
+    """Encodes by `codec` the errors of the predictions of `word`."""
 
     word: Predicted
     codec: Codec
@@ -66,7 +66,7 @@ class OfRest(Around):
 
     @property
     def steady(self) -> bool:
-        # The layer below comes back of other codes the next time.
+        # The layer below is decoded from other codes the next time.
         return False
 
     def taught(self, arrays: Taught) -> Codec:
@@ -89,7 +89,7 @@ class OfRest(Around):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rest(Around):
-    """x - near, for rows x and what is near them."""
+    """Encodes x - near, for rows x and their predictions near."""
 
     near: Float[Array, "*b S H"]
     codec: Codec

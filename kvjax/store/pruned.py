@@ -1,4 +1,4 @@
-"""Rows of which only the largest numbers are stored, and a bit per channel that says which these are."""
+"""Rows of which only the largest numbers are stored, with a bit mask of their channels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvjax.store.wrap import Wrapper, joined, part_of
 
 @dataclasses.dataclass(frozen=True)
 class Pruned(Wrapper):
-    """The floor(share * H) largest of a token's H numbers as they are, at least one, and 0 for the others.
+    """Keeps the floor(share * H) largest of a token's H numbers, at least one; the others become 0.
 
-    Unstructured pruning by magnitude, token by token (Mustafar, arXiv:2505.22913). Stored are "values"
-    [*b, S, m] in the order of their channels, in the dtype of the rows, and "words" [*b, S, w] of one bit per
-    channel. Of equal numbers the first stays. codec: encodes the values, rows of
-    m numbers, in turn, as in `Pruned(0.5) >> Affine(2)`. Raises ValueError for a share outside (0, 1].
+    Unstructured pruning by magnitude, token by token (Mustafar, arXiv:2505.22913). Stored are "values" [*b,
+    S, m] in the order of their channels, in the dtype of the rows, and "words" [*b, S, w] of one bit per
+    channel. Of equal numbers the first is kept. codec: encodes the values, rows of m numbers, in turn, as in
+    `Pruned(0.5) >> Affine(2)`. Raises ValueError for a share outside (0, 1].
 
     >>> import jax.numpy as jnp
     >>> codec = Pruned(0.5)
@@ -52,8 +52,8 @@ class Pruned(Wrapper):
         return is_steady(self.codec)
 
     def count(self, width: int) -> int:
-        """How many of `width` numbers stay."""
-        # A product such as 0.29 * 100 lies below 29.
+        """How many of `width` numbers are kept."""
+        # Rounded first, because 0.29 * 100 is slightly below 29 in floating point.
         return max(1, int(round(self.share * width, 9)))
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
@@ -78,7 +78,7 @@ class Pruned(Wrapper):
 
 
 def _stored(words: UInt32[Array, "*b w"], width: int) -> Int[Array, "*b H"]:
-    """How many of the channels up to each one, and with it, are stored."""
+    """For each channel, how many of the channels up to and including it are stored."""
     whole = jax.lax.population_count(words).astype(jnp.int32)
     before = jnp.cumsum(whole, -1) - whole
     up_to = (jnp.uint32(2) << jnp.arange(32, dtype=jnp.uint32)) - jnp.uint32(1)

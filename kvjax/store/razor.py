@@ -1,4 +1,4 @@
-"""Whole numbers of which the leading bits stay, the same ones for a group of channels (QRazor)."""
+"""Integers of which only the leading bits are kept, the same for a group of channels (QRazor)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvjax.store.minifloats import exponent, power
 
 @dataclasses.dataclass(frozen=True)
 class Razor:
-    """x ~ scale sign m 2^cut: of whole numbers of `base` bits a sign and the `bits` - 1 leading bits m.
+    """x ~ scale sign m 2^cut: the sign and the `bits` - 1 leading bits m of integers of `base` bits.
 
-    scale is that of a token, max |x| / (2^(base - 1) - 1). cut is how many low bits are razed off the numbers
-    of `group` channels: all but `bits` - 1 from the leading one of the largest of them on. Numbers are
-    rounded to what stays, but never up into one more bit (arXiv:2501.13331, section 4). Stored are words of
-    `bits` bits, "cuts" in 4 bits each, and "scale" float32 [*b, S, 1]. Raises ValueError for bits that are
-    not from 2 to `base`, and for a group that does not divide the channels.
+    scale is max |x| / (2^(base - 1) - 1) of a token. cut is the number of low bits removed from the numbers
+    of `group` channels, so that the largest of them keeps `bits` - 1 bits. Numbers are rounded to the kept
+    bits, but never up into one more bit (arXiv:2501.13331, section 4). Stored are words of `bits` bits,
+    "cuts" in 4 bits each, and "scale" float32 [*b, S, 1]. Raises ValueError for bits outside 2 to `base`, and
+    for a group that does not divide the channels.
 
     >>> codec = Razor(4, group=2)
     >>> codec.decode(codec.encode(jnp.array([[127.0, -40.0, 3.0, 5.0]])), 4, jnp.float32).tolist()

@@ -1,4 +1,4 @@
-"""Two codecs, of which the second encodes what the first leaves."""
+"""Two codecs, of which the second encodes the error of the first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Residual:
     def span(self, width: int) -> Span:
         first, rest = span_of(self.first, width), span_of(self.rest, width)
         if first.codec is self.first and rest.codec is self.rest:
-            # Neither part lies in another basis, so their sum is half as wide as the two side by side.
+            # Neither part has a basis of its own, so their sum takes half the width of the two side by side.
             return Span(self, np.eye(width))
         codec = Beside(first.codec, rest.codec, first.matrix.shape[0])
         return Span(codec, np.concatenate([first.matrix, rest.matrix]))

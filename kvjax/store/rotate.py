@@ -18,7 +18,7 @@ from kvjax.state.code_forms import Span, span_of, times
 from kvjax.state.codes import Codec
 from kvjax.store.wrap import Around, Wrapper
 
-# Which numbers of a seed are drawn for what: two matrices of one seed share none.
+# Streams of random numbers from one seed, so that two matrices of the same seed are independent.
 ORTHOGONAL, SIGNS, SKETCH = range(3)
 
 
@@ -28,14 +28,14 @@ def draw(seed: int, what: int) -> np.random.RandomState:
 
 
 def constant(x: np.ndarray) -> np.ndarray:
-    """x, which nobody may write to because all who ask for it share it."""
+    """A read-only x, because all callers share it."""
     x.flags.writeable = False
     return x
 
 
 @lru_cache(maxsize=64)
 def orthogonal(width: int, seed: int) -> Float[np.ndarray, "H H"]:
-    """A uniformly random orthogonal matrix: Q of a Gaussian matrix's QR, where the diagonal of R is positive.
+    """A uniformly random orthogonal matrix: Q of a Gaussian matrix's QR with a positive diagonal of R.
 
     >>> q = orthogonal(3, seed=0)
     >>> bool(np.allclose(q @ q.T, np.eye(3)))
@@ -49,8 +49,8 @@ def orthogonal(width: int, seed: int) -> Float[np.ndarray, "H H"]:
 def hadamard(width: int, seed: int) -> Float[np.ndarray, "H H"]:
     """(H (x) Q) D: the Hadamard matrix of the largest power of two in `width`, and random signs D.
 
-    Q is `orthogonal` of the odd factor that is left, and 1 for a power of two. All entries are then
-    +-1 / sqrt(width), so that one large channel gives every channel the same share of it.
+    Q is `orthogonal` of the remaining odd factor, and 1 for a power of two. Then all entries are +-1 /
+    sqrt(width), so that one large channel is spread evenly over all channels.
 
     >>> (hadamard(2, seed=0) ** 2).round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
@@ -70,9 +70,9 @@ class Rotate(Wrapper):
     Args:
         kind: "hadamard", for head dimensions that are powers of 2, or "orthogonal", a random matrix.
         seed: of the random matrix or the signs.
-        block: so many neighbouring channels are rotated together, each block by the same matrix; None: all.
+        block: how many neighbouring channels are rotated together, each block by the same matrix; None: all.
 
-    Raises ValueError for another kind, a block below 1, and where the block does not divide the channels.
+    Raises ValueError for another kind, a block below 1, and if the block does not divide the channels.
 
     >>> from kvjax.words import Affine
     >>> (Rotate() >> Affine(2)).codec
@@ -106,7 +106,7 @@ class Rotate(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Rotated(Around):
-    """R x as `codec` encodes it. Rows come back as R' y, or attention meets y in its own basis (`span`)."""
+    """Encodes R x by `codec`. Rows are decoded to R' y, or attention uses y in its own basis (`span`)."""
 
     rotation: Rotate
     codec: Codec

@@ -1,7 +1,7 @@
 """Codes of a vector's length and direction: optimal scalar codes of a random direction, signs of a sketch.
 
 The parts of TurboQuant (arXiv:2504.19874) and of QJL (arXiv:2406.03482). Neither has a scale or a zero per
-group: what a row needs beside its codes is one length.
+group: besides its codes, a row needs only one length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAR = 2.0**16
 
 
 def _length(x: Float[Array, "*b S H"]) -> Float16[Array, "*b S"]:
-    """||x||, or -||x|| / 2^16 where it is beyond float16; what is beyond 4e9 is not a number."""
+    """||x||, or -||x|| / 2^16 if it exceeds float16; NaN beyond 4e9."""
     square = jnp.square(x.astype(jnp.float32)).sum(-1)
     # The root's gradient at 0 is no number.
     length = jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
@@ -48,7 +48,7 @@ def _long(x: Float[Array, "*b S H"], length: Float16[Array, "*b S"], dtype: DTyp
 class LloydMax:
     """x ~ ||x|| c[codes]: coordinates of x / ||x|| by the best codebook of `bits` bits for random directions.
 
-    The codebook is one for all rows of a width (`sphere_codebook`), and fits rows behind a random rotation:
+    One codebook serves all rows of a width (`sphere_codebook`), and suits rows after a random rotation:
     `Rotate("orthogonal") >> LloydMax(4)` is TurboQuant_mse (arXiv:2504.19874, algorithm 1). Stored are words
     [*b, S, w] and the float16 length [*b, S]; codes are of x over the rounded length.
     """
@@ -103,10 +103,10 @@ def gaussian(width: int, seed: int, signs: int = 1) -> Float[np.ndarray, "m H"]:
 
 @dataclasses.dataclass(frozen=True)
 class SignSketch:
-    """x ~ ||x|| sqrt(pi / 2) / m S' sign(S x) with a Gaussian S: <q, x> is right on average over S.
+    """x ~ ||x|| sqrt(pi / 2) / m S' sign(S x) with a Gaussian S: <q, x> is unbiased over S.
 
     QJL (arXiv:2406.03482, definition 3.1) with m = `signs` rows of S for every channel. It estimates inner
-    products; a row by itself comes back with an error larger than it is. Raises ValueError for no signs.
+    products; a single decoded row has an error larger than its own norm. Raises ValueError if signs < 1.
     """
 
     seed: int = 0

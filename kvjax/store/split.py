@@ -63,7 +63,7 @@ class Split:
         return jnp.concatenate(runs, -1)
 
     def _cuts(self, width: int) -> list[int]:
-        """Where runs begin and end."""
+        """The indices where runs begin and end."""
         numbers = [n for _, n in self.parts]
         known = sum(n for n in numbers if n is not None)
         left = width - known

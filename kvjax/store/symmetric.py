@@ -1,4 +1,4 @@
-"""Whole numbers times a scale, without a zero point: what servers store per token and head."""
+"""Integers times a scale, without a zero point: what servers store per token and head."""
 
 from __future__ import annotations
 

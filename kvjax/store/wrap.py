@@ -1,4 +1,4 @@
-"""Codecs made of codecs: `Rotate() >> Affine(4)` encodes what the rotation makes of a row."""
+"""Codecs made of codecs: `Rotate() >> Affine(4)` encodes the rotated row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Wrapper:
     """
 
     def around(self, codec: Codec) -> Codec:
-        """The codec that this wrapper makes of `codec`."""
+        """The codec that this wrapper makes from `codec`."""
         raise NotImplementedError
 
     @overload
@@ -62,7 +62,7 @@ class Around:
 
 
 def joined(**parts: dict[str, Array]) -> dict[str, Array]:
-    """The arrays of several codecs side by side, by the name of the part and their own.
+    """The arrays of several codecs together, named by the part and their own name.
 
     >>> import jax.numpy as jnp
     >>> list(joined(first={"words": jnp.ones(1)}, rest={"words": jnp.ones(2)}))
