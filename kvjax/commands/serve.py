@@ -1,9 +1,10 @@
-"""`kvjax serve`: requests answered by a model on this machine, of a trace or drawn (`run`)."""
+"""`kvjax serve`: requests answered by a model on this machine, of a trace (`run`) or over HTTP (`http`)."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from kvjax.commands.options import add_dtype, add_model, whole
@@ -14,13 +15,16 @@ EXAMPLE = """examples:
   kvjax serve run --system "sarathi(tokens=64)" --method "adakv(budget=0.5)" --method full \\
       --synthetic azure-conv:requests=20,rate=100 --scale 32
 
+  kvjax serve http --model smollm2-135m --method "adakv(budget=0.5)" --system sarathi
+
 Every request gives the tokens of `kvjax generate` alone, whatever the system does: --check compares them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="run", required=True)
+    commands = parser.add_subparsers(metavar="run|http", required=True)
     kinds = {
         "run": ("requests of a trace, or drawn ones", _run_arguments, run_load),
+        "http": ("OpenAI's completions and chats over HTTP", _http_arguments, run_http),
     }
     for name, (about, arguments, function) in kinds.items():
         one = commands.add_parser(
@@ -48,6 +52,30 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo", metavar="ttft=S,tpot=S", help="seconds that a request may take to count as goodput")
     add("--check", action="store_true", help="compare every answer with `kvjax.generate` alone")
     add("--json", action="store_true", help="print every figure as JSON instead")
+
+
+def _http_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_model(parser)
+    add_dtype(parser)
+    add("--system", default="sarathi", metavar="SYSTEM", help="see `kvjax systems` (default: sarathi)")
+    add("--method", metavar="METHOD", help="of all requests (default: the full cache)")
+    add("--name", metavar="NAME", help="what clients call the model (default: --model)")
+    add("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s, this machine)")
+    add("--port", type=whole(0), default=8000, metavar="N", help="(default: %(default)s; 0: any free one)")
+    add("--api-key", metavar="KEY", help="what clients must send as a bearer's (default: $KVJAX_API_KEY)")
+    add("--context", type=whole(2), metavar="N", help="tokens of a prompt and its answer (default: 2048)")
+    add("--rows", type=whole(1), default=16, metavar="N", help="requests with room (default: %(default)s)")
+    add("--pages", type=whole(1), metavar="N", help="pages of the pool (default: --context for --rows)")
+    add(
+        "--waiting", type=whole(1), default=256, metavar="N",
+        help="requests that may be under way; more are turned away (default: %(default)s)",
+    )  # fmt: skip
+    add("--max-bytes", type=whole(1), default=2**20, metavar="N", help="of a body (default: %(default)s)")
+    add(
+        "--drain", type=whole(0), default=30, metavar="SECONDS",
+        help="for answers under way, after SIGTERM (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int | None:
@@ -119,3 +147,52 @@ def _show(figures: dict[str, Any], as_json: bool) -> None:
     out = console()
     out.print(pairs(rows), highlight=False)
     out.print(f"{figures['costs']}; {figures['load']}.", highlight=False, style="dim")
+
+
+def run_http(args: argparse.Namespace) -> None:
+    from kvjax.base.errors import InputError
+
+    try:
+        import uvicorn
+
+        from kvjax.serve.http.app import app_of
+    except ImportError as error:
+        raise InputError(
+            f"kvjax serve http needs {error.name}, which is not installed: pip install 'kvjax[serve]'"
+        ) from error
+    service = _service(args)
+    app = app_of(service, args.name or args.model, key=_key(args), most_bytes=args.max_bytes)
+    config = uvicorn.Config(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="info",
+        ws="none",
+        timeout_graceful_shutdown=args.drain,
+    )
+    uvicorn.Server(config).run()
+
+
+def _key(args: argparse.Namespace) -> str | None:
+    return args.api_key or os.environ.get("KVJAX_API_KEY") or None
+
+
+def _service(args: argparse.Namespace) -> Any:
+    """The service of the command's options, which are checked before the model is served."""
+    from kvjax.io.load import load
+    from kvjax.methods import as_method
+    from kvjax.pure import static
+    from kvjax.serve.http.service import Limits, Service
+    from kvjax.serve.policies.room import pages as pages_of
+    from kvjax.serve.requests import Request
+    from kvjax.serve.systems import system
+
+    chosen = system(args.system)
+    method = None if args.method is None else as_method(args.method)
+    model = load(args.model, dtype=args.dtype)
+    if method is not None and method.make is None:
+        static(model, method)
+    context = args.context or min(2048, model.config.max_positions)
+    each = pages_of(chosen.place, Request(0, 0.0, context - 1, 1), context)
+    limits = Limits(context, args.waiting, args.rows)
+    return Service(model, chosen, args.pages or each * args.rows, limits, method)

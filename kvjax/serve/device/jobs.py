@@ -18,7 +18,7 @@ from kvjax.compat.model_fit import check_budget
 from kvjax.compat.shipped_fits import ready
 from kvjax.grammar import Method
 from kvjax.methods import as_method
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_single
 from kvjax.serve.requests import Entry
 
 
@@ -125,7 +125,10 @@ class Job:
 
 
 def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = None) -> Job:
-    """A request that was checked: InputError for whatever `kvjax.generate` would refuse."""
+    """A request that was checked: InputError for what `kvjax.generate` refuses, and for split models."""
+    check_single(model, "answer its requests with kvjax.generate")
+    if model.on_mesh is not None:
+        raise InputError(f"{model.name} lies on several devices, expected one: serve an unsplit model")
     method = ready(model, as_method(given.method if given.method is not None else default) or Method())
     ids = id_array("tokens", given.tokens)
     if ids.ndim != 1 or not ids.size:

@@ -17,7 +17,7 @@ from kvjax.grammar.fitted import with_fitted
 from kvjax.hosts.arrays import fetch
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.model import Model
-from kvjax.ops.decode.page_pool import PagePool, page_rows
+from kvjax.ops.decode.page_pool import BITS, PagePool, page_rows
 from kvjax.pure import bind
 from kvjax.serve.device.jobs import Job
 from kvjax.serve.device.lists import in_front, lists_of
@@ -99,6 +99,10 @@ class Pages:
         sizes = [next(iter(p.values())).shape[0] for p in model.params["layers"]]
         self.layers = sum(sizes)
         dtype = model.params["norm"].dtype.name
+        if page % (tokens := 32 // BITS[dtype]):
+            raise InputError(
+                f"a page has {page} tokens, expected a multiple of {tokens} in {dtype}: write page=16"
+            )
         height = page_rows(dtype, page, slots.key, ("pos",))
         shape = self.heads * blocks, height, slots.key
         self.pools = tuple(

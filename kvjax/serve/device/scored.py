@@ -1,0 +1,49 @@
+"""How likely the tokens of a prompt are, as it is read, before a method lets anything leave."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.api.chunks import bucket
+from kvjax.api.types import has_verbs
+from kvjax.base.errors import InputError
+from kvjax.hosts.arrays import fetch
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.models.transformer import forward
+
+
+class Scored(NamedTuple):
+    """Of every token but the first: its log-probability, the likeliest token, and that one's."""
+
+    logprobs: Float[np.ndarray, "T"]
+    best: Int[np.ndarray, "T"]
+    best_logprobs: Float[np.ndarray, "T"]
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _scored(
+    config: Config, params: Params, tokens: Int[Array, "1 T"], lengths: Int[Array, "1"]
+) -> tuple[Array, Array, Array]:
+    logits = forward(params, tokens, config, lengths)[0, :-1]
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    own = jnp.take_along_axis(logprobs, tokens[0, 1:, None], 1)[:, 0]
+    return own, logprobs.argmax(-1), logprobs.max(-1)
+
+
+def scored(model: Model, ids: list[int]) -> Scored:
+    """The tokens of a prompt after the first; InputError for models that read by themselves."""
+    if has_verbs(model):
+        raise InputError(f"a {type(model).__name__} gives no log-probabilities of a prompt: leave echo out")
+    tokens = np.zeros((1, bucket(len(ids))), np.int32)
+    tokens[0, : len(ids)] = ids
+    lengths = np.array([len(ids)], np.int32)
+    found = fetch(_scored(model.config, model.params, tokens, lengths))
+    return Scored(*(np.asarray(x)[: len(ids) - 1] for x in found))

@@ -1,0 +1,206 @@
+"""Bodies of requests: what OpenAI's completions and chat completions take, checked before anything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from typing import Any, NamedTuple
+
+import jax
+
+from kvjax.api.sampling import Sampler
+from kvjax.base.checks import check_text
+from kvjax.base.errors import InputError
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import render_chat
+from kvjax.serve.device.jobs import Prompt
+
+# What a body may not ask for: by name, the only values that are taken.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "tools": (None, []),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+class Asked(NamedTuple):
+    """What a body asks for: prompts that run side by side, and how their answers are written.
+
+    texts: the prompts as text, where they are echoed. stops: texts that end an answer. logprobs: how many of
+    the likeliest tokens are named beside a token of the prompt; None: no log-probabilities. most: tokens of
+    an answer; 0: the prompts alone are wanted.
+    """
+
+    prompts: list[Prompt]
+    most: int
+    chat: bool
+    stream: bool
+    usage: bool
+    stops: list[str]
+    logprobs: int | None
+    echo: bool
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The object of a body; InputError where it holds none."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the body is no JSON ({error}): send an object") from error
+    if not isinstance(found, dict):
+        raise InputError(f"the body holds a {type(found).__name__}, expected an object")
+    return found
+
+
+def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: int) -> Asked:
+    """What a body asks for. InputError names the field that cannot be used.
+
+    name: of the model that is served. context: tokens of a prompt and its answer.
+    """
+    if body.get("model", name) != name:
+        raise InputError(f"model is {body['model']!r:.80}, expected {name!r}: this server has no other")
+    for field, values in ONLY.items():
+        if body.get(field) not in values:
+            raise InputError(f"{field} is {body[field]!r:.80}, which this server does not do: leave it out")
+    stream = _flag(body, "stream")
+    echo, logprobs = _flag(body, "echo"), _logprobs(body, chat)
+    if chat and echo:
+        raise InputError("echo is of completions, not of chats: leave it out")
+    texts = [_chat(model, body)] if chat else _prompts(model, body)
+    sampler = Sampler(
+        _number(body, "temperature", 1.0, 0.0), top_k=_whole(body, "top_k", None, -1) or None,
+        top_p=_number(body, "top_p", None, 0.0, 1.0), min_p=_number(body, "min_p", None, 0.0, 1.0),
+    )  # fmt: skip
+    seed = _whole(body, "seed", None, 0)
+    seed = secrets.randbits(31) if seed is None else seed
+    most = _whole(body, "max_completion_tokens", None, 1) if chat else None
+    most = _whole(body, "max_tokens", None, 0 if echo else 1) if most is None else most
+    least = max(len(ids) for ids in texts)
+    if most is None:
+        most = max(1, context - least) if chat else 16
+    stop: list[int] | None = [] if _flag(body, "ignore_eos") else None
+    # Zero tokens ask for the prompt's log-probabilities alone, and one token is written for it.
+    prompts = [
+        Prompt(ids, max(most, 1), sampler=sampler, key=jax.random.key(seed + i), stop=stop)
+        for i, ids in enumerate(texts)
+    ]
+    options = body.get("stream_options") or {}
+    usage = isinstance(options, dict) and options.get("include_usage") is True
+    return Asked(prompts, most, chat, stream, usage, _stops(body), logprobs, echo)
+
+
+def _prompts(model: Model, body: dict[str, Any]) -> list[list[int]]:
+    given = body.get("prompt")
+    if isinstance(given, str):
+        return [encoded(model, given)]
+    if isinstance(given, list) and given:
+        if all(_is_id(one) for one in given):
+            return [given]
+        if all(isinstance(one, str) for one in given):
+            return [encoded(model, one) for one in given]
+        if all(isinstance(one, list) and one and all(map(_is_id, one)) for one in given):
+            return given
+    raise InputError(
+        f"prompt is {given!r:.80}, expected a text, a list of texts, or token ids of one or more prompts"
+    )
+
+
+def _is_id(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def encoded(model: Model, text: str) -> list[int]:
+    """The token ids of a text; InputError where there are none."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer: send the prompt as token ids")
+    check_text(text, "the prompt")
+    ids = model.tokenizer.encode(text).ids
+    if not ids:
+        raise InputError("prompt is empty, expected at least one token")
+    return ids
+
+
+def _chat(model: Model, body: dict[str, Any]) -> list[int]:
+    if model.tokenizer is None or model.chat_template is None:
+        raise InputError(f"{model.name} has no chat template: ask /v1/completions for plain text")
+    messages = body.get("messages")
+    good = isinstance(messages, list) and messages
+    good = good and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    if not good:
+        raise InputError(f"messages is {messages!r:.80}, expected a list of objects with role and content")
+    said = [{"role": one["role"], "content": _content(one.get("content"))} for one in messages]
+    text = render_chat(model, said)
+    check_text(text, "the conversation")
+    return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _content(given: Any) -> str:
+    """A message's text, which may come in parts."""
+    if isinstance(given, str):
+        return given
+    parts = given if isinstance(given, list) else [None]
+    texts = [
+        one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"content is {given!r:.80}, expected a text: this server reads nothing else")
+    return "".join(texts)
+
+
+def _stops(body: dict[str, Any]) -> list[str]:
+    given = body.get("stop") or []
+    found = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(found, list)
+        or not all(isinstance(one, str) and one for one in found)
+        or len(found) > 16
+    ):
+        raise InputError(f"stop is {given!r:.80}, expected a text or a list of at most 16")
+    return found
+
+
+def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+    if chat:
+        if _whole(body, "top_logprobs", 0, 0):
+            raise InputError("top_logprobs is not 0: this server gives that of the token itself alone")
+        return 0 if _flag(body, "logprobs") else None
+    found = _whole(body, "logprobs", None, 0)
+    if found is not None and found > 1:
+        raise InputError(f"logprobs is {found}, expected at most 1: that of the likeliest token")
+    return found
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    found = body.get(name)
+    if found not in (None, True, False) or isinstance(found, int | float) and not isinstance(found, bool):
+        raise InputError(f"{name} is {found!r:.80}, expected true or false")
+    return bool(found)
+
+
+def _whole(body: dict[str, Any], name: str, default: int | None, least: int) -> int | None:
+    found = body.get(name, default)
+    if found is None:
+        return default
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 2**31:
+        raise InputError(f"{name} is {found!r:.80}, expected a whole number from {least} up")
+    return max(found, 0)
+
+
+def _number(
+    body: dict[str, Any], name: str, default: float | None, least: float, most: float = math.inf
+) -> Any:
+    found = body.get(name, default)
+    if found is None:
+        return default
+    good = isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most
+    if not good or not math.isfinite(found):
+        raise InputError(f"{name} is {found!r:.80}, expected a number from {least:g} up")
+    # Every token passes where p is 1 of the likeliest, or 0 of the largest probability.
+    return None if default is None and found == (1.0 if name == "top_p" else 0.0) else float(found)

@@ -1,0 +1,229 @@
+"""`Service`: an engine in a thread of its own, which requests may be given to and taken from at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.model import Model
+from kvjax.serve.device.engine import Engine
+from kvjax.serve.device.jobs import Job, Prompt, job_of
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Arrival, Iterations
+from kvjax.serve.loop import Loop
+from kvjax.serve.policies.room import pages as pages_of
+from kvjax.serve.requests import ENDED, GONE, REFUSED, Request
+
+LOG = logging.getLogger("kvjax.serve")
+ENDS = (ENDED, REFUSED, GONE)
+
+
+def _most(job: Job) -> int:
+    """Tokens that are stored when a job ends."""
+    return len(job.tokens) + job.most - 1
+
+
+class Full(Exception):
+    """As many requests as may be are under way."""
+
+
+class Closed(Exception):
+    """The service takes no more requests, because it ends."""
+
+
+class Limits(NamedTuple):
+    """What a service takes: tokens of a prompt and its output, and requests that run or wait.
+
+    rows: requests that step at once.
+    """
+
+    context: int = 2048
+    waiting: int = 256
+    rows: int = 16
+
+
+class Live:
+    """Requests that come from other threads while the engine runs; an engine's `Source`."""
+
+    def __init__(self) -> None:
+        self.changed, self.coming, self.closed = threading.Condition(), [], False
+        self.accept: Callable[[Job, float], Request] | None = None
+        self.began = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.began
+
+    def arrived(self) -> list[Request] | None:
+        """Who came since the last call; None where nobody will come any more."""
+        with self.changed:
+            coming, self.coming = self.coming, []
+            closed = self.closed
+        assert self.accept is not None
+        found = [self.accept(job, self.now()) for job in coming]
+        return None if closed and not found else found
+
+    def wait(self) -> None:
+        """Waits until somebody comes, or nobody will."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.coming or self.closed)
+
+    def put(self, job: Job) -> None:
+        """Gives a request to the engine."""
+        with self.changed:
+            if self.closed:
+                raise Closed
+            self.coming.append(job)
+            self.changed.notify()
+
+    def close(self) -> None:
+        """Nobody will come any more."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+
+
+class Service:
+    """Serves requests until it is closed.
+
+    A policy that raises costs an iteration by simpler ones, a request that fails costs nobody else anything,
+    and where the engine itself fails, those under way get an error and a new one goes on. counts: of what
+    happened, by name.
+    """
+
+    def __init__(
+        self, model: Model, system: System, pages: int, limits: Limits, method: Method | str | None = None
+    ):
+        self.model, self.system, self.pages, self.limits, self.method = model, system, pages, limits, method
+        self.counts: Counter[str] = Counter()
+        self.ended: dict[int, Callable[[Job], None]] = {}
+        self.jobs: dict[int, Job] = {}
+        self._lock, self._next = threading.Lock(), 0
+        self._renew()
+        self.thread = threading.Thread(target=self._serve, name="kvjax-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self.thread.start()
+
+    def submit(self, given: Prompt, told: Callable[[Job], None], ended: Callable[[Job], None]) -> Job:
+        """Gives a request to the engine; told is called after each token, ended once, in its thread.
+
+        Raises InputError for what cannot be answered, `Full` and `Closed`.
+        """
+        with self._lock:
+            id = self._next
+            self._next += 1
+        job = job_of(self.model, id, given, self.method)
+        if len(job.tokens) + job.most > self.limits.context:
+            raise InputError(
+                f"the prompt has {len(job.tokens)} tokens and {job.most} are to follow, more than the "
+                f"{self.limits.context} that this server takes: shorten the prompt, or lower max_tokens"
+            )
+        need = pages_of(self.system.place, Request(id, 0.0, len(job.tokens), job.most), _most(job))
+        if need > self.pages:
+            raise InputError(
+                f"the request needs up to {_most(job)} tokens of room, more than the pool of {self.pages} "
+                f"pages of {self.system.page} has: shorten it"
+            )
+        job.told = told
+        with self._lock:
+            if len(self.jobs) >= self.limits.waiting:
+                self.counts["turned_away"] += 1
+                raise Full
+            self.jobs[id], self.ended[id] = job, ended
+        try:
+            self.source.put(job)
+        except Closed:
+            self._finish(id)
+            raise
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(job.tokens)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Takes a request back: its pages are free before the next iteration."""
+        if job.id in self.jobs:
+            self.engine.gone.add(job.id)
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Takes no more requests, and waits until those under way have ended; whether they have."""
+        self.source.close()
+        if self.thread.is_alive():
+            self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def _renew(self) -> None:
+        self.source = Live()
+        limits = self.limits
+        page = self.system.page
+        most = min(-(-limits.context // page), self.pages)
+        self.engine = Engine(self.model, self.system, self.pages, limits.rows, most, self.source)
+        loop = self.engine.loop
+        loop.spare = dataclasses.replace(
+            self.system, order=Arrival(), batch=Iterations(self.system.batch.rows)
+        )
+        self.source.accept = self.engine.accept
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self.engine.run(self._look)
+                # Those that ended with the last iteration.
+                return self._look(self.engine.loop)
+            except Exception as error:
+                LOG.exception("the engine failed, and those under way with it; a new one goes on")
+                self.counts["engine_faults"] += 1
+                self._start_again(f"the engine failed: {error!r:.200}")
+
+    def _start_again(self, why: str) -> None:
+        old = self.source
+        with old.changed:
+            waiting, old.coming = old.coming, []
+            closed, old.closed = old.closed, True
+        here = {job.id for job in waiting}
+        for id, job in [*self.jobs.items()]:
+            if id not in here:
+                job.error = job.error or why
+                self._finish(id)
+        self._renew()
+        for job in waiting:
+            self.source.put(job)
+        if closed:
+            self.source.close()
+
+    def _look(self, loop: Loop) -> None:
+        """Tells whoever asked of requests that are over, and forgets them."""
+        for error in loop.faults:
+            LOG.error("a policy failed, and simpler ones decided in its place: %r", error)
+        self.counts["policy_faults"] += len(loop.faults)
+        loop.faults.clear()
+        self.engine.ends.clear()
+        over = [entry for entry in loop.entries if entry.state in ENDS]
+        if not over:
+            return
+        loop.entries = [entry for entry in loop.entries if entry.state not in ENDS]
+        for entry in over:
+            job = self.engine.jobs.pop(entry.request.id)
+            job.entry = entry
+            self.counts["preemptions"] += entry.preempted
+            self.counts["matched_tokens"] += entry.matched
+            self._finish(job.id)
+        self.engine.gone &= self.jobs.keys()
+
+    def _finish(self, id: int) -> None:
+        with self._lock:
+            job, ended = self.jobs.pop(id, None), self.ended.pop(id, None)
+        if job is None or ended is None:
+            return
+        self.counts["generated_tokens"] += len(job.written)
+        state = "failed" if job.error else "gone" if not job.over else "ended"
+        self.counts[f"requests_{state}"] += 1
+        ended(job)
