@@ -1,8 +1,8 @@
-"""Methods: every published method is one short function, with what is known of its paper beside it.
+"""Methods: every published method is one short function, with the facts about its paper beside it.
 
-A method lives in the file of its family; a family that outgrows a file (400 lines) is split, for example by
-what its scores look at. `registry.py` collects the functions of those files by id. What methods are made of
-lies in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
+A method is in the file of its family; a family that outgrows a file (400 lines) is split, for example by what
+its scores depend on. `registry.py` collects the functions of those files by id. The parts that methods are
+built from are in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvjax.methods.registry import ALIASES, METHODS, check_hyper, resolve, takes
 
 
 class MethodInfo(NamedTuple):
-    """What is known of a method.
+    """The facts about a method.
 
-    phase says when it acts; training whether it needs fitted weights; exact how it compares with its paper
-    (see `Paper`); kvpress is the name of its class in kvpress, "" without one.
+    phase: when it acts; training: whether it needs fitted weights; exact: how it compares with its paper
+    (see `Paper`); kvpress: the name of its class in kvpress, "" without one.
     """
 
     id: str
@@ -65,7 +65,7 @@ def _info(id: str) -> MethodInfo:
 
 
 def info_of(id: str, built: Method, **known: Any) -> MethodInfo:
-    """What `@paper` says of a method, with a description of its sentence."""
+    """Builds a `MethodInfo` from `@paper`'s facts and a description of the method's grammar."""
     keep = built.keep
     parts = ("make", "keep", "store", "read", "reread", "stack")
     verbs = [n for n in parts if getattr(built, n) is not None]
@@ -90,7 +90,8 @@ _BY_NAME = {function.__name__: function for function in METHODS.values()}
 
 
 def __getattr__(name: str) -> MethodFunction:
-    # `from kvjax.methods import snapkv` finds the functions of all families without a list of their names.
+    # Lets `from kvjax.methods import snapkv` find the functions of all families without a list of their
+    # names.
     if name not in _BY_NAME:
         raise AttributeError(f"module 'kvjax.methods' has no attribute {name!r}")
     return _BY_NAME[name]

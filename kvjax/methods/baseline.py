@@ -1,4 +1,4 @@
-"""Baselines: what every paper's method is compared with, and what needs no paper."""
+"""Baselines: the methods that papers compare with, and others without a paper."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def sink_recent(budget: Amount, *, sinks: Tokens = 4) -> Method:
     aliases=("rerotated",),
 )
 def renumbered() -> Method:
-    """Baseline: slots turn by their ranks in their list, as if no token had ever stood between them.
+    """Baseline: keys are rotated by their ranks in the cache, as if the evicted tokens had never existed.
 
     Chained with a method that drops tokens (`snapkv + renumbered`), it gives kept keys new positions without
-    gaps, and the next tokens those behind.
+    gaps, and the next tokens those that follow.
     """
     return Method(Keep(None, Budget(1.0), Uniform(), phase=ByRank()))
 
@@ -65,8 +65,8 @@ def int8() -> Method:
 def int4(*, group: Group | None = 32, keys: Literal["token", "channel"] = "token") -> Method:
     """Baseline: min-max int4 per token in groups of `group` channels (None: a whole head).
 
-    keys="channel": keys per channel instead, in groups of `group` tokens, which are encoded when that many
-    are there (as `kivi:bits=4,residual=0`, whose values are packed otherwise).
+    keys="channel": keys per channel instead, in groups of `group` tokens, which are encoded once they are
+    complete (as `kivi:bits=4,residual=0`, whose values are packed otherwise).
     """
     of_keys = Affine(4, group=group) if keys == "token" else Affine(4, axis="channel", group=group)
     return Method(store=Store(of_keys, Affine(4, group=group)))
@@ -91,9 +91,9 @@ def fp8(*, kind: Literal["e4m3", "e5m2"] = "e4m3") -> Method:
 
 @paper("Offloaded cache", family="baseline")
 def offloaded() -> Method:
-    """Baseline: every token, in host memory, from which a step brings the layers one after the other.
+    """Baseline: every token, in host memory, from which a step fetches the layers one by one.
 
-    Chained with a store (`kivi + offloaded`) or with what drops tokens behind prompts (`snapkv + offloaded`),
-    it puts what these leave there. FlexGen (arXiv:2303.06865) does this with caches and weights.
+    Chained with a store (`kivi + offloaded`) or with a method that drops tokens after prompts (`snapkv +
+    offloaded`), it puts the rest there. FlexGen (arXiv:2303.06865) does this with caches and weights.
     """
     return Method(host=Host())

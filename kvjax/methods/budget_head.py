@@ -56,8 +56,8 @@ def adakv(
 ) -> Method:
     """Ada-KV (Feng et al., 2024, arXiv:2407.11550), Algorithm 1 over SnapKV scores: unequal heads.
 
-    A layer's K * budget best slots decide how many each head keeps, with a floor per head; slots lie in
-    pages per (row, head), so unequal heads cost unequal bytes. "paper" blends the counts with the floor;
+    A layer's K * budget best slots decide how many each head keeps, with a floor per head; slots are stored
+    in pages per (row, head), so unequal heads cost unequal bytes. "paper" blends the counts with the floor;
     "kvpress" gives each head its floor of best slots first. Both use one score per KV head.
     """
     score = window_score(window, kernel, variant)
@@ -93,7 +93,7 @@ def criticalkv(
     A share `first` of the budget goes to the window and to the largest attention of older tokens, the rest to
     the largest (attention + epsilon) ||W_O v_j||_1, which bounds how far the layer's output moves; with
     grouped queries the norm is the mean over the group's heads. As in the authors' code (DefensiveKV), the
-    window counts in the first stage: where it fills that stage, the second one chooses all older tokens.
+    window counts in the first stage: if it fills that stage, the second one chooses all older tokens.
     "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code, whose presses are
     kvpress's. across_heads: heads' budgets are Ada-KV's, by attention alone, and both stages choose within
     them, as in the authors' code.
@@ -116,13 +116,14 @@ def criticalkv(
 def defensivekv(
     budget: Amount, *, window: Window = 32, kernel: Kernel = 5, mass: Share = 0.9, page: Page | None = None
 ) -> Method:
-    """DefensiveKV (Feng et al., 2025, arXiv:2510.13334), section 4: tokens by the worst of what may come.
+    """DefensiveKV (Feng et al., 2025, arXiv:2510.13334), section 4: tokens by their worst-case importance.
 
-    Where CriticalKV takes the mean attention of the window's queries, a token counts by the largest of them,
-    and no less than tokens do in the mean, times what its value can write (`Defensive`). The fewest tokens
-    that hold the share `mass` of the mean attention stay before. A layer's best slots stay, whichever heads
-    they are of. Deviation: each row's window says for itself how much attention stays beside it, where the
-    authors' code takes the mean over a batch; Layer-DefensiveKV, which shares over layers, is left out.
+    While CriticalKV takes the mean attention of the window's queries, a token's score is the largest of them,
+    but at least the mean over tokens, times the bound of its value's contribution (`Defensive`). The fewest
+    tokens that hold the share `mass` of the mean attention are kept first. Then a layer's best slots are
+    kept, whichever heads they belong to. Deviation: each row decides by its own window how many tokens hold
+    this share, where the authors' code takes the mean over a batch; Layer-DefensiveKV, which shares over
+    layers, is left out.
     """
     keep = Keep(
         Defensive(window, kernel, mass), Budget(budget), AcrossHeads(0.0, blend=False), (Recent(window),),
@@ -147,10 +148,10 @@ def headkv(
     page: Page | None = None,
     variant: Literal["shared", "paper"] = "shared",
 ) -> Method:
-    """HeadKV (Fu et al., 2024, arXiv:2410.19258), section 4: heads that retrieve get more, by a profile.
+    """HeadKV (Fu et al., 2024, arXiv:2410.19258), section 4: retrieval heads get more, by a profile.
 
-    A head keeps the window, a base, and a share of a pool of the whole stack in proportion to how much it
-    retrieves of what answers need (see `ByProfile`); 1 / beta of the budget is in the pool. Within a head,
+    A head keeps the window, a base, and a share of a pool of the whole stack in proportion to its retrieval
+    of the tokens that answers need (see `ByProfile`); 1 / beta of the budget is in the pool. Within a head,
     SnapKV's scores choose. fitted: the profile, as `kvjax fit headkv` writes it. If a head's share exceeds
     the prompt, the excess goes to other heads in "shared", the default because the stack then keeps its whole
     budget; in "paper", as in the authors' code, it is lost, so that a steep profile keeps much less.
@@ -183,12 +184,12 @@ def retrieval_head(
     beta: Annotated[float, Range(1, 1000)] = 1.2,
     page: Page | None = None,
 ) -> Method:
-    """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy what is said get more.
+    """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy answers get more.
 
-    A head's retrieval score is the share of an answer's tokens at which the token that it attends to most is
-    needed and is the one that is said. fitted: these scores, as `kvjax fit retrieval-head` writes them.
-    Deviation: the paper finds such heads and compresses nothing; here they share the budget as in HeadKV
-    (`headkv`), a KV head by the best of its query heads.
+    A head's retrieval score is the share of an answer's tokens for which the token that it attends to most is
+    both needed and equal to the predicted token. fitted: these scores, as `kvjax fit retrieval-head` writes
+    them. Deviation: the paper finds such heads and compresses nothing; here they share the budget as in
+    HeadKV (`headkv`), with each KV head scored by the best of its query heads.
     """
     profile = CopyProfile(as_fitted(fitted))
     score, allocate = window_score(window, kernel, "grouped"), ByProfile(profile, window, beta)
@@ -212,14 +213,14 @@ def lukv(
     epsilon: Share = 0.02,
     page: Page | None = None,
 ) -> Method:
-    """LU-KV (2026, arXiv:2602.08585), section 4: budgets of heads by what their best tokens are good for.
+    """LU-KV (2026, arXiv:2602.08585), section 4: head budgets by the utility of their best tokens.
 
-    A head keeps the first `sinks` tokens and the newest one, and of the largest scores of Expected Attention
-    the share that curves say for this budget (`CurveProfile`). The curves are fitted to texts: what a head's
-    best tokens by this score are good for later, for every share of them, and the shares of all heads that
-    are good for most together. fitted: the curves, as `kvjax fit lukv` writes them. Deviation: shares are of
-    what the stack keeps beside those tokens, and rounded so that it keeps the whole budget; what a token is
-    good for is what half of a text gives the tokens of its other half.
+    A head keeps the first `sinks` tokens and the newest one, and the tokens with the largest scores of
+    Expected Attention, in the share that fitted curves give for this budget (`CurveProfile`). The curves are
+    fitted to texts: the later utility of a head's best tokens by this score, for every share of them, and the
+    shares of all heads with the largest total utility. fitted: the curves, as `kvjax fit lukv` writes them.
+    Deviation: shares exclude those protected tokens, and are rounded so that the stack uses the whole budget;
+    utility is the attention that tokens of a text's first half get from its second half.
     """
     score = ExpectedAttention(future, sinks, epsilon=epsilon)
     profile = CurveProfile(as_fitted(fitted), Budget(budget))
@@ -243,14 +244,14 @@ def razorattention(
     share: Share = 0.2,
     page: Page | None = None,
 ) -> Method:
-    """RazorAttention (Tang et al., 2024, arXiv:2407.15891), section 3: heads that look back keep all.
+    """RazorAttention (Tang et al., 2024, arXiv:2407.15891), section 3: retrieval heads keep all tokens.
 
-    The share `induction` of the stack's query heads that attend most to what followed their token before, and
-    the share `echo` that attend most to the token itself, keep every token; all other heads keep the first
-    `sinks` tokens, the newest `window` ones and no fewer than `share` of a prompt, and one token of the mean
-    key and value for all that left (`Compensation`). fitted: how much heads look back, as `kvjax fit
-    razorattention` writes it. Deviation: a KV head keeps all for one of its query heads; tokens that are
-    written stay until the next prompt.
+    The share `induction` of the stack's query heads that attend most to the successors of earlier occurrences
+    of their token, and the share `echo` that attend most to these occurrences, keep every token; all other
+    heads keep the first `sinks` tokens, the newest `window` ones and no fewer than `share` of a prompt, and
+    one token with the mean key and value of the evicted ones (`Compensation`). fitted: the heads' echo and
+    induction scores, as `kvjax fit razorattention` writes it. Deviation: a KV head keeps all tokens if one of
+    its query heads does; generated tokens stay until the next prompt.
     """
     score = Retrieving(RepeatingHeads(as_fitted(fitted), echo), induction)
     protect = (Sink(sinks), Recent(window), Recent(share))
@@ -279,7 +280,7 @@ def duoattention(
     The share `retrieval` of the stack's KV heads, those of the largest gates, keeps every token; all others
     keep the first `sinks` and the newest `window` ones, in prompts and while decoding. fitted: the gates, as
     `kvjax fit duoattention` writes them. Deviation: a prompt is read with the whole attention of all heads
-    before streaming heads are cut; the paper reads it with the attention that they will have.
+    before streaming heads are cut; the paper reads it with the streaming attention.
     """
     score = Retrieving(HeadGates(as_fitted(fitted)), retrieval)
     protect = (Sink(sinks), Recent(window))
@@ -302,13 +303,13 @@ def fastgen(
     window: Window = 32,
     page: Page | None = None,
 ) -> Method:
-    """FastGen (Ge et al., 2023, arXiv:2310.01801), section 3: every head has the cheapest policy that does.
+    """FastGen (Ge et al., 2023, arXiv:2310.01801), section 3: every head gets the cheapest sufficient policy.
 
     Special tokens, then punctuation, then heavy hitters, then the newest tokens, then all: a head keeps as
     many of these sets as have the share `recover` of its attention (`PolicyLadder`). separators: the ids of
     punctuation, as in SepLLM (`sepllm`). Deviations: special tokens are the first `sinks`; attention is that
-    of the last `window` queries of a prompt, where the paper asks all of them; tokens that are written stay
-    until the next prompt, where the paper goes on with the head's policy.
+    of the last `window` queries of a prompt, where the paper uses all of them; generated tokens stay until
+    the next prompt, where the paper applies the head's policy to them, too.
     """
     score = PolicyLadder(TokensOf(separators), sinks, frequent, local, recover, window)
     return Method(Keep(score, Budget(1.0), Threshold(0.0), page=page))
@@ -325,8 +326,8 @@ def kv_compress(budget: Amount, *, window: Window = 32, page: Page | None = None
 
     score[j] = sum_i p_ij^2 over the last `window` queries i, the mean over a group, as the paper's variant
     for long prompts; the L K n best slots of the whole stack stay, with the window, in pages of their heads.
-    Deviations: pages are filled by what stays, where the paper evicts whole blocks, so that a head may hold a
-    part of its last page; tokens that are written stay until the next prompt.
+    Deviations: pages are filled with the kept slots, where the paper evicts whole blocks, so that a head may
+    fill its last page in part; generated tokens stay until the next prompt.
     """
     score = WindowAttention(window, reduce="squares")
     return Method(Keep(score, Budget(budget), AcrossLayers(), (Recent(window),), page=page))
@@ -347,13 +348,13 @@ def leankv(
     group: Group | None = 32,
     page: Page | None = None,
 ) -> Method:
-    """LeanKV (Zhang et al., 2024, arXiv:2412.03131): what carries a head's attention has more bits.
+    """LeanKV (Zhang et al., 2024, arXiv:2412.03131): tokens with most of a head's attention get more bits.
 
     The fewest tokens that hold the share `share` of what a head has received (`Covering`), and the `window`
     newest ones, have keys of `high` and values of `low` bits; the others keys of `low` and values of low / 2
-    bits, in groups of `group` channels. How many are which follows from the text. Deviations: the paper drops
-    the tokens of the least attention altogether; tokens that are written have the bits of the first kind
-    until the next prompt.
+    bits, in groups of `group` channels. The number of each kind depends on the text. Deviations: the paper
+    drops the tokens of the least attention altogether; generated tokens have the bits of the first kind until
+    the next prompt.
     """
     lower = Store(Affine(low, group=group), Affine(max(low // 2, 1), group=group))
     keep = Keep(Covering(share), Budget(1.0), Threshold(0.0), (Recent(window),), lower=lower, page=page)

@@ -55,10 +55,10 @@ def pyramidkv(
 ) -> Method:
     """PyramidKV (Cai et al., 2024, arXiv:2406.02069), section 4: SnapKV scores, pyramidal layer budgets.
 
-    Layer budgets fall linearly with depth around the mean `budget`; slots lie in one pool, so the bytes
-    are those of the sum. Of a prompt of fewer than 2 (budget - window) tokens every layer keeps `budget`, as
-    in the authors' code. See `Pyramid` for the counts, which are rounded so that the stack keeps exactly its
-    budget (the code rounds steps down), and `snapkv` for what the variants keep and cost.
+    Layer budgets fall linearly with depth around the mean `budget`; all slots are in one pool, so the bytes
+    are those of the total. For a prompt of fewer than 2 (budget - window) tokens every layer keeps `budget`,
+    as in the authors' code. See `Pyramid` for the counts, which are rounded so that the stack keeps exactly
+    its budget (the code rounds steps down), and `snapkv` for what the variants keep and cost.
     """
     counts = "kvpress" if variant == "kvpress" else "paper"
     keep = Keep(
@@ -88,14 +88,14 @@ def cake(
     tau2: Annotated[float, Range(0.01, 100)] = 1.0,
     page: Page | None = None,
 ) -> Method:
-    """CAKE (Qin et al., 2025, arXiv:2503.12491), section 4: layers get what their attention asks for.
+    """CAKE (Qin et al., 2025, arXiv:2503.12491), section 4: layer budgets follow their attention.
 
-    A layer's budget follows from the entropy and the variance of the last window's attention, to the powers
-    1 / tau1 and 1 / tau2 (see `ByAttention`); the stack keeps L * budget, in one pool. A token stays by the
-    mean of its attention plus gamma times the variance, smoothed. The paper's cascade shares the budget anew
-    after every layer, so that less is held meanwhile. A layer only ever loses budget to later ones, so the
-    cascade ends with the budgets and the tokens of one allocation behind the last layer, which this is.
-    Deviation: decode steps evict nothing.
+    A layer's budget follows from the entropy and the variance of the last window's attention, to the powers 1
+    / tau1 and 1 / tau2 (see `ByAttention`); the stack keeps L * budget, in one pool. A token's score is the
+    mean of its attention plus gamma times the variance, smoothed. The paper's cascade divides the budget
+    again after every layer, which needs less memory during prefill. A layer only ever loses budget to later
+    ones, so the cascade ends with the same budgets and tokens as a single allocation after the last layer,
+    which is done here. Deviation: decode steps evict nothing.
     """
     keep = Keep(
         MeanAndVariance(window, gamma) >> Pool(kernel, "mean"),
@@ -115,13 +115,13 @@ def cake(
     kvpress=Press("KVComposePress", same="no: there, a group's heads are averaged"),
 )
 def kvcompose(budget: Amount, *, page: Page | None = None) -> Method:
-    """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads choose alone, and layers by what heads chose.
+    """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads rank slots, which set layer budgets.
 
     The prompt is read a second time over the full cache; a slot's score is the largest attention it receives,
-    plus the mean of that over the layer's heads (`Agreed`). Every head ranks its slots; the r-th ones of a
+    plus the mean of this over the layer's heads (`Agreed`). Every head ranks its slots; the r-th ones of a
     layer's heads make a composite token, and the best composite tokens of the stack stay (`Composite`), so
-    that the heads of a layer keep as many. Deviation: the largest attention is that over all query heads of a
-    group, of which the authors' code takes the mean.
+    that all heads of a layer keep equally many. Deviation: the largest attention is over all query heads of a
+    group, while the authors' code takes their mean.
     """
     probe = RepeatContext(())
     score = Agreed(ProbeAttention(probe))
@@ -147,8 +147,8 @@ def zigzagkv(
 
     B_l = B_min + (B - B_min) L u_l / sum u, where u_l is the fewest tokens that hold the share `mass` of the
     last window's attention, in the mean over heads (see `ByUncertainty`), B the budget and B_min its share
-    `least`. Within a layer, SnapKV's scores choose. Deviations: the window stays and counts in neither B;
-    decode steps evict nothing; the defaults of `mass` and `least` are ours.
+    `least`. Within a layer, SnapKV's scores choose. Deviations: the window is always kept and not counted in
+    B or B_min; decode steps evict nothing; the defaults of `mass` and `least` are ours.
     """
     score = window_score(window, kernel, "grouped")
     allocate = ByUncertainty(window, mass, least)
@@ -169,13 +169,13 @@ def dynamickv(
     most: Annotated[float, Range(1, 1000)] = 10.0,
     page: Page | None = None,
 ) -> Method:
-    """DynamicKV (Zhou et al., 2024, arXiv:2412.14838): layers get what the stack's best tokens say.
+    """DynamicKV (Zhou et al., 2024, arXiv:2412.14838): layer budgets follow the stack's best tokens.
 
-    The best of all layers' SnapKV scores, smoothed by the mean, are counted by layer, and the layers share
-    the stack's slots beside the window in proportion to the counts, none more than `most` times the mean (see
-    `ByHits`). Deviations: the paper updates these budgets every few layers while it reads a prompt, so that
-    less is held meanwhile, and this shares once, behind the last layer; one selection per KV head instead of
-    one per query head.
+    The best SnapKV scores of the whole stack, smoothed by the mean, are counted per layer, and the slots
+    beside the window are divided between the layers in proportion to the counts, none more than `most` times
+    the mean (see `ByHits`). Deviations: the paper updates these budgets every few layers while it reads a
+    prompt, which needs less memory during prefill, and this does it once, after the last layer; one selection
+    per KV head instead of one per query head.
     """
     score = window_score(window, kernel, "kvpress")
     return Method(Keep(score, Budget(budget), ByHits(most), (Recent(window),), page=page))
@@ -189,14 +189,14 @@ def dynamickv(
     exact="deviates",
 )
 def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Page | None = None) -> Method:
-    """PrefixKV (Wang et al., 2024, arXiv:2412.03409): every layer keeps the same share of importance.
+    """PrefixKV (Wang et al., 2024, arXiv:2412.03409): every layer keeps the same share of its attention.
 
-    A token's importance is the attention it receives of the whole prompt, in the mean over a layer's heads,
-    which keep the same tokens. Of a layer's tokens in the order of their importance, the shortest prefix
-    stays that has the share p of all of it; p follows from the budget of the stack by bisection (see
-    `ByPrefix`). The first `sinks` and the `newest` tokens stay, too. Deviations: p is found for every prompt,
-    where the paper can find the layers' shares offline, from a few samples; importance of sinks and newest
-    tokens is not counted in p; decode steps evict nothing.
+    A token's importance is the attention it receives from the whole prompt, the mean over a layer's heads,
+    which keep the same tokens. A layer keeps its most important tokens up to the share p of the total
+    importance; p follows from the budget of the stack by bisection (see `ByPrefix`). The first `sinks` and
+    the `newest` tokens stay, too. Deviations: p is found for every prompt, where the paper can find the
+    layers' shares offline, from a few samples; importance of sinks and newest tokens is not counted in p;
+    decode steps evict nothing.
     """
     protect = (Sink(sinks), Recent(newest))
     score = Together(AccumulatedAttention())
@@ -219,16 +219,16 @@ def simlayerkv(
     page: Page | None = None,
     variant: Literal["last", "prefill"] = "last",
 ) -> Method:
-    """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
+    """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep only sinks and recent tokens.
 
-    A layer is lazy where the last `last` queries give more than `threshold` of their attention, on average
-    over heads, to the first `sinks` and the newest `window` tokens; then only these stay. How many slots the
-    cache has follows from the text. "last" asks the prompt's last token; it is the default, as in kvpress,
-    because the form that the authors' code runs asks the first token that is written, which is not known
-    here (Deviation). "prefill", the authors' form for prompts, asks the last 32 tokens about the first
-    `sinks` and the window // 2 tokens before each of them, itself excluded. `last` replaces these numbers.
+    A layer is lazy if the last `last` queries give more than `threshold` of their attention, on average over
+    heads, to the first `sinks` and the newest `window` tokens; it then keeps only these. The number of slots
+    depends on the text. "last" tests the prompt's last token; it is the default, as in kvpress, because the
+    authors' code tests the first generated token, which is not known here (Deviation). "prefill", the
+    authors' form for prompts, tests the attention of the last 32 tokens to the first `sinks` and the window
+    // 2 tokens before each of them, itself excluded. `last` replaces these numbers.
     """
-    # What does not go to the ends goes to what lies between them.
+    # Attention that is not on sinks and recent tokens is on the tokens between them.
     asked, near, each = pick(variant, last=(1, window, False), prefill=(32, max(window // 2, 1), True))
     score = Lookback(asked if last is None else last, sinks, near, each)
     protect = (Sink(sinks), Recent(window))
@@ -242,12 +242,12 @@ def simlayerkv(
     exact="deviates",
 )
 def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page | None = None) -> Method:
-    """DBudgetKV (Ni et al., 2025, arXiv:2502.16886): a layer drops tokens as long as its attention stays.
+    """DBudgetKV (Ni et al., 2025, arXiv:2502.16886): a layer evicts while its attention's norm holds.
 
     Tokens are ranked by position: the first `sinks`, then from the newest to the oldest. From the end of this
-    order they leave a layer until the norm of its attention matrix would lose more than the share `loss`
+    order a layer evicts tokens until the norm of its attention matrix would lose more than the share `loss`
     (`EndsEnough`), so there is no budget. Deviation: the norm is that of the attention of all queries in all
-    heads of a layer before anything left; the paper speaks of the matrix of a layer.
+    heads of a layer before any eviction; the paper only mentions the matrix of a layer.
     """
     protect = (Sink(sinks), Recent(1))
     return Method(Keep(EndsEnough(sinks, loss), Budget(1.0), Threshold(0.0), protect, page=page))
@@ -267,14 +267,14 @@ def evolkv(
     kernel: Kernel = 5,
     page: Page | None = None,
 ) -> Method:
-    """EvolKV (Yu and Chai, 2025, arXiv:2509.08315), section 3: budgets of layers are searched for by tasks.
+    """EvolKV (Yu and Chai, 2025, arXiv:2509.08315), section 3: layer budgets are searched for on tasks.
 
-    A layer keeps the window and a share of what the stack keeps beside it, in proportion to an importance
-    that an evolutionary search has found: group by group of layers, CMA-ES looks for what answers most
-    questions right. Within a layer, SnapKV's scores choose. fitted: the importances, as `kvjax fit evolkv`
-    writes them. Deviation: what is right is counted by the tokens of an answer, each behind the right ones;
-    the whole budget is always shared, so the paper's factor for budgets near the one that was asked for is 1,
-    and its completion of a smaller total is not needed.
+    A layer keeps the window and a share of the remaining budget of the stack, in proportion to an importance
+    found by evolutionary search: for one group of layers after the other, CMA-ES maximises the number of
+    correct answers. Within a layer, SnapKV's scores choose. fitted: the importances, as `kvjax fit evolkv`
+    writes them. Deviation: correctness is counted per answer token, each given the right ones before it; the
+    whole budget is always used, so the paper's factor for budgets near the target is 1, and its completion of
+    a smaller total is not needed.
     """
     allocate = ByProfile(SearchedProfile(as_fitted(fitted)), window, 1.0)
     score = window_score(window, kernel, "grouped")
@@ -299,10 +299,10 @@ def pyramidinfer(
     """PyramidInfer (Yang et al., 2024, arXiv:2405.12532), section 3: the higher the layer, the fewer tokens.
 
     All heads of a layer keep what the last `window` queries attend to most, newer queries weighing up to
-    `recency` times as much (`RecencyWeighted`), the first `sinks` tokens, and the window. Of what one layer
-    keeps, the next one keeps less and less, down to the share `decay` of it (`ByDecay`). Deviation: a layer
-    chooses among all tokens, and those that leave it are read by the layers above, where the paper computes
-    these no more, so that this saves memory and no time; shares are such that the stack keeps L * budget; the
+    `recency` times as much (`RecencyWeighted`), the first `sinks` tokens, and the window. Higher layers keep
+    fewer and fewer tokens, by the factor `decay` from layer to layer (`ByDecay`). Deviation: a layer chooses
+    among all tokens, and the layers above still process those that it evicts, where the paper no longer
+    computes them, so that this saves memory and no time; shares are such that the stack keeps L * budget; the
     window is a number of tokens, where the paper's is a fifth of the prompt; decode steps evict nothing.
     """
     score, protect = RecencyWeighted(window, recency), (Sink(sinks), Recent(window))
@@ -323,16 +323,16 @@ def epicache(
     sinks: Tokens = 4,
     page: Page | None = None,
 ) -> Method:
-    """EpiCache (Kim et al., 2025, arXiv:2509.17396), section 3: what one episode of a conversation asks for.
+    """EpiCache (Kim et al., 2025, arXiv:2509.17396), section 3: what one episode of a chat attends to.
 
-    A piece of the conversation that stands for an episode, `episode`, is read behind every prompt and chunk;
-    what one of its queries attends to most stays (`Episode`), with the first `sinks` tokens. So each episode
-    has a cache of its own: `prefill(..., chunk=block)` for each of them, and the one that is nearest to a
-    question answers it. fitted: how far layers' keys drift under reading by blocks, as `kvjax fit epicache`
-    writes it; a layer then keeps a quarter of the budget, and shares the rest in proportion. Without, all
-    layers keep as many. Deviation: the caller cuts the conversation, clusters its pieces and names the one
-    that stands for each cluster; the heads of a layer keep as many, where the authors' code also lets them
-    differ; by default, an instruction stands for the episode.
+    A piece of the conversation that represents an episode, `episode`, is read after every prompt and chunk;
+    the tokens that its queries attend to most are kept (`Episode`), with the first `sinks` tokens. So each
+    episode has its own cache: `prefill(..., chunk=block)` for each of them, and the one nearest to a question
+    answers it. fitted: how far layers' keys drift under reading by blocks, as `kvjax fit epicache` writes it;
+    a layer then keeps a quarter of the budget, and shares the rest in proportion. Without it, all layers keep
+    equally many. Deviation: the caller cuts the conversation, clusters its pieces and chooses the one that
+    represents each cluster; the heads of a layer keep equally many, where the authors' code also lets them
+    differ; by default, an instruction represents the episode.
     """
     probe = Episode(episode)
     allocate = ByProfile(DriftProfile(as_fitted(fitted)), 0, 4 / 3)

@@ -124,7 +124,7 @@ class Words(NamedTuple):
 class Builder:
     """A parsed text: called with a budget (None if it takes none), it builds the method.
 
-    The budget goes to every part that takes one and has none written in the text.
+    The budget applies to every part that takes one and has none in the text.
     """
 
     label: str

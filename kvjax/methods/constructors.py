@@ -1,6 +1,6 @@
-"""Sentences as constructors, read from text: `Method(keep=Keep(...))` of the library's own words.
+"""Methods written as constructors, parsed from text: `Method(keep=Keep(...))` of the library's own words.
 
-Literals, words of kvjax by their names, and operators between words are read; nothing is evaluated.
+Literals, names of kvjax's words, and operators between words are parsed; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _LONGEST = 20_000
 
 
 def constructed(text: str) -> Method:
-    """The method that a constructor's text makes.
+    """Builds the method that a constructor's text describes.
 
-    Raises InputError for names that are no words of kvjax, for anything but calls of these with literals, and
-    for what a word refuses.
+    Raises InputError for unknown names, for anything but calls of kvjax's words with literals, and for values
+    that
+    a word rejects.
 
     >>> constructed("Method(keep=Keep(score=KeyNorm(), budget=Budget(0.25), allocate=Uniform()))").keep.budget
     Budget(amount=0.25)
@@ -65,9 +66,9 @@ def constructed(text: str) -> Method:
 
 
 def constructor_of(method: Method) -> str:
-    """The text from which `constructed` makes the method again.
+    """The text from which `constructed` rebuilds the method.
 
-    Raises InputError if it has words of a user's own, fitted arrays that are in no file, or values that
+    Raises InputError if it has user-defined words, fitted arrays that are in no file, or values that
     cannot be written as text.
     """
     text = constructor(method)

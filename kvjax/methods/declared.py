@@ -25,7 +25,7 @@ class _Undeclared(InputError):
 
 
 class _Declared(dict):
-    """What a score may look at, by name; other names are an error that says what to write."""
+    """The inputs that a score may use, by name; other names raise an error that lists them."""
 
     def __init__(self, known: dict[str, Any], refusal: Callable[[str], str]):
         super().__init__(known)
@@ -70,7 +70,7 @@ def _trace(score: Score, probe: Any) -> None:
     except _Undeclared:
         raise
     except Exception:
-        return  # it wants other sizes than these; what is wrong with it shows when it runs
+        return  # it expects other sizes; if it is wrong, the error shows when it runs
 
 
 def check_declared(keep: Keep | None) -> None:

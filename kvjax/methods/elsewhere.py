@@ -1,4 +1,4 @@
-"""Papers that are no method here but a verb, an architecture or a system: what to write for them."""
+"""Papers that are not methods here but verbs, architectures or systems: what to write instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERBS = {
 
 
 def elsewhere(name: str) -> str:
-    """What to write for a paper that is no method, as a clause; empty if the library has none of that name.
+    """What to write for a paper that is not a method, as a clause; empty for an unknown name.
 
     >>> elsewhere("CacheBlend")
     'is kvjax.join(model, caches, texts=..., recompute=0.15)'

@@ -1,4 +1,4 @@
-"""Low rank: what is not held exactly is held in a state of few dimensions."""
+"""Low rank: evicted or compressed slots are summarised by states of few dimensions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvjax.store.rotate import Rotate
     exact="deviates",
 )
 def less(budget: Amount, *, recent: Share = 0.5, fitted: Fit | None = None) -> Method:
-    """LESS (Dong et al., 2024, arXiv:2402.09398): what H2O evicts is summed up, and answers for itself.
+    """LESS (Dong et al., 2024, arXiv:2402.09398): evicted slots are summed into a low-rank state.
 
-    Heavy hitters and recent tokens stay as in H2O, and `Residue` takes up the others. fitted: its kernels,
-    as `kvjax fit less` writes them. With grouped queries, the tokens of a KV head are summed up once, and
-    each of its query heads asks by a kernel of its own. Deviation: kernels are fitted to what leaves in the
-    middle of a text and is missed by the queries behind it, without dropout; the authors' code evicts behind
+    Heavy hitters and recent tokens stay as in H2O, and `Residue` accumulates the others. fitted: its kernels,
+    as `kvjax fit less` writes them. With grouped queries, the tokens of a KV head are accumulated once, and
+    each of its query heads reads them through its own kernel. Deviation: kernels are fitted to one eviction
+    in the middle of a text and its effect on later queries, without dropout; the authors' code evicts after
     every query.
     """
     keep = Keep(
@@ -61,16 +61,17 @@ def palu(
     """Palu (Chang et al., 2024, arXiv:2407.21118), section 3: the cache holds latents of groups of heads.
 
     The weights of keys and values become products of rank `rank` for every `heads` KV heads, and the cache
-    holds what their inner sides give; keys are computed from theirs before RoPE, and what makes values of
-    theirs is part of the output matrix (`kvjax.make.grouped_low_rank`). bits: latents are stored so, token by
-    token. rotate: a Hadamard rotation of latents, folded into the weights, so that no channel is larger than
-    the others. fitted: what `kvjax fit palu` writes; products are then closest on texts, where without it
-    they are closest to the weights. ranks="fisher": layers, keys and values get ranks by how much the loss
-    depends on their weights; `rank` is their mean. A model must have plain attention in all layers.
+    holds the outputs of the first factors; keys are computed from them before RoPE, and the second factor of
+    values is merged into the output matrix (`kvjax.make.grouped_low_rank`). bits: of the latents' codes,
+    token by token. rotate: a Hadamard rotation of latents, folded into the weights, so that no channel is
+    larger than the others. fitted: the output of `kvjax fit palu`; products then minimise the error on texts,
+    and without it the error of the weights. ranks="fisher": layers, keys and values get ranks by how much the
+    loss depends on their weights; `rank` is their mean. A model must have plain attention in all layers.
 
-    Deviation: as computed, latents are kept until `bits` is given; the paper has 3 bits, too. Ranks are no
-    multiples of 32. The Hadamard matrix has random signs, and ranks that are no powers of two get one of
-    their largest such factor. What a rank would have beyond its channels goes to the others in proportion.
+    Deviation: latents are not quantised unless `bits` is given; the paper also has 3 bits. Ranks are not
+    rounded to multiples of 32. The Hadamard matrix has random signs, and ranks that are not powers of two use
+    one of their largest power-of-two factor. A rank's excess over its number of channels is given to the
+    others in proportion.
     """
     made = GroupedLowRank(
         rank, heads, Rotate("hadamard", seed) if rotate else None, ranks == "fisher", as_fitted(fitted)
@@ -97,23 +98,22 @@ def neurocache(
 ) -> Method:
     """Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3: windows, and states of the past.
 
-    Layers see `window` tokens. Of all before, one state of D / `factor` channels is held per token, once for
-    the whole model: a normalised projection of what enters layer `layer`. A token looks up the `top` nearest
-    states by its own and takes `neighbours` of each; the layers from there on attend to these, to those of
-    the token before it (`context`=2), and add that to their attention (`StatesOfThePast`). fitted: projection
-    and cache attention, and a LoRA, as `kvjax fit neurocache` writes them.
+    Layers attend to `window` tokens. For every older token one state of D / `factor` channels is stored, once
+    for the whole model: a normalised projection of the input of layer `layer`. A token retrieves the `top`
+    states nearest to its own and `neighbours` of each; the layers from there on attend to these and to those
+    of the token before it (`context`=2), and add the result to their attention (`StatesOfThePast`). fitted:
+    projection and cache attention, and a LoRA, as `kvjax fit neurocache` writes them.
 
-    Deviation: a window slides, where the paper reads segments and looks among those before; all states stay,
-    where the paper's queue forgets the oldest of 16384; the nearest are exact, where the authors' code takes
-    the best of 512 buckets; what is not there has no weight, where it is a zero; and the queries and outputs
-    of cache attention, which start as the layer's own, learn changes of low rank, where the paper learns them
-    whole.
+    Deviation: a window slides, where the paper processes segments and retrieves from earlier ones; all states
+    are kept, where the paper's queue holds the newest 16384; the search is exact, where the authors' code
+    takes the best of 512 buckets; missing states are masked, where the paper attends to zeros; and the
+    queries and outputs of cache attention, initialised from the layer's own, are trained by low-rank updates,
+    where the paper trains them in full.
 
-    On the shipped model, with contexts of 256 tokens and a window of 64, a fit of a minute makes answers
-    likelier, at 2.7 nats a token in place of 6.2 before it; where the LoRA alone is learned, without states,
-    they are at 3.0. Of the tokens of values that are asked for, 39% are right in place of 26%, and as many
-    without states; of whole answers one in six, before and after. The fit that comes with kvjax is for
-    prompts of 512 tokens and the window of its preset, 64.
+    On the shipped model, with contexts of 256 tokens and a window of 64, a fit of a minute reduces the loss
+    of answers from 6.2 to 2.7 nats a token; with the LoRA alone, without states, it is 3.0. Of the answers'
+    tokens, 39% are right instead of 26%, and as many without states; of whole answers one in six, before and
+    after. The fit that ships with kvjax is for prompts of 512 tokens and the window of its preset, 64.
     """
     made = StatesOfThePast(window, top, neighbours, context, factor, layer, as_fitted(fitted))
     return Method(make=made)

@@ -1,4 +1,4 @@
-"""Merging heads: heads of a layer that attend alike share what they compare."""
+"""Merging heads: heads of a layer with similar attention share keys."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from kvjax.methods.shared import Fit
     exact="deviates",
 )
 def chai(*, fitted: Fit | None = None) -> Method:
-    """CHAI (Agarwal et al., 2024, arXiv:2403.08058), section 3: one head attends for all of its cluster.
+    """CHAI (Agarwal et al., 2024, arXiv:2403.08058), section 3: heads of a cluster share attention.
 
-    Of heads whose attention correlates, one makes the queries and keys, and the others apply its attention to
-    their own values, so keys that nobody asks are not stored (`ClusteredHeads`). fitted: the clusters, as
-    `kvjax fit chai` writes them. Deviation: clusters are fitted to texts, where the paper finds their number
-    so, by an elbow, and the heads of each anew from the first five tokens of a prompt; they are those of
-    average linkage, not of k-means. With grouped queries, the keys of a group stay as long as one of its
-    heads stands for a cluster.
+    Of heads whose attention correlates, one computes the attention, and the others apply it to their own
+    values, so unused keys are not stored (`ClusteredHeads`). fitted: the clusters, as `kvjax fit chai` writes
+    them. Deviation: clusters are fitted to texts, where the paper finds only their number this way, by an
+    elbow, and the heads of each from the first five tokens of every prompt; clustering is by average linkage,
+    not k-means. With grouped queries, a group's keys are stored if one of its heads represents a cluster.
     """
     return Method(make=ClusteredHeads(as_fitted(fitted)))

@@ -1,4 +1,4 @@
-"""Merging: tokens that leave are folded into tokens that stay."""
+"""Merging: evicted tokens are merged into kept tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Window, pick
 
-# How many tokens become one.
+# How many tokens are merged into one.
 Together = Annotated[int, Range(2)]
 # A cosine of two keys.
 Cosine = Annotated[float, Range(-1, 1)]
@@ -55,14 +55,14 @@ def keepkv(budget: Amount, *, recent: Share = 0.5, threshold: Cosine = 0.8) -> M
     exact="deviates",
 )
 def d2o(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 4, smoothing: Share = 0.7) -> Method:
-    """D2O (Wan et al., 2024, arXiv:2406.13035), token level: what leaves joins what stays, or is dropped.
+    """D2O (Wan et al., 2024, arXiv:2406.13035), token level: evicted tokens are merged or dropped.
 
     Heavy hitters and recent tokens stay as in H2O, and the first `sinks` ones; `SimilarMerge` decides about
-    the others, by a threshold that every layer and row carries; `smoothing` is the weight of what leaves now
-    in it. Deviations: every layer has the same budget, where the paper gives more to layers of even
-    attention. A token is merged if its own similarity reaches the threshold; the authors' code asks for the
-    mean of those that the heads evict in the same place, and weighs by the similarity itself and not by its
-    exponential.
+    the others, by a running threshold per layer and row, in which the current evictions have the weight
+    `smoothing`. Deviations: every layer has the same budget, where the paper gives more to layers of even
+    attention. A token is merged if its own similarity reaches the threshold; the authors' code compares the
+    mean over the tokens that the heads evict at the same time, and weights by the similarity itself and not
+    by its exponential.
     """
     keep = Keep(
         AccumulatedAttention(), Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=STEP,
@@ -84,7 +84,7 @@ def cam(
     seed: Seed = 0,
     variant: Literal["streaming", "window"] = "streaming",
 ) -> Method:
-    """CaM (Zhang et al., ICML 2024): the value of an evicted token is shared out among those that follow it.
+    """CaM (Zhang et al., ICML 2024): the value of an evicted token is distributed over later tokens.
 
     Slots evicted from a prompt are dropped. While decoding, `ValueMerge` merges the evicted token at random,
     the likelier the more attention it received compared with tokens that follow it; its key is dropped.
@@ -117,17 +117,16 @@ def zeromerge(
     fading: Annotated[float, Range(0.001, 1)] = 0.98,
     bonus: Annotated[float, Range(0.01, 10)] = 0.6,
 ) -> Method:
-    """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): some slots stand for all evicted ones, and count them.
+    """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): a few slots absorb and count all evicted ones.
 
-    Heavy hitters and recent tokens stay as in H2O, by F[j] = sum_i fading^(t - i) p_ij. Of the budget,
-    `share` are slots that take up evicted ones (at least one), each those with the most similar keys, as a
-    running mean; a slot that stands for w tokens has `bonus` log w added to its logits, keeps the largest F
-    of the slots that it took up, and stays (`CountedMerge`). The defaults are those of the authors'
-    experiments: one such slot, a tail of 0.4 and a bonus of 0.6 (exam/exam_rouge.py), where the class itself
-    has a tail of 0.1 and a bonus of 1; both fade by 0.98 with every query. Deviations: the residual slots are
-    those of the least attention among the heavy hitters when the first token is evicted, where the authors'
-    code pools runs of a prompt's other tokens; similarity is that of directions, not the code's product of
-    keys.
+    Heavy hitters and recent tokens stay as in H2O, by F[j] = sum_i fading^(t - i) p_ij. A `share` of the
+    budget (at least one slot) absorbs evicted ones, each those with the most similar keys, as a running mean;
+    a slot that represents w tokens has `bonus` log w added to its logits, keeps the largest F of the absorbed
+    slots, and is never evicted (`CountedMerge`). The defaults are those of the authors' experiments: one such
+    slot, a tail of 0.4 and a bonus of 0.6 (exam/exam_rouge.py), while the class itself has a tail of 0.1 and
+    a bonus of 1; both fade by 0.98 with every query. Deviations: the residual slots are those of the least
+    attention among the heavy hitters when the first token is evicted, where the authors' code pools runs of a
+    prompt's other tokens; similarity is that of directions, not the code's product of keys.
     """
     score = AccumulatedAttention() if fading == 1 else DecayedAttention(fading)
     merge = CountedMerge(takers=share, newest=recent, fading=fading, bonus=bonus, largest=True)
@@ -145,13 +144,13 @@ def zeromerge(
 def ems(
     budget: Amount, *, window: Window = 32, kernel: Kernel = 5, threshold: Cosine = 0.6, sinks: Tokens = 4
 ) -> Method:
-    """EMS (Li et al., 2024, arXiv:2412.08521): what leaves joins what it resembles, or the class of nothing.
+    """EMS (Li et al., 2024, arXiv:2412.08521): evicted tokens join similar ones, or are dropped.
 
     score = G / max G + L / max L of the attention of all queries (global) and of the last `window` ones
-    (local, smoothed by the maximum); the first `sinks` tokens and the window stay. A token that leaves joins
-    the kept one of the most similar key if their cosine reaches `threshold`, and is dropped otherwise
+    (local, smoothed by the maximum); the first `sinks` tokens and the window stay. An evicted token is merged
+    into the kept one with the most similar key if their cosine reaches `threshold`, and is dropped otherwise
     (`CountedMerge`). Deviations: which tokens merge follows from the threshold alone, where the paper allots
-    a number of them to every head by its redundancy; counts go to the logits.
+    a number of them to every head by its redundancy; counts are added to the logits.
     """
     local = WindowAttention(window) >> Pool(kernel)
     score = OverPeak(AccumulatedAttention()) + OverPeak(local)
@@ -166,15 +165,15 @@ def ems(
     exact="deviates",
 )
 def kvmerger(budget: Amount, *, threshold: Cosine = 0.75, sinks: Tokens = 4, window: Window = 32) -> Method:
-    """KVMerger (Wang et al., 2024, arXiv:2407.08454), section 4: neighbours of similar keys become one.
+    """KVMerger (Wang et al., 2024, arXiv:2407.08454), section 4: neighbours with similar keys are merged.
 
-    Tokens that follow each other and whose keys have a cosine above `threshold` are a run (`Runs`), of which
-    the one of the most attention is the pivot. Pivots stay before others, both by the attention that they
-    received, and the other tokens of a run join its pivot with Gaussian weights (`GaussianMerge`). The first
-    `sinks` and the `window` newest tokens stay. Deviations: a budget is given, where the paper's follows from
-    the threshold, so that what it leaves goes to further tokens, and pivots beyond it are dropped; heavy
-    hitters are not set apart; the size of a run goes to its logits, where the paper multiplies by it; runs do
-    not grow over tokens that are written.
+    Consecutive tokens whose keys have a cosine above `threshold` form a run (`Runs`), whose pivot is the
+    token with the most attention. Pivots are kept first, then other tokens, both by the attention that they
+    received, and the other tokens of a run are merged into its pivot with Gaussian weights (`GaussianMerge`).
+    The first `sinks` and the `window` newest tokens stay. Deviations: a budget is given, where the paper's
+    follows from the threshold, so that the remaining budget goes to further tokens, and pivots beyond it are
+    dropped; heavy hitters are not treated separately; the size of a run is added to its logits, where the
+    paper multiplies by it; generated tokens do not extend runs.
     """
     runs = Runs(threshold, sinks, window)
     protect = (Sink(sinks), Recent(window))
@@ -189,18 +188,18 @@ def kvmerger(budget: Amount, *, threshold: Cosine = 0.75, sinks: Tokens = 4, win
     exact="deviates",
 )
 def lococo(budget: Amount, *, newest: Tokens = 0, segment: Window = 512, fitted: Fit | None = None) -> Method:
-    """LoCoCo (Cai et al., 2024, arXiv:2406.05317): a convolution mixes what leaves into a few slots.
+    """LoCoCo (Cai et al., 2024, arXiv:2406.05317): a convolution mixes evicted tokens into a few slots.
 
-    The slots of the most attention so far stay, and the `newest` tokens; those that stay with the least of it
-    become mixtures of themselves and all that leaves (`ConvMerge`, section 3), at the end of a prompt or of
-    its chunks (`prefill(..., chunk=512)` in the paper) and after every `segment` new tokens. fitted: the
-    convolutions, as `kvjax fit lococo` writes them; they say how many slots are mixtures (half of them in the
-    authors' code). Deviations: slots stay at the positions of their tokens, where the authors number the
-    slots of a cache anew; attention is summed over the heads of a group.
+    The slots with the most attention so far and the `newest` tokens are kept; the kept slots with the least
+    attention become mixtures of themselves and of all evicted slots (`ConvMerge`, section 3), at the end of a
+    prompt or of its chunks (`prefill(..., chunk=512)` in the paper) and after every `segment` new tokens.
+    fitted: the convolutions, as `kvjax fit lococo` writes them; they determine how many slots are mixtures
+    (half of them in the authors' code). Deviations: slots stay at the positions of their tokens, where the
+    authors renumber the slots of a cache; attention is summed over the heads of a group.
 
-    On the shipped model it wins back next to nothing of what dropping costs: with an eighth kept of half a
-    text, the rest of it takes 2.344 nats a token with all slots, 2.432 where the others are dropped, 2.479
-    where they are mixed by convolutions that were not fitted, and 2.431 behind the fit.
+    On the shipped model it recovers almost nothing of the loss from dropping: with an eighth kept of half a
+    text, the loss on the rest is 2.344 nats a token with all slots, 2.432 if the others are dropped, 2.479 if
+    they are mixed by unfitted convolutions, and 2.431 after the fit.
     """
     merge = ConvMerge(newest, as_fitted(fitted))
     keep = Keep(
@@ -216,13 +215,13 @@ def lococo(budget: Amount, *, newest: Tokens = 0, segment: Window = 512, fitted:
     exact="deviates",
 )
 def compressive_transformer(budget: Amount, *, rate: Together = 3, recent: Share = 0.5) -> Method:
-    """Compressive Transformer (Rae et al., 2019, arXiv:1911.05507), section 3.1: an older memory is pooled.
+    """Compressive Transformer (Rae et al., 2019, arXiv:1911.05507), section 3.1: older tokens are pooled.
 
-    The newest tokens stay as they are, the share `recent` of the budget and up to `rate` - 1 more. Of those
-    before them every `rate` of a text become one, of their mean key and value, which stands where the last of
-    them stood; the oldest of these leave where the budget is full. In steps, `rate` tokens are pooled at a
-    time. Deviation: keys and values are pooled, keys as they are rotated, where the paper pools hidden states
-    of a model that was trained to read them; of its ways of pooling this is the mean.
+    The newest tokens stay as they are, the share `recent` of the budget and up to `rate` - 1 more. Every
+    `rate` tokens before them become one, with their mean key and value, at the position of the last of them;
+    the oldest of these are evicted if the budget is full. In steps, `rate` tokens are pooled at a time.
+    Deviation: keys and values are pooled, keys as they are rotated, where the paper pools hidden states of a
+    model that was trained to read them; of its pooling functions, this is the mean.
     """
     score, merge = LastOfEach(rate, recent), MeanOfEach(rate)
     return Method(Keep(score, Budget(budget), Uniform(), when=Every(rate), merge=merge))
@@ -245,19 +244,19 @@ def homer(
     """HOMER (Song et al., 2024, arXiv:2404.10308), section 3: chunks are halved and merged, level by level.
 
     The first `shared_prefix` tokens are followed by 2^height chunks of `chunk` tokens at the same positions,
-    which see the prefix and themselves, and these by the rest of the prompt. Behind each level of the lower
-    `layers`, the half of a chunk stays in every block that the last token asks for most (`Thinning`), and
-    neighbouring blocks merge; above, all that is left is one block. What leaves a layer leaves those below
-    it, too. fitted: what a logit is at a distance, as `kvjax fit homer` writes it, which is taken off.
-    Read: the authors' code. Deviations: the rest of the prompt, the paper's suffix, is read once and sees
-    all chunks, where a copy is read with every chunk and copies are averaged when these merge; the number and
-    length of chunks are part of the sentence, so a shorter prompt fills fewer of them; a later turn, or what
-    comes behind the first chunk of `prefill(..., chunk=)`, is read whole; and keys are stored as they are
-    before rotation.
+    which attend to the prefix and themselves, and these by the rest of the prompt. After each level of the
+    lower `layers`, every block keeps the half of a chunk that the last token attends to most (`Thinning`),
+    and neighbouring blocks merge; above, a single block is left. Tokens evicted from a layer are evicted from
+    those below it, too. fitted: the mean logit at each distance, as `kvjax fit homer` writes it, which is
+    subtracted. Source: the authors' code. Deviations: the rest of the prompt, the paper's suffix, is read
+    once and sees all chunks, where the paper reads a copy with every chunk and averages copies when chunks
+    merge; the number and length of chunks are hyper-parameters, so a shorter prompt fills fewer of them; a
+    later turn, or the text after the first chunk of `prefill(..., chunk=)`, is read whole; and keys are
+    stored before rotation.
 
     On the shipped model it does little: with a third kept of 512 tokens in four chunks, it finds 9 of 32
-    records that it was asked for before it chose (random tokens: 4, SnapKV: 28), copies worse than random
-    tokens do, and finds 5 where biases are taken off. Of two chunks, with 56 % kept, it finds 14.
+    records whose question was in the prompt (random tokens: 4, SnapKV: 28), copies worse than random tokens
+    do, and finds 5 with biases subtracted. With two chunks, with 56 % kept, it finds 14.
     """
     word = Hierarchy(shared_prefix, chunk, height, layers, as_fitted(fitted))
     return Method(Keep(None, Budget(1.0), Uniform(), phase=word.phase, narrow=word))
@@ -270,17 +269,17 @@ def homer(
     exact="deviates",
 )
 def dmc(*, fitted: Fit | None = None, page: Page | None = None) -> Method:
-    """DMC (Nawrot et al., 2024, arXiv:2403.09636), section 3: a token opens a slot or joins the last one.
+    """DMC (Nawrot et al., 2024, arXiv:2403.09636), section 3: a token opens a slot or joins the last.
 
-    Every head decides of a token whether it opens a slot (`Opening`), and the tokens that join one become
-    their mean by weights (`RunMerge`), in the prompt and while decoding, so how much stays follows from the
-    text. fitted: decisions and weights, as `kvjax fit dmc` writes them. Read: the authors' code
-    (Megatron-LM's). Deviations: decisions and weights are linear maps of the layer's input, where the paper
-    takes a channel of a key and of a query, which its training of all weights sets free; a token attends to
-    the others, and to itself, before it joins them, and those of a prompt to all of it; a slot stands where
-    its first token stood, where the paper's stands at its last; what weighs more than one token does so in
-    the logits; and the first token that is written behind a prompt opens a slot. `DynamicMerging` is a layer
-    that computes as the paper does.
+    For every token each head decides whether it opens a slot (`Opening`); a slot holds the weighted mean of
+    its tokens (`RunMerge`), in the prompt and while decoding, so the number of slots depends on the text.
+    fitted: decisions and weights, as `kvjax fit dmc` writes them. Source: the authors' code (Megatron-LM's).
+    Deviations: decisions and weights are linear maps of the layer's input, where the paper uses one channel
+    of a key and of a query, which its training of all weights frees for this; a token attends to the others,
+    and to itself, before it is merged, and tokens of a prompt to all of it; a slot has the position of its
+    first token, where the paper's has that of its last; a slot's number of tokens is added to its logits; and
+    the first generated token after a prompt opens a slot. `DynamicMerging` is a layer that computes as the
+    paper does.
 
     On the shipped model 39 % of the slots of 512 tokens are left, with which it finds 22 of 32 records (all
     slots: 32).
@@ -301,12 +300,12 @@ def dmc(*, fitted: Fit | None = None, page: Page | None = None) -> Method:
 def attention_matching(budget: Amount, *, queries: Window = 64, turns: Tokens = 2) -> Method:
     """Attention Matching (Zweiger et al., 2026, arXiv:2602.16284), section 3: AM-HighestAttnKeys.
 
-    Of a prompt the slots stay that have the largest root mean square of the attention of reference queries.
-    They get biases, so that these queries' attention to all of them together is as large as to all slots, and
-    values, so that what it gives is the same: both by least squares (`Matched`). Deviation: reference queries
-    are the prompt's last `queries`, where the paper also has the model repeat the prompt or talk about it;
-    all heads have the same budget, where the paper gives some more; layers are compacted by queries of the
-    whole prompt, not of what lower layers leave; where solutions are many, the one that changes least is
+    The slots of a prompt with the largest root mean square of the attention from reference queries are kept.
+    They get biases, so that these queries' total attention to them equals that to all slots, and new values,
+    so that the output is the same: both by least squares (`Matched`). Deviation: reference queries are the
+    prompt's last `queries`, where the paper also has the model repeat the prompt or talk about it; all heads
+    have the same budget, where the paper gives some more; layers are compacted by queries of the whole
+    prompt, not of that compacted by lower layers; of several solutions, the one with the smallest change is
     taken.
     """
     score, merge = RootMeanSquare(queries), Matched(queries, turns)

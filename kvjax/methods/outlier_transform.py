@@ -22,11 +22,11 @@ from kvjax.store.rotate import Rotate
 def qserve(*, bits: Bits = 4, group: Group | None = None, fitted: Fit | None = None) -> Method:
     """The KV cache of QServe (Lin et al., 2024, arXiv:2405.04532), section 4.2: SmoothAttention, then 4 bits.
 
-    Keys are divided by lambda_c = max |k_c|^0.5, of both channels that RoPE turns together, and queries
-    multiplied; keys and values are then quantised token by token, each head of a token by itself, in groups
-    of `group` channels. fitted: lambda of every KV head, as `kvjax fit qserve` writes it. Deviation: queries
-    are multiplied online, where the paper folds lambda into the weights of keys and queries, which gives the
-    same codes; weights and other activations stay as they are.
+    Keys are divided by lambda_c = max |k_c|^0.5, with the same lambda for both channels of a RoPE pair, and
+    queries are multiplied by it; keys and values are then quantised token by token, each head of a token by
+    itself, in groups of `group` channels. fitted: lambda of every KV head, as `kvjax fit qserve` writes it.
+    Deviation: queries are multiplied online, where the paper folds lambda into the weights of keys and
+    queries, which gives the same codes; weights and other activations are not quantised.
     """
     codec = Affine(bits, group=group)
     return Method(store=Store(InBasis("key", "qserve", as_fitted(fitted)) >> codec, codec))
@@ -42,12 +42,12 @@ def flatquant(*, bits: Bits = 4, clip: Ratio = 1.0, fitted: Fit | None = None) -
     """The KV cache of FlatQuant (Sun et al., 2024, arXiv:2410.09426), section 3: a learnt basis.
 
     The keys of a layer, after RoPE, and its values are multiplied by one matrix for all heads, an orthogonal
-    one and scales, so that their numbers are flat; then each head of a token is quantised by itself, between
-    `clip` times its minimum and `clip` times its maximum. Queries meet keys by the inverse transpose. fitted:
-    the matrices, as `kvjax fit flatquant` learns them, by gradients that pass the round of the codes.
-    Deviation: what is learnt makes keys and values come back closest, where the paper takes the outputs of a
-    layer; `clip` is given and not learnt; the matrix of values is not folded into weights; weights and other
-    activations stay as they are.
+    one and scales, which flattens their distribution; then each head of a token is quantised by itself,
+    between `clip` times its minimum and `clip` times its maximum. Queries are multiplied by the inverse
+    transpose. fitted: the matrices, as `kvjax fit flatquant` learns them, with straight-through gradients.
+    Deviation: the fit minimises the error of keys and values, where the paper minimises that of a layer's
+    outputs; `clip` is given and not learnt; the matrix of values is not folded into weights; weights and
+    other activations are not quantised.
     """
     found, codec = as_fitted(fitted), Affine(bits, clip=clip)
     keys, values = (InBasis(of, "flatquant", found) >> codec for of in ("key", "value"))
@@ -68,9 +68,9 @@ def spinquant(
     Keys are rotated by a Hadamard matrix after RoPE (R3), and values by a rotation that is learnt for every
     layer, one for all its heads (R2); both are quantised token by token in groups of `group` channels.
     fitted: the rotations, as `kvjax fit spinquant` learns them through the codes, by Cayley's map of skew
-    matrices from a Hadamard matrix on. Deviation: what is learnt makes values come back closest, where the
-    paper takes the loss of the quantised network; R2 is not folded into weights; the Hadamard matrix has
-    random signs; weights and other activations stay as they are.
+    matrices, starting from a Hadamard matrix. Deviation: the fit minimises the error of values, where the
+    paper minimises the loss of the quantised network; R2 is not folded into weights; the Hadamard matrix has
+    random signs; weights and other activations are not quantised.
     """
     codec = Affine(bits, group=group)
     values = InBasis("value", "spinquant", as_fitted(fitted)) >> codec
@@ -84,11 +84,11 @@ def spinquant(
     exact="deviates",
 )
 def duquant(*, bits: Bits = 4, seed: Seed = 0) -> Method:
-    """The KV cache of DuQuant (Lin et al., 2024, arXiv:2406.01721): rotated keys, and values as they are.
+    """The KV cache of DuQuant (Lin et al., 2024, arXiv:2406.01721): rotated keys, and unrotated values.
 
-    So the authors' code has it: keys are rotated by a Hadamard matrix after RoPE, and each head of a token
-    of keys and values is quantised by itself. Deviation: the paper's greedy rotations and its permutation are
-    of the inputs of layers, where they change no key and no value, and weights and inputs stay as they are;
+    As in the authors' code, keys are rotated by a Hadamard matrix after RoPE, and each head of a token of
+    keys and values is quantised by itself. Deviation: the paper's greedy rotations and its permutation apply
+    to the inputs of layers, where they change no key and no value, and weights and inputs are not quantised;
     the Hadamard matrix has random signs.
     """
     return Method(store=Store(Rotate("hadamard", seed) >> Affine(bits), Affine(bits)))
@@ -105,10 +105,10 @@ def omniquant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
 
     Channels of keys are divided by scales, and those of queries multiplied; channels of values are shifted
     and divided; then each head of a token is quantised by itself. fitted: both, as `kvjax fit omniquant`
-    learns them through the codes. Deviation: what is learnt makes keys and values come back closest, where
-    the paper takes the outputs of a block; scales of keys are equal in both channels that RoPE turns
-    together, where the authors' code folds one for every channel into weights before RoPE; nothing is folded
-    into weights, which stay as they are, and their clipping is not learnt.
+    learns them through the codes. Deviation: the fit minimises the error of keys and values, where the paper
+    minimises that of a block's outputs; scales of keys are equal for both channels of a RoPE pair, where the
+    authors' code folds one for every channel into weights before RoPE; nothing is folded into weights, which
+    are not quantised, and their clipping is not learned.
     """
     found, codec = as_fitted(fitted), Affine(bits)
     keys, values = (InBasis(of, "omniquant", found) >> codec for of in ("key", "value"))
@@ -131,14 +131,14 @@ def oscar(
     sinks: Tokens = 64,
     fitted: Fit | None = None,
 ) -> Method:
-    """OSCAR (Zhou et al., 2026, arXiv:2605.17757), section 3: rotated by what attention does with errors.
+    """OSCAR (Zhou et al., 2026, arXiv:2605.17757), section 3: rotations by attention's sensitivity.
 
-    Keys are rotated to the eigenvectors of their queries' second moments, and values to those of values that
-    weigh as much as queries meet their keys, one rotation for all heads of a layer; a Hadamard matrix then
-    makes all directions matter alike, and an order gives every group of channels some of all. Of a head of a
-    token, numbers beyond the quantiles `keys` and `values` of their sizes are cut, and groups of `group`
-    channels quantised. The newest `residual` tokens and the first `sinks` stay as computed. fitted: the
-    rotations, as `kvjax fit oscar` finds them.
+    Keys are rotated to the eigenvectors of their queries' second moments, and values to those of values
+    weighted by their keys' logits, one rotation for all heads of a layer; a Hadamard matrix then makes all
+    directions equally important, and a permutation spreads them over all groups of channels. In each head of
+    a token, numbers beyond the quantiles `keys` and `values` of their magnitudes are clipped, and groups of
+    `group` channels quantised. The newest `residual` tokens and the first `sinks` stay unencoded. fitted:
+    the rotations, as `kvjax fit oscar` finds them.
     """
     found, codec = as_fitted(fitted), Affine(bits, group=group)
     of_keys = InBasis("key", "oscar", found) >> Clipped(keys) >> codec
@@ -155,10 +155,10 @@ def oscar(
 def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
     """The KV cache of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438), section 4: int8 of static ranges.
 
-    Keys and values are the operands of quantised products: whole numbers, with one scale for all heads of a
-    layer, so that a token stores no scale. fitted: the scales, the largest numbers of a few texts over 127,
-    as `kvjax fit smoothquant` writes them. Deviation: what the paper smooths are the inputs of layers, which
-    changes no key and no value, and weights and inputs stay as they are; keys are quantised after RoPE, which
+    Keys and values are the operands of quantised products: integers with one scale for all heads of a layer,
+    so that a token stores no scale. fitted: the scales, the largest magnitudes in a few texts divided by 127,
+    as `kvjax fit smoothquant` writes them. Deviation: the paper smooths the inputs of layers, which changes
+    no key and no value, and here weights and inputs are not quantised; keys are quantised after RoPE, which
     the paper's models do not have; products are computed after decoding.
     """
     found = as_fitted(fitted)
@@ -174,11 +174,11 @@ def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
 def q_int4(*, bits: Bits = 4, block: Group = 16, seed: Seed = 0, fitted: Fit | None = None) -> Method:
     """The quantiser of 4-bit training (Xi et al., 2023, arXiv:2306.11987), section 3, for keys and values.
 
-    Every `block` channels are rotated by a Hadamard matrix, then become whole numbers with one step for all
-    heads of a layer, so that a token stores no scale. fitted: the steps by which rotated numbers of a few
-    texts come back closest, as `kvjax fit q-int4` finds them. Deviation: the paper trains networks whose
-    products are in 4 bits, and learns steps on the way; there, inputs and weights are quantised, and keys and
-    values are not; the Hadamard matrix has random signs.
+    Every `block` channels are rotated by a Hadamard matrix, then quantised to integers with one step for all
+    heads of a layer, so that a token stores no scale. fitted: the steps of least error for the rotated
+    numbers of a few texts, as `kvjax fit q-int4` finds them. Deviation: the paper trains networks whose
+    products are in 4 bits, and learns steps meanwhile; it quantises inputs and weights, but not keys and
+    values; the Hadamard matrix has random signs.
     """
     rotate, found = Rotate("hadamard", seed, block), as_fitted(fitted)
     keys, values = (rotate >> Fixed(bits, of, "q-int4", found) for of in ("key", "value"))

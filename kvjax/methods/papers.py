@@ -1,4 +1,4 @@
-"""What is known of a method beside how to build it: `@paper(...)` attaches it to the method's function."""
+"""The facts about a method's paper: `@paper(...)` attaches them to the method's function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Exact = Literal["equal", "deviates", ""]
 
 
 class Press(NamedTuple):
-    """The class of kvpress for a method.
+    """The class of kvpress that corresponds to a method.
 
     Args:
         name: of the class.
-        hyper: hyper-parameters, as the command line writes them, with which ours does what it does.
-        same: whether both then give every token the same score and keep the same tokens.
+        hyper: hyper-parameters, in the command line's form, with which the method does the same.
+        same: whether both give every token the same score and keep the same tokens.
 
     >>> Press("SnapKVPress").same
     'yes'
@@ -36,8 +36,8 @@ class Press(NamedTuple):
 class Paper:
     """Where a method was published, and how it relates to what was published; arxiv is "" for baselines.
 
-    exact: "equal" where it computes the paper's equations, so that only rounding differs; "deviates" where
-    the docstring says, behind the word "Deviation", what differs; "" without a paper.
+    exact: "equal" if it computes the paper's equations, so that only rounding differs; "deviates" if the
+    docstring lists differences after the word "Deviation"; "" without a paper.
     """
 
     id: str
@@ -87,11 +87,11 @@ def paper(
     aliases: tuple[str, ...] = (),
     id: str = "",
 ) -> Callable[[Function], Function]:
-    """Registers a function as a method, with what is known of its paper; its calls check hyper-parameters.
+    """Registers a function as a method, with the facts about its paper; its calls check hyper-parameters.
 
     Args:
-        title: of the paper.
-        family: as `kvjax methods` groups methods.
+        title: the paper's title.
+        family: the group of methods that `kvjax methods` lists it in.
         arxiv: its id, "2404.14469".
         exact: how the function compares with the paper (see `Paper`).
         kvpress: the class of kvpress that does the same, or a `Press`.

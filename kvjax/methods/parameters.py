@@ -1,7 +1,7 @@
-"""Types of hyper-parameters: which values each may take, said once, in the signature of a method's function.
+"""Types of hyper-parameters: the allowed values of each, in the signature of a method's function.
 
-`window: Annotated[int, Range(1)]` is all that a method says; `checked` reads it wherever the method is built.
-The types that many methods share have names in `kvjax.methods.shared`.
+`window: Annotated[int, Range(1)]` is all that a method declares; `checked` applies it wherever the method is
+built. Types that many methods share have names in `kvjax.methods.shared`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def is_type(annotation: Any) -> bool:
-    """Whether an annotation says which values a hyper-parameter may take.
+    """Whether an annotation declares a hyper-parameter's allowed values.
 
     >>> from typing import Annotated
     >>> is_type(Annotated[int, Range(1)]), is_type(Literal["paper", "kvpress"]), is_type(int)
@@ -37,10 +37,10 @@ def is_type(annotation: Any) -> bool:
 
 
 def value_of(annotation: Any, value: Any) -> Any:
-    """The value of a hyper-parameter as Python's own type; NumPy's scalars are taken as Python's.
+    """The value of a hyper-parameter as Python's own type; NumPy scalars are converted.
 
-    Raises ValueError saying what was expected where the value is none of the type. An annotation that says
-    nothing of values (see `is_type`) takes all.
+    Raises ValueError, with the expected values, if the value is not of the type. An annotation without
+    allowed values (see `is_type`) accepts all.
 
     >>> from typing import Annotated
     >>> value_of(Annotated[float, Range(0, 1)], 1)
@@ -63,7 +63,7 @@ def value_of(annotation: Any, value: Any) -> Any:
 
 
 def values_of(annotation: Any) -> str:
-    """Which values an annotation says that a hyper-parameter may take, in words; "" where it says nothing.
+    """An annotation's allowed values, in words; "" if it declares none.
 
     >>> from typing import Annotated
     >>> values_of(Annotated[int, Range(1, odd=True)] | None)
@@ -94,17 +94,17 @@ def _expected(kind: Kind, annotation: Any) -> str:
 
 @cache
 def types_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's parameters, where they can be read."""
+    """The annotations of a function's parameters, if they can be resolved."""
     try:
         return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError):
-        return {}  # a user's annotations may name what is imported for a type checker alone
+        return {}  # a user's annotations may name things imported only for a type checker
 
 
 def checked(name: str, function: Callable[..., Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Hyper-parameters of a method's function, each in Python's own type and within its range.
 
-    Raises InputError that names the method and the hyper-parameter for a value that is not.
+    Raises InputError, with the method and the hyper-parameter, for a value that is not allowed.
 
     >>> from kvjax.methods import snapkv
     >>> checked("snapkv", snapkv, {"window": 8.5})

@@ -6,8 +6,8 @@ snapkv:window=16,variant=kvpress     the same, without brackets
 ape(contexts=(512, 256))             several values in brackets
 snapkv(budget=0.25) + kivi(bits=2)   a chain
 my_file.py:my_method(alpha=3)        a function in a file of one's own
-per_layer(snapkv, (1, 0.5))          what a function of kvjax makes of methods
-Method(keep=Keep(...))               a sentence in its words
+per_layer(snapkv, (1, 0.5))          a method built by a function of kvjax
+Method(keep=Keep(...))               a method in the words of the grammar
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def method(id: object, **hyper: Any) -> Method:
             "snapkv(budget=0.25) + kivi(bits=2)"; "path/to/file.py:function" for one of your own; or any other
             text that `repr` of a method prints.
         **hyper: hyper-parameters. `budget` is a fraction of the tokens kept (float in (0, 1]) or slots per
-            head (int >= 1; the mean where heads or layers differ); in a chain it goes to each part that
+            head (int >= 1; the mean where heads or layers differ); in a chain it applies to each part that
             takes one.
 
     Returns:
@@ -93,9 +93,9 @@ def as_method(given: object) -> Method:
 def parse_method(text: str, defaults: Defaults | None = None) -> tuple[str, Builder]:
     """(label, builder) of a method's text; the label is the text in normal form, which parses to the same.
 
-    defaults: hyper-parameters per method id for what the text leaves out, as presets bind them.
+    defaults: hyper-parameters per method id for those not in the text, as in presets.
 
-    Raises InputError for whatever the builder would refuse at any budget: unknown methods and
+    Raises InputError for anything that the builder would reject at any budget: unknown methods and
     hyper-parameters (with the nearest name), wrong values, parts that cannot be chained, missing files.
 
     >>> label, build = parse_method("snapkv+kivi:bits=4", {"snapkv": {"window": 8}})
@@ -161,7 +161,7 @@ def parse_budget(text: str) -> float | int:
 
 
 def read_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options as the command line writes them; InputError for what is no NAME=VALUE, or given twice.
+    """Parses options in the command line's form; InputError for anything but NAME=VALUE, and for duplicates.
 
     >>> read_options(["rate=0.01", "recent=32"])
     {'rate': 0.01, 'recent': 32}
@@ -170,11 +170,11 @@ def read_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def from_spec(spec: tuple[Any, ...], own: Callable[..., Method] = from_file) -> Method:
-    """The method whose `spec` this is: of the library, of a user's file, in its words, or made of such.
+    """Builds the method with this `spec`: of the library, of a user's file, in words, or combined.
 
-    own: builds those of a file from "file.py:function" and hyper-parameters, in place of that file.
+    own: builds methods of a file from "file.py:function" and hyper-parameters, in place of reading that file.
 
-    Raises InputError if it cannot be built again.
+    Raises InputError if it cannot be built.
 
     >>> from_spec(("snapkv", (("budget", 0.25), ("window", 16)))).id
     'snapkv'

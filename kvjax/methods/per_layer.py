@@ -20,16 +20,16 @@ def per_layer(
 
     Args:
         method: a method, or its text.
-        shares: one for each layer in which the method selects (not those that it skips or that have a
-            window of their own): 0.5 keeps half as many slots, None the whole layer.
+        shares: one for each layer in which the method selects (not those that it skips or that have a sliding
+            window): 0.5 keeps half as many slots, None the whole layer.
         page: slots per page of the cache; None chooses by the number of slots.
 
     Returns:
         The method with a budget per layer.
 
     Raises:
-        InputError: for a method that selects nothing, divides its budget between heads or layers already, or
-            evicts at every step; and, in a prefill, for another number of layers.
+        InputError: for a method that does not select, that already divides its budget between heads or
+            layers, or that evicts at every step; and, in a prefill, for another number of layers.
 
     >>> import kvjax
     >>> half_of_it = kvjax.method("snapkv", budget=0.5, window=8)
@@ -61,14 +61,14 @@ def by_layer(methods: Sequence[Method | str | None]) -> Method:
 
     Args:
         methods: one for each layer, from the first: a method, its text, or None to keep everything. Layers
-            divide no budget between them, unless they have the same method and that divides it.
+            share no common budget, unless they have the same method and it divides its budget.
 
     Returns:
         One method for the whole model.
 
     Raises:
         InputError: for methods that concern all layers together, because they rotate by rank, select per
-            query head, read a prompt twice or leave tokens of it out (such as StreamingLLM, KVzip and
+            query head, read a prompt twice or skip some of its tokens (such as StreamingLLM, KVzip and
             FastKV); for two different ones that give heads unequal budgets; and, in a prefill, for another
             number of layers.
 

@@ -1,4 +1,4 @@
-"""Contexts that are encoded by themselves, so that what was computed of one serves with any others."""
+"""Contexts that are encoded independently, so that each can be reused with any others."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def ape(
     temperature: Annotated[float, Range(0.01, 1)] = 0.9,
     scale: Annotated[float, Range(0.01, 2)] = 0.9,
 ) -> Method:
-    """APE (Yang et al., 2025, arXiv:2502.05431), section 4: contexts in parallel behind a shared prefix.
+    """APE (Yang et al., 2025, arXiv:2502.05431), section 4: contexts in parallel after a shared prefix.
 
-    The first `shared_prefix` tokens are followed by contexts of `contexts` tokens each. These see the prefix
-    and themselves alone, and all begin at the position behind the prefix; what follows them stands behind the
-    longest one. It attends to all contexts with logits that are divided by `temperature`, and to
-    everything else as ever; the log-sum-exp of the former is multiplied by scale * temperature before both
-    are merged (`SharedRanges`). Deviations: all rows have contexts of the same lengths, which are part of the
-    sentence; and keys are stored as they are before rotation, so kernels do not read them.
+    The first `shared_prefix` tokens are followed by contexts of `contexts` tokens each. These attend only to
+    the prefix and themselves, and all begin at the position after the prefix; the text after them begins
+    after the longest one. It attends to all contexts with logits divided by `temperature`, and to everything
+    else as usual; the log-sum-exp of the former is multiplied by scale * temperature before both are merged
+    (`SharedRanges`). Deviations: all rows have contexts of the same lengths, which are hyper-parameters; and
+    keys are stored before rotation, so kernels cannot read them.
     """
     phase = SharedRanges(shared_prefix, contexts, temperature, scale)
     return Method(Keep(None, Budget(1.0), Uniform(), phase=phase))

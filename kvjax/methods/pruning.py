@@ -1,4 +1,4 @@
-"""Pruning of numbers: every slot stays, and holds only some of the numbers of its key and value."""
+"""Pruning of numbers: every slot is kept, but stores only some of the numbers of its key and value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvjax.store.pruned import Pruned
     exact="deviates",
 )
 def mustafar(*, keys: Ratio = 0.5, values: Ratio = 0.5, residual: Tokens = 32) -> Method:
-    """Mustafar (Joo et al., 2025, arXiv:2505.22913): of every key and value, the largest numbers stay.
+    """Mustafar (Joo et al., 2025, arXiv:2505.22913): keeps the largest numbers of every key and value.
 
-    Behind the newest `residual` tokens, which are whole, a token keeps the share `keys` of the numbers of
-    each key, and `values` of each value, by magnitude; beside these lies one bit per channel (`Pruned`).
-    Deviation: one bitmap per token, where the paper has one per tile of 64 numbers and pads each to a
-    multiple of eight; and attention reads rows that are decoded, without the paper's kernel.
+    Except for the newest `residual` tokens, which are whole, a token keeps the share `keys` of the numbers of
+    each key, and `values` of each value, by magnitude, with a bit mask of the channels (`Pruned`). Deviation:
+    one bitmap per token, where the paper has one per tile of 64 numbers and pads each to a multiple of eight;
+    and attention decodes the rows first, without the paper's kernel.
     """
     return Method(store=Store(Pruned(keys), Pruned(values), residual=residual))
 
@@ -39,13 +39,13 @@ def mustafar(*, keys: Ratio = 0.5, values: Ratio = 0.5, residual: Tokens = 32) -
 def think(
     *, keys: Ratio = 0.6, group: Group = 128, residual: Tokens = 32, fitted: Fit | None = None
 ) -> Method:
-    """ThinK (Xu et al., 2024, arXiv:2407.21018), section 3: of keys, the channels that queries ask for stay.
+    """ThinK (Xu et al., 2024, arXiv:2407.21018), section 3: keeps the key channels that matter to queries.
 
-    Behind the newest `residual` tokens, which are whole, every `group` tokens of a head keep the share `keys`
-    of the channels of their keys, those of the largest |q_c| |k_c| (`AskedChannels`); values are whole. It
-    chains with any keep, and with stores that encode what stays, as in think + kivi. fitted: |q_c|, as
-    `kvjax fit think` writes them; without, keys alone decide.
-    Deviation: channels are chosen anew for every `group` tokens, by queries of texts, where the paper chooses
-    once, by the last queries of a prompt, and leaves what is written later whole.
+    Except for the newest `residual` tokens, which are whole, every `group` tokens of a head keep the share
+    `keys` of the channels of their keys, those of the largest |q_c| |k_c| (`AskedChannels`); values are
+    whole. It chains with any keep, and with stores that encode the kept channels, as in think + kivi. fitted:
+    |q_c|, as `kvjax fit think` writes them; without, keys alone decide. Deviation: channels are chosen
+    separately for every `group` tokens, by queries of texts, where the paper chooses once, by the last
+    queries of a prompt, and keeps later tokens whole.
     """
     return Method(store=Store(AskedChannels(keys, group, as_fitted(fitted)), residual=residual))

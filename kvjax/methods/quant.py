@@ -29,12 +29,12 @@ from kvjax.store.sphere import LloydMax, SignSketch
     exact="deviates",
 )
 def turboquant(*, bits: Literal[2, 3, 4] = 4, sketch: bool = True, seed: Seed = 0) -> Method:
-    """TurboQuant (Zandieh et al., 2025, arXiv:2504.19874), section 3: rotated at random, then optimal codes.
+    """TurboQuant (Zandieh et al., 2025, arXiv:2504.19874), section 3: random rotation, then optimal codes.
 
-    Behind a random rotation every coordinate of k / ||k|| has one known distribution, so one optimal codebook
-    serves all. Keys (algorithm 2): bits - 1 bits of it, and the signs of a Gaussian sketch of what these
-    leave, so that <q, k> is right on average. Values, and keys without `sketch` (algorithm 1): all bits, so
-    that they are closer, and <q, k> too small on average. Deviation: every channel has as many bits; the
+    After a random rotation every coordinate of k / ||k|| has one known distribution, so one optimal codebook
+    serves all. Keys (algorithm 2): bits - 1 bits of it, and the signs of a Gaussian sketch of the rest, so
+    that <q, k> is unbiased. Values, and keys without `sketch` (algorithm 1): all bits, with a smaller error
+    but a biased <q, k>, which is too small on average. Deviation: every channel has equally many bits; the
     paper's 2.5 and 3.5 bits give more of them to channels with outliers.
     """
     rotate = Rotate("orthogonal", seed)
@@ -54,11 +54,10 @@ def quarot(*, bits: Bits = 4, group: Group | None = None, clip: Ratio = 0.95, se
 
     A Hadamard rotation of every head's keys, after RoPE, and values leaves no channel larger than the others;
     then each token is quantised between `clip` times its minimum and `clip` times its maximum, in groups of
-    `group` channels (None: a head, the paper's 128). Queries meet keys in the rotated basis. Deviation:
-    weights and activations stay as they are, and what attention makes of values is turned back online, where
-    the paper folds that into the weights of values and outputs
-    (`kvjax.train.conversion.convert.rotate_values`); the Hadamard matrix has random signs; the minimum is
-    stored in float16, not as a whole number of steps.
+    `group` channels (None: a head, the paper's 128). Queries are rotated likewise. Deviation: weights and
+    activations are not quantised, and the output of attention is rotated back online, where the paper folds
+    that into the weights of values and outputs (`kvjax.train.conversion.convert.rotate_values`); the Hadamard
+    matrix has random signs; the minimum is stored in float16, not as a whole number of steps.
     """
     rotated = Rotate("hadamard", seed) >> Affine(bits, group=group, clip=clip)
     return Method(store=Store(rotated, rotated))
@@ -81,10 +80,10 @@ def qjl(
     """QJL (Zandieh et al., 2024, arXiv:2406.03482), section 3: keys are the signs of a random projection.
 
     <q, k> ~ sqrt(pi / 2) / m ||k|| <S q, sign(S k)> for a Gaussian S of m = `signs` rows for every channel,
-    which is right on average; a key is m bits and its length, without scales or zeros (`SignSketch`). Values
-    have `bits` bits, token by token, in groups of `group` channels, and the newest `residual` tokens stay as
-    computed. Deviation: channels of outliers are sketched with all others, where the authors' code gives them
-    a sketch of their own; S has no orthogonal rows, which the code also offers.
+    which is unbiased; a key is m bits and its length, without scales or zeros (`SignSketch`). Values
+    have `bits` bits, token by token, in groups of `group` channels, and the newest `residual` tokens stay
+    unencoded. Deviation: channels of outliers are sketched with all others, where the authors' code gives
+    them a sketch of their own; S has no orthogonal rows, which the code also offers.
     """
     return Method(store=Store(SignSketch(seed, signs), Affine(bits, group=group), residual))
 
@@ -99,7 +98,7 @@ def zeroquant(*, bits: Bits = 8) -> Method:
     """ZeroQuant's token-wise codes (Yao et al., 2022, arXiv:2206.01861), section 4.1, of keys and values.
 
     Every token has its own range, found when it is computed; nothing is calibrated. Deviation: a range is
-    that of a head of a token, not of all its heads together; weights and other activations stay as they are,
+    that of a head of a token, not of all its heads together; weights and other activations are not quantised,
     and so nothing is distilled.
     """
     return Method(store=Store(Affine(bits), Affine(bits)))
@@ -112,12 +111,12 @@ def zeroquant(*, bits: Bits = 8) -> Method:
     exact="deviates",
 )
 def qrazor(*, bits: Literal[3, 4] = 4, base: Literal[8, 16] = 8, group: Group = 16) -> Method:
-    """QRazor (Lee et al., 2025, arXiv:2501.13331), section 4: int8 first, of which the leading bits stay.
+    """QRazor (Lee et al., 2025, arXiv:2501.13331), section 4: int8 first, then only the leading bits.
 
-    Keys and values become whole numbers of `base` bits by their largest one. Of every `group` channels, low
-    bits are then razed off until a sign and `bits` - 1 bits are left of the largest number (`Razor`).
-    Deviation: the scale of the whole numbers is that of a token of a head, where the paper calibrates one;
-    weights and other activations stay as they are; codes are decoded before they are multiplied.
+    Keys and values are scaled to integers of `base` bits by their largest one. In every `group` channels, low
+    bits are then dropped until a sign and `bits` - 1 bits of the largest number remain (`Razor`). Deviation:
+    the integers have a scale per token of a head, where the paper calibrates one; weights and other
+    activations are not quantised; codes are decoded before they are multiplied.
     """
     codec = Razor(bits, base, group)
     return Method(store=Store(codec, codec))
@@ -133,13 +132,13 @@ def kvarn(
     *, keys: Bits = 4, values: Bits = 2, tokens: Annotated[int, Range(2)] = 128, turns: Turns = 16,
     seed: Seed = 0,
 ) -> Method:  # fmt: skip
-    """KVarN (Muller et al., 2026, arXiv:2606.03458), section 4: rotated, then of one variance on both axes.
+    """KVarN (Muller et al., 2026, arXiv:2606.03458), section 4: rotated, then normalised on both axes.
 
     Every `tokens` tokens of a head are rotated by a Hadamard matrix and divided by scales of tokens and of
-    channels, found in `turns` turns, so that all have one variance (`Balanced`). Keys are then quantised
-    channel by channel, values token by token; the scales of that axis are part of theirs. Deviation: the
-    newest tokens stay as computed until `tokens` of them are there, but no sinks do; the Hadamard matrix has
-    random signs.
+    channels, found in `turns` iterations, so that all have the same variance (`Balanced`). Keys are then
+    quantised channel by channel, values token by token; the normalising scales of that axis are merged into
+    theirs. Deviation: the newest tokens stay unencoded until there are `tokens` of them, but sinks do not;
+    the Hadamard matrix has random signs.
     """
     rotate = Rotate("hadamard", seed)
     of_keys = rotate >> Balanced("token", tokens, turns) >> Affine(keys, axis="channel", group=tokens)
@@ -154,14 +153,14 @@ def kvarn(
     exact="deviates",
 )
 def nsnquant(*, bits: Literal[1, 2] = 2, tokens: Group = 64, residual: Tokens = 64, seed: Seed = 0) -> Method:
-    """NSNQuant (Son et al., 2025, arXiv:2505.18231), section 4: one codebook for normal numbers serves all.
+    """NSNQuant (Son et al., 2025, arXiv:2505.18231), section 4: one codebook for normal numbers.
 
     Tokens are normalised, their mean over `tokens` tokens of a head is taken off every channel, and they are
-    normalised again (`Normalised`); behind a Hadamard rotation they look like independent normal numbers.
-    Vectors of 8 / `bits` channels then become the nearest of 256 (`GaussianVectors`). The newest `residual`
-    tokens stay as computed. Deviation: the codebook is that of drawn normal numbers by k-means, without the
-    paper's fine-tuning of it; the size of its vectors is the one that 8 bits give; the Hadamard matrix has
-    random signs. No code of the authors was there to compare with.
+    normalised again (`Normalised`); after a Hadamard rotation they resemble independent normal numbers.
+    Vectors of 8 / `bits` channels are then replaced by the nearest of 256 (`GaussianVectors`). The newest
+    `residual` tokens stay unencoded. Deviation: the codebook is that of drawn normal numbers by k-means,
+    without the paper's fine-tuning of it; the size of its vectors is the one that 8 bits give; the Hadamard
+    matrix has random signs. There was no code of the authors to compare with.
     """
     codec = Normalised(tokens) >> Rotate("hadamard", seed) >> GaussianVectors(8 // bits, seed)
     return Method(store=Store(codec, codec, residual))
@@ -179,12 +178,12 @@ def xquant(
     """XQuant for grouped queries (Tomar et al., 2025, arXiv:2508.10395), section 3: layer inputs are stored.
 
     W_k = U_k S V' and W_v likewise; X U_k and X U_v are stored, token by token in groups of `group` channels,
-    and keys and values are made of them when they are read. There are as many channels as keys and values
-    have. heads: KV heads whose weights are taken together; None: all of a layer.
+    and keys and values are computed from them when they are read. Together they have as many channels as keys
+    and values. heads: KV heads whose weights are taken together; None: all of a layer.
 
-    Deviation: channels of these are times the roots of their singular values; queries that are not
-    grouped store two such arrays, too, where the paper stores X once for both; keys are coded as values are;
-    nothing is predicted from the layer below (XQuant-CL).
+    Deviation: their channels are multiplied by the square roots of the singular values; models without
+    grouped queries store two such arrays, too, where the paper stores X once for both; keys are encoded like
+    values; nothing is predicted from the layer below (XQuant-CL).
     """
     codec = Affine(bits, group=group)
     return Method(store=Store(codec, codec), make=GroupedLowRank(1.0, heads or 2**16))
@@ -205,15 +204,15 @@ def squat(
     rank: Rank = 20,
     weight: Annotated[float, Range(0)] = 0.001,
 ) -> Method:
-    """SQuat (Wang et al., 2025, arXiv:2503.24358), section 3: KIVI's codes, with errors that queries miss.
+    """SQuat (Wang et al., 2025, arXiv:2503.24358), section 3: KIVI's codes, errors orthogonal to queries.
 
-    A row's prompt says in which `rank` directions the queries of a KV head are large. Keys are quantised
-    channel by channel, `group` tokens at a time, in runs of `run` channels; what a run is off by moves the
-    channels behind it, so that the error of the whole key lies where queries are small (`OrthogonalError`).
-    Values are quantised token by token, and the newest `residual` tokens stay as computed. Deviation: keys
-    are quantised after their rotation, as in the authors' post-RoPE variant; values are not rotated by a
-    Hadamard matrix; the queries of all prompts count, and of a prompt in chunks those so far; every row
-    holds the sum of q q', of which the directions are found whenever tokens are encoded.
+    A row's prompt gives the `rank` main directions of the queries of a KV head. Keys are quantised channel by
+    channel, `group` tokens at a time, in runs of `run` channels; the error of a run moves later channels, so
+    that the error of the whole key is in directions where queries are small (`OrthogonalError`). Values are
+    quantised token by token, and the newest `residual` tokens stay unencoded. Deviation: keys are quantised
+    after their rotation, as in the authors' post-RoPE variant; values are not rotated by a Hadamard matrix;
+    the queries of all prompts count, and for a prompt in chunks those so far; every row stores the sum of q
+    q', from which the directions are computed whenever tokens are encoded.
     """
     keys = OrthogonalError(run, rank, weight) >> Affine(bits, axis="channel", group=group)
     return Method(store=Store(keys, Affine(bits, group=group, together=group), residual))
@@ -233,12 +232,12 @@ def cq(
 ) -> Method:
     """Coupled Quantization (Zhang et al., 2024, arXiv:2405.03917), section 3: channels share a code.
 
-    Every `channels` neighbouring channels of a head become the nearest of 2^bits vectors, since channels say
-    much of each other; a number takes bits / channels bits, without scales. Keys are stored before RoPE, and
-    turned when they are read. The vectors are found for each head by k-means, weighted with the squares of
-    the likelihood's gradients. fitted: as `kvjax fit cq` writes it. Deviation: the defaults are the paper's
-    CQ-4c8b (8c8b is one bit); k-means starts from drawn vectors once, with 25 turns. No code of the authors
-    was there to compare with.
+    Every `channels` neighbouring channels of a head are replaced by the nearest of 2^bits vectors, since
+    channels are correlated; a number takes bits / channels bits, without scales. Keys are stored before RoPE,
+    and rotated when they are read. The vectors are found for each head by k-means, weighted by the squared
+    gradients of the likelihood. fitted: as `kvjax fit cq` writes it. Deviation: the defaults are the paper's
+    CQ-4c8b (8c8b is one bit); k-means starts from drawn vectors once, with 25 turns. There was no code of the
+    authors to compare with.
     """
     keys, values = (CoupledCodes(channels, bits, of, as_fitted(fitted)) for of in ("key", "value"))
     return Method(store=Store(keys, values, unrotated=True))
@@ -257,7 +256,7 @@ def csr(*, atoms: Annotated[int, Range(1, 64)] = 4, fitted: Fit | None = None) -
     of a head (`Atoms`); stored are indices of 16 bits and weights of 8. fitted: the dictionaries, as `kvjax
     fit csr --set size=512` fits them. Deviation: a dictionary is fitted by least squares in turns with the
     pursuit, where the paper trains a network (NeuralDict); weights are float8, and keys are encoded after
-    RoPE. No code of the authors was there to compare with.
+    RoPE. There was no code of the authors to compare with.
     """
     keys, values = (Atoms(atoms, of, as_fitted(fitted)) for of in ("key", "value"))
     return Method(store=Store(keys, values))

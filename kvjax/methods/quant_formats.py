@@ -12,7 +12,7 @@ from kvjax.state.codes import Codec
 from kvjax.store.blocks import Microscaled, SharedExponents
 from kvjax.store.nvfloat4 import NvFloat4
 
-# What a calibration says of a tensor; None: every token of a head says so itself.
+# A calibrated scale of a whole tensor; None: every token of a head has its own.
 Scale = Annotated[float, Range(1e-30, 1e30)]
 _MICROSCALING = "Microscaling Data Formats for Deep Learning"
 
@@ -81,10 +81,10 @@ def mx(*, bits: Literal[9, 6, 4] = 6, block: Literal[8, 16, 32] = 16) -> Method:
 def nvfp4(*, block: Group = 16, tensor: Scale | None = None) -> Method:
     """NVFP4 (NVIDIA, 2025, arXiv:2509.25149), section 2: e2m1 with a float8 scale for `block` channels.
 
-    A scale in float32 stands before these, so that the largest block's is float8's largest: 4.5 bits a
-    number, and that scale. tensor: the float32 of all keys and values, as servers take it from calibration or
-    set it to 1. Deviation: without `tensor`, every token of a head has its own, 32 bits more, where the paper
-    has one for a tensor, which a cache does not know before its last token.
+    A float32 scale of the whole tensor maps the largest block's scale to float8's largest: 4.5 bits a number,
+    and that scale. tensor: this float32 for all keys and values, which servers calibrate or set to 1.
+    Deviation: without `tensor`, every token of a head has its own, 32 bits more, where the paper has one for
+    a tensor, which is unknown before the last token.
     """
     return _both(NvFloat4(block, tensor))
 
@@ -96,10 +96,11 @@ def nvfp4(*, block: Group = 16, tensor: Scale | None = None) -> Method:
     exact="deviates",
 )
 def four_over_six(*, block: Group = 16, tensor: Scale | None = None) -> Method:
-    """Four over six (Cook et al., 2025, arXiv:2512.02010), section 3: NVFP4 whose blocks end at 4 or at 6.
+    """Four over six (Cook et al., 2025, arXiv:2512.02010), section 3: NVFP4 with blocks scaled to 4 or to 6.
 
-    Between e2m1's 4 and 6 lies no number. Each block is encoded with its largest number as 6 and as 4, and
-    the one of less squared error is stored; largest scales are 256, so that 1.5 times them is a float8, too.
-    Deviation: as in `nvfp4`, every token of a head has a float32 scale of its own, unless `tensor` is given.
+    e2m1 has no number between 4 and 6. Each block is encoded with its largest number as 6 and as 4, and the
+    one with the smaller squared error is stored; the largest scale is 256, so that 1.5 times it is a float8,
+    too. Deviation: as in `nvfp4`, every token of a head has a float32 scale of its own, unless `tensor` is
+    given.
     """
     return _both(NvFloat4(block, tensor, two=True))

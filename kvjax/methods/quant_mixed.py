@@ -31,9 +31,9 @@ def kivi(*, bits: Bits = 2, group: Group = 32, residual: Tokens = 128) -> Method
     """KIVI (Liu et al., 2024, arXiv:2402.02750), section 3.3: keys per channel, values per token.
 
     Keys are quantised in groups of `group` tokens of a channel, values in groups of `group` channels of a
-    token; the newest tokens stay as computed. Deviation: keys and values leave the full-precision residual
-    together, `group` tokens at a time, so between `residual` and residual + group - 1 tokens are exact (the
-    paper flushes keys `residual` at a time and values one by one).
+    token; the newest tokens stay unencoded. Deviation: keys and values are encoded together, `group` tokens
+    at a time, so between `residual` and residual + group - 1 tokens are exact (the paper flushes keys
+    `residual` at a time and values one by one).
     """
     keys = Affine(bits, axis="channel", group=group)
     return Method(store=Store(keys, Affine(bits, axis="token", group=group, together=group), residual))
@@ -50,16 +50,16 @@ def kvquant(
 ) -> Method:
     """KVQuant (Hooper et al., 2024, arXiv:2401.18079), section 3: fitted levels, keys before their rotation.
 
-    Keys are stored before RoPE, every channel brought to [-1, 1] by a range that was fitted, and turned when
-    they are read; values by the range of each token. Both become the nearest of 2^bits levels, which were
-    fitted to each layer by k-means weighted with the squares of the likelihood's gradients. The share
-    `outliers` of the numbers stays as it is: of keys those farthest beyond their channels' ranges, of values
-    a token's largest and smallest. The first `sinks` tokens stay as computed. fitted: ranges and levels, as
+    Keys are stored before RoPE, every channel scaled to [-1, 1] by a fitted range, and rotated when they are
+    read; values by the range of each token. Both are rounded to the nearest of 2^bits levels, which were
+    fitted to each layer by k-means weighted by the squared gradients of the likelihood. The share `outliers`
+    of the numbers is stored unencoded: of keys those farthest beyond their channels' ranges, of values a
+    token's largest and smallest. The first `sinks` tokens stay unencoded. fitted: ranges and levels, as
     `kvjax fit kvquant` writes them. Deviation: every token of a head has the same number of outliers, at
-    least one of its keys and two of its values, where the paper counts over all heads together and stores
-    all keys beyond their ranges; outliers of keys are stored by their channel's range; the range of values is
+    least one of its keys and two of its values, where the paper counts over all heads together and stores all
+    keys beyond their ranges; outliers of keys are stored by their channel's range; the range of values is
     that of a head's token in float16; weights are of the numbers themselves, where the authors' code takes
-    those of numbers brought to [-1, 1]; no Q-Norm. Windowed layers store keys and values plain.
+    those of numbers scaled to [-1, 1]; no Q-Norm. Windowed layers store keys and values unencoded.
     """
     inner = ByChannel(outliers, found := as_fitted(fitted))
     keys: Codec = Levels(bits, "key", found)
@@ -84,12 +84,12 @@ def gear(
     turns: Turns = 3,
     residual: Tokens = 0,
 ) -> Method:
-    """GEAR (Kang et al., 2024, arXiv:2403.05527), section 3: KIVI's codes, outliers, and what codes miss.
+    """GEAR (Kang et al., 2024, arXiv:2403.05527), section 3: KIVI's codes, outliers, and a low-rank error.
 
     X ~ D + L + S for every `group` tokens of a head. S: the share `outliers` of the numbers, half of them the
-    largest and half the smallest of a channel (keys) or of a token (values), as they are; 0 leaves them out
-    (the paper's GEAR-L). D: the others in KIVI's groups. L: rank `rank` of X - D - S, by `turns` turns of a
-    power iteration. The newest tokens, from `residual` to residual + group - 1 of them, stay as computed.
+    largest and half the smallest of a channel (keys) or of a token (values), unencoded; 0 omits them (the
+    paper's GEAR-L). D: the others in KIVI's groups. L: rank `rank` of X - D - S, by `turns` steps of a power
+    iteration. The newest tokens, from `residual` to residual + group - 1 of them, stay unencoded.
     Deviation: a prompt is approximated `group` tokens at a time, too, with the rank of generated tokens,
     where the paper takes all of it at once, with rank 4; the outliers' places get the mean of the others
     before D (in the paper 0, in the authors' code the mean of all); outliers of a token are those of a head,
@@ -111,11 +111,11 @@ def gear(
     exact="deviates",
 )
 def kv_adaquant(*, keys: Bits = 4, values: Bits = 2, group: Group | None = 32) -> Method:
-    """KV-AdaQuant (Hariri et al., 2025, arXiv:2502.15075), section 4: keys have more bits than values.
+    """KV-AdaQuant (Hariri et al., 2025, arXiv:2502.15075), section 4: keys get more bits than values.
 
-    Keys have larger norms, and what they lose weighs more: they have `keys` bits and values `values` bits,
-    token by token, in groups of `group` channels. Deviation: the paper studies several quantisers, this is
-    the one of single tokens.
+    Keys have larger norms, and their errors matter more: they have `keys` bits and values `values` bits,
+    token by token, in groups of `group` channels. Deviation: of several quantisers in the paper, this is the
+    one for single tokens.
     """
     return Method(store=Store(Affine(keys, group=group), Affine(values, group=group)))
 
@@ -130,8 +130,8 @@ def atom(*, bits: Bits = 4) -> Method:
     """The KV cache of Atom (Zhao et al., 2023, arXiv:2310.19102), section 4.4: asymmetric codes per head.
 
     A token's keys and values have a scale and a zero per head; attention decodes them where it reads them.
-    Deviation: weights and activations stay as they are, so that no outlier channels, which the paper moves
-    last and codes in 8 bits there, are to be kept; 3 bits are left out.
+    Deviation: weights and activations are not quantised, so there are no outlier channels, which the paper
+    moves to the end and keeps in 8 bits; 3 bits are left out.
     """
     return Method(store=Store(Affine(bits), Affine(bits)))
 
@@ -145,9 +145,9 @@ def atom(*, bits: Bits = 4) -> Method:
 def llm_int8(*, outliers: Share = 0.02) -> Method:
     """LLM.int8()'s decomposition (Dettmers et al., 2022, arXiv:2208.07339), section 3.2, of keys and values.
 
-    The largest numbers of a token stay as they are, the others become int8 by the largest of them. Deviation:
-    the paper codes weights and layer inputs, with all columns that hold a number beyond 6 left out; here the
-    share `outliers` of each token of a head is, at least one number.
+    The largest numbers of a token are stored unencoded; the others become int8 by the largest of them.
+    Deviation: the paper quantises weights and layer inputs, except all columns that hold a number beyond 6;
+    here the share `outliers` of each token of a head is excepted, at least one number.
     """
     rest = Symmetric(8)
     codec: Codec = Outliers(outliers) >> rest if outliers else rest
@@ -169,7 +169,7 @@ def resq(
     moments have `high` bits, the others `bits`; each part is rotated by a Hadamard matrix before it is
     quantised token by token. fitted: the eigenvectors, as `kvjax fit resq` finds them. Deviation: the paper's
     share of directions, an eighth, is a number here; the basis of values is not folded into weights; weights
-    and other activations stay as they are.
+    and other activations are not quantised.
     """
     rotate, found = Rotate("hadamard", seed), as_fitted(fitted)
     parts = Split(((rotate >> Affine(high), rank), (rotate >> Affine(bits), None)))
@@ -193,14 +193,15 @@ def skvq(
     sinks: Tokens = 5,
     fitted: Fit | None = None,
 ) -> Method:
-    """SKVQ (Duanmu et al., 2024, arXiv:2405.06219), section 3: channels by their ranges, clipped.
+    """SKVQ (Duanmu et al., 2024, arXiv:2405.06219), section 3: channels ordered by their ranges, clipped.
 
-    A head's channels are put in order, so that the `group` channels that share a range are alike; a group is
+    A head's channels are permuted, so that the `group` channels that share a range are alike; a group is
     quantised between `clip` times its minimum and `clip` times its maximum, token by token. The newest
-    `residual` tokens and the first `sinks` stay as computed. fitted: the orders, as `kvjax fit skvq` finds
-    them. Deviation: channels are put in order by their ranges within a head, and in groups of one size, where
-    the authors' code clusters those of all heads; `clip` is one for all groups, where the paper finds one for
-    each; scales are in float16, not in float8; there are no 1.5 bits; orders are not folded into weights.
+    `residual` tokens and the first `sinks` stay unencoded. fitted: the permutations, as `kvjax fit skvq`
+    finds them. Deviation: channels are sorted by their ranges within a head, into groups of one size, where
+    the authors' code clusters those of all heads; `clip` is the same for all groups, where the paper finds
+    one for each; scales are in float16, not in float8; there are no 1.5 bits; permutations are not folded
+    into weights.
     """
     found = as_fitted(fitted)
     of_keys = InBasis("key", "skvq", found) >> Affine(keys, group=group, clip=clip)
@@ -219,12 +220,11 @@ def wkvquant(
 ) -> Method:
     """The KV cache of WKVQuant (Yue et al., 2024, arXiv:2402.12065), section 3: channels first, then tokens.
 
-    A head's channels are shifted and divided by numbers that are found once, then each token is quantised by
-    its own range in groups of `group` channels. The newest token meets queries as computed, and is quantised
-    when the next one comes. fitted: shifts and scales, as `kvjax fit wkvquant` learns them through the codes,
-    from the middle and the half of a channel's range on. Deviation: what is learnt makes keys and values come
-    back closest, where the paper takes the outputs of blocks; weights stay as they are. No code of the
-    authors was there to compare with.
+    A head's channels are shifted and divided by fitted numbers, then each token is quantised by its own range
+    in groups of `group` channels. The newest token is quantised only when the next one comes. fitted: shifts
+    and scales, as `kvjax fit wkvquant` learns them through the codes, starting from the middle and the half
+    of a channel's range. Deviation: the fit minimises the error of keys and values, where the paper minimises
+    that of blocks' outputs; weights are not quantised. There was no code of the authors to compare with.
     """
     found, codec = as_fitted(fitted), Affine(bits, group=group)
     keys, values = (InBasis(of, "wkvquant", found) >> codec for of in ("key", "value"))

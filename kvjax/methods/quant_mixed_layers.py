@@ -28,10 +28,9 @@ def asymkv(
     """AsymKV (Tao et al., 2024, arXiv:2410.13212), section 4: more bits for keys, and in the first layers.
 
     The first `key_layers` layers store keys, and the first `value_layers` layers values, in `high` bits; all
-    others in `low`. An error of a key goes through the softmax, and one of a lower layer through the layers
+    others in `low`. Errors of keys are amplified by the softmax, and those of lower layers by the layers
     above. The codes are KIVI's, keys channel by channel and values token by token; the newest `residual`
-    tokens stay as computed. Deviation: keys and values leave the residual `group` tokens at a time, as in
-    `kivi`.
+    tokens stay unencoded. Deviation: keys and values are encoded `group` tokens at a time, as in `kivi`.
     """
     of_keys = [Affine(bits, axis="channel", group=group) for bits in (high, low)]
     of_values = [Affine(bits, group=group, together=group) for bits in (high, low)]
@@ -54,15 +53,15 @@ def aqua_kv(
     seed: Seed = 0,
     fitted: Fit | None = None,
 ) -> Method:
-    """AQUA-KV (Shutova et al., 2025, arXiv:2501.19392), section 3: what the layer below does not say.
+    """AQUA-KV (Shutova et al., 2025, arXiv:2501.19392), section 3: only what the layer below cannot predict.
 
     Keys are predicted by a linear map from the keys of the layer below, and values from the keys of their own
-    layer and the values of the layer below, all heads together and as they come back of their codes; what is
-    left is rotated by a Hadamard matrix and stored in `bits` bits, the whole first layer in `first` bits.
-    Keys are stored before RoPE. Every `tokens` tokens are encoded together, and the newest `residual` stay as
-    computed. fitted: the maps, as `kvjax fit aqua-kv` writes them. Deviation: rows are coded number by number
-    by levels for random directions, where the paper's HIGGS codes pairs of numbers; first tokens are stored
-    as others are; a step decodes all layers, one over the other.
+    layer and the values of the layer below, all heads together, as decoded; the prediction error is rotated
+    by a Hadamard matrix and stored in `bits` bits, the whole first layer in `first` bits. Keys are stored
+    before RoPE. Every `tokens` tokens are encoded together, and the newest `residual` stay unencoded.
+    fitted: the maps, as `kvjax fit aqua-kv` writes them. Deviation: each number is quantised separately by
+    levels for random directions, where the paper's HIGGS quantises pairs of numbers; first tokens are stored
+    like the others; a step decodes all layers, from the lowest up.
     """
     rotate, found = Rotate("hadamard", seed), as_fitted(fitted)
     rest = (Predicted("key", tokens, found), Predicted("value", tokens, found))

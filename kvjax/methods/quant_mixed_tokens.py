@@ -1,4 +1,4 @@
-"""Quantisation that treats tokens differently: by what they receive, or where they stand."""
+"""Quantisation that treats tokens differently: by their attention or their position."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvjax.store.affine import Affine
 def mikv(
     budget: Amount, *, recent: Share = 0.5, high: Bits = 8, low: Bits = 2, group: Group | None = 32
 ) -> Method:
-    """MiKV (Yang et al., 2024, arXiv:2402.18096), section 4: what H2O would evict is stored with fewer bits.
+    """MiKV (Yang et al., 2024, arXiv:2402.18096), section 4: tokens that H2O would evict get fewer bits.
 
-    `budget` says how many tokens have `high` bits, H2O's choice of them; all others have `low` bits, in
+    `budget` is the number of tokens with `high` bits, which H2O chooses; all others have `low` bits, in
     groups of `group` channels. In steps the token that H2O would drop moves to the lower tier. Deviation:
     keys of the lower tier are not balanced channel by channel against the queries (section 4.2), and a later
     prompt chooses among all tokens again, as they are stored.
@@ -45,12 +45,12 @@ def zipcache(
 ) -> Method:
     """ZipCache (He et al., 2024, arXiv:2405.14256), section 4: salient tokens have more bits.
 
-    A token's saliency is the attention that it receives, divided by the number of queries that see it, of
-    some probes alone, which here are the last `window` queries: those see all older tokens. `budget` says how
-    many tokens, the probes among them, have `high` bits; all others have `low`. Deviation: half of the
-    paper's probes are drawn from the whole prompt; tokens are quantised in groups of `group` channels, where
-    the paper divides values by the root of each channel's largest number first and quantises keys channel by
-    channel; tokens that are written have `high` bits until the next prompt, where the paper chooses anew
+    A token's saliency is the attention that it receives from some probe queries, divided by the number of
+    probes that see it; here the probes are the last `window` queries, which see all older tokens. `budget` is
+    the number of tokens, including the probes, with `high` bits; all others have `low`. Deviation: half of
+    the paper's probes are drawn from the whole prompt; tokens are quantised in groups of `group` channels,
+    where the paper divides values by the root of each channel's largest number first and quantises keys
+    channel by channel; generated tokens have `high` bits until the next prompt, where the paper chooses again
     every 100 tokens.
     """
     lower = Store(Affine(low, group=group), Affine(low, group=group))
@@ -70,10 +70,10 @@ def minikv(
 ) -> Method:
     """MiniKV (Sharma et al., 2024, arXiv:2411.18077), section 3: a prompt's heavy hitters, in 2 bits.
 
-    Of a prompt stay the tokens that received the most attention, and the newest share `recent` of the budget.
-    They and what is written later are stored as in KIVI, with `bits` bits in groups of `group`, behind the
-    newest `residual` tokens. Deviation: all layers have the same budget, which is the paper's MiniKV; its
-    pyramid over layers is left out, because granules lie in lists of equal lengths.
+    A prompt keeps the tokens that received the most attention, and the newest share `recent` of the budget.
+    They and later tokens are stored as in KIVI, with `bits` bits in groups of `group`, except for the newest
+    `residual` tokens. Deviation: all layers have the same budget, which is the paper's MiniKV; its pyramid
+    over layers is left out, because granules need KV heads of equal lengths.
     """
     keep = Keep(AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),))
     keys = Affine(bits, axis="channel", group=group)
@@ -97,11 +97,11 @@ def more_tokens_lower_precision(
     group: Group = 32,
     residual: Tokens = 32,
 ) -> Method:
-    """QPruningKV (Zhang et al., 2024, arXiv:2412.12706), section 3: of a memory, bits are traded for tokens.
+    """QPruningKV (Zhang et al., 2024, arXiv:2412.12706), section 3: trades bits for tokens at equal memory.
 
-    `budget` is the memory, as tokens of 16 bits: with `bits` bits, 16 / `bits` as many stay, at most all.
-    They are SnapKV's choice, stored as in KIVI in groups of `group`, behind the newest `residual` tokens.
-    Deviation: scales and zeros of the codes, and the residual, come on top of the budget.
+    `budget` is the memory, as tokens of 16 bits: with `bits` bits, 16 / `bits` times as many are kept, at
+    most all. SnapKV chooses them, and they are stored as in KIVI in groups of `group`, except for the newest
+    `residual` tokens. Deviation: scales and zeros of the codes, and the residual, come on top of the budget.
     """
     more = budget * (16 // bits) if isinstance(budget, int) else min(budget * 16 / bits, 1.0)
     keep = Keep(window_score(window, kernel, "grouped"), Budget(more), Uniform(), (Recent(window),))
@@ -118,10 +118,10 @@ def more_tokens_lower_precision(
 def intactkv(*, pivots: Tokens = 1, bits: Bits = 4, group: Group | None = 32) -> Method:
     """IntactKV (Liu et al., 2024, arXiv:2403.01241), section 3: pivot tokens are not quantised.
 
-    The first `pivots` tokens, which draw most attention, have keys and values as computed; those of all
-    others have `bits` bits, token by token, in groups of `group` channels. Deviation: weights stay as they
-    are, and so a pivot's keys and values are those of the model itself, where the paper makes them by the
-    model before its weights are quantised; they are not trained.
+    The first `pivots` tokens, which draw most attention, are stored unencoded; the keys and values of all
+    others have `bits` bits, token by token, in groups of `group` channels. Deviation: weights are not
+    quantised, and so a pivot's keys and values are those of the model itself, where the paper computes them
+    with the unquantised weights; they are not trained.
     """
     return Method(store=Store(Affine(bits, group=group), Affine(bits, group=group), sinks=pivots))
 
@@ -131,13 +131,12 @@ def intactkv(*, pivots: Tokens = 1, bits: Bits = 4, group: Group | None = 32) ->
     family="quant-mixed",
 )
 def q_hitter(budget: Amount, *, recent: Share = 0.5, bits: Bits = 4, group: Group | None = None) -> Method:
-    """Q-Hitter (Zhang et al., MLSys 2024), section 4: heavy hitters that codes do not harm, in codes.
+    """Q-Hitter (Zhang et al., MLSys 2024), section 4: heavy hitters with small quantisation errors.
 
-    F[j] (1 - e_j): the attention that a token received, as in H2O, times what is left of it in codes of
-    `bits` bits, where e_j is their relative error in its key and value when it was computed. A share
-    `recent` of the budget is the newest tokens; each step attends first, then drops the lowest; all are
-    stored in those codes. The product stands for the paper's oracle, of which we found no equation and no
-    code: it names the two parts.
+    F[j] (1 - e_j): the attention that a token received, as in H2O, times one minus e_j, the relative error of
+    codes of `bits` bits for its key and value. A share `recent` of the budget is the newest tokens; each step
+    attends first, then drops the lowest; all are stored in those codes. The product approximates the paper's
+    oracle, for which we found no equation and no code: the paper only names the two parts.
     """
     codec = Affine(bits, group=group)
     score = AccumulatedAttention() * Encodable(codec)

@@ -1,4 +1,4 @@
-"""The table of methods: the functions of all families by their ids, and how one is built of them."""
+"""The table of methods: the functions of all families by their ids, and how methods are built from them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ALIASES = {alias: id for id, function in METHODS.items() for alias in function.p
 
 
 def resolve(id: str) -> str:
-    """The id that an id or alias stands for; ValueError naming the nearest one where there is none.
+    """The id that an id or alias stands for; ValueError, with the nearest one, if it is unknown.
 
     >>> resolve("Ada_KV")
     'adakv'
@@ -119,7 +119,7 @@ def build(id: str, hyper: Mapping[str, Any]) -> Method:
 
 
 def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a method of the library as its function takes them.
+    """The hyper-parameters of a method of the library converted to the types of its function.
 
     Raises ValueError for one that the method does not have, with the nearest name, and for a value outside
     its range.

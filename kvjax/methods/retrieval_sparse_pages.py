@@ -1,4 +1,4 @@
-"""Retrieval by pages: everything stays in the cache, and each query reads the pages that may matter to it."""
+"""Retrieval by pages: the cache keeps every token, and each query reads the pages that may matter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
 from kvjax.read.pages import FewBounds, PageBounds
 
-# How many keys stand for a block, and how many channels of a query rank blocks.
+# How many keys represent a block, and how many channels of a query rank blocks.
 Representatives = Annotated[int, Range(1)]
 Channels = Annotated[int, Range(1)]
 
@@ -33,8 +33,8 @@ def quest(
     budget is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and
     the newest, not yet full page are always read. Deviation: the query heads of a group share their pages
     (the largest bound among them decides), since keys and values of a group are stored once. Prompts and
-    several tokens at once are read in full. With `resident`, keys and values lie in host memory, and the
-    device holds this share of the pages, at least those that a step visits.
+    several tokens at once are read in full. With `resident`, keys and values are in host memory, and the
+    device caches this share of the pages, at least those that a step visits.
     """
     host = None if resident is None else Host(resident)
     return Method(read=PageBounds(Budget(budget), page, skip_layers), host=host)
@@ -50,18 +50,19 @@ def infllm(
     budget: Amount, *, page: Page = 128, newest: Window = 4096, sinks: Tokens = 128,
     keys: Representatives = 4, skip_layers: Layers = 0, resident: Share = 0.0,
 ) -> Method:  # fmt: skip
-    """InfLLM (Xiao et al., 2024, arXiv:2402.04617), section 3: blocks of the past, found by a few keys each.
+    """InfLLM (Xiao et al., 2024, arXiv:2402.04617), section 3: blocks of older tokens, found by a few keys.
 
     A token attends to the first `sinks` tokens, the `newest` ones and, of the blocks between them, to those
-    whose `keys` representative keys its queries meet most, summed over the heads of a layer. Representatives
-    are the keys that the `newest` tokens behind them met most, by the paper's logits. budget is the share (or
-    number) of older tokens that are read, the authors' 16 blocks of 128 being 2048. Blocks lie in host
-    memory; the device holds the share `resident` of them that was read last, at least what a step reads.
+    whose `keys` representative keys have the largest logits with its queries, summed over the heads of a
+    layer. Representatives are the keys with the largest logits from the `newest` tokens after them, as in the
+    paper. budget is the share (or number) of older tokens that are read, the authors' 16 blocks of 128 being
+    2048. Blocks are in host memory; the device caches the share `resident` of them that was read last, at
+    least those that a step reads.
 
     Deviation: this is the paper's decoding. Prompts and several tokens at once are read in full, where the
     paper reads a long prompt by the same rule; and tokens keep their own positions, where it gives all those
     beyond the window one distance. The query heads of a group share representatives, and sinks are whole
-    blocks; up to a block more than the newest tokens are read, until they fill one.
+    blocks; up to a block more than the newest tokens is read, until it is full.
     """
     read = RepresentativeKeys(Budget(budget), page, newest, sinks, keys, skip_layers)
     return Method(read=read, host=Host(resident))
@@ -82,13 +83,13 @@ def rocketkv(
     page: Page = 4,
     channels: Channels = 32,
 ) -> Method:
-    """RocketKV (Behnam et al., 2025, arXiv:2502.14051), section 3: what stays is read in part.
+    """RocketKV (Behnam et al., 2025, arXiv:2502.14051), section 3: kept tokens are read in part.
 
-    Of a prompt SnapKV's choice stays, `budget` of it, and each query attends to the share `read` of what is
-    there, in pages that may matter to it by bounds in its `channels` largest channels alone (`FewBounds`).
-    The paper splits a compression evenly: `read` is then as large as the budget. Deviation: the paper sets
-    page and channels by the compression that is asked for, and scales the kernel with the prompt, which here
-    are given; pages are ranked for all heads of a group at once, by the largest bound among them.
+    SnapKV's choice of a prompt is kept, `budget` of it, and each query attends to the share `read` of the
+    kept tokens, in pages selected by bounds in its `channels` largest channels alone (`FewBounds`). The paper
+    splits a compression evenly: `read` is then as large as the budget. Deviation: the paper derives page and
+    channels from the compression ratio, and scales the kernel with the prompt, while here all are given;
+    pages are ranked for all heads of a group at once, by the largest bound among them.
     """
     keep = Keep(window_score(window, kernel, "grouped"), Budget(budget), Uniform(), (Recent(window),))
     return Method(keep, read=FewBounds(Budget(read), page, 0, channels))
@@ -101,15 +102,15 @@ def rocketkv(
 def arkvale(
     budget: Amount, *, page: Page = 32, skip_layers: Layers = 2, resident: Share | None = None
 ) -> Method:
-    """ArkVale (Chen et al., NeurIPS 2024), section 4: pages that were evicted come back when they matter.
+    """ArkVale (Chen et al., NeurIPS 2024), section 4: evicted pages are recalled when they matter.
 
     A page's digest is the cuboid of its keys, and its score the largest product that a key in there could
     have with the query; the pages of the largest scores are read. budget is the share (or number) of tokens
     visited per decoded token; the first `skip_layers` layers and the newest, not yet full page are always
-    read. With `resident`, all pages lie in host memory, and the device holds this share of them, those that
-    were read last. The query heads of a group share their pages (the largest score among them decides). Of
-    the paper's digests, spheres are left out, as the authors' kernel leaves them. Prompts and several tokens
-    at once are read in full.
+    read. With `resident`, all pages are in host memory, and the device caches this share of them, those read
+    last. The query heads of a group share their pages (the largest score among them decides). Of the paper's
+    digests, spheres are left out, as the authors' kernel leaves them. Prompts and several tokens at once are
+    read in full.
     """
     host = None if resident is None else Host(resident)
     return Method(read=PageBounds(Budget(budget), page, skip_layers), host=host)

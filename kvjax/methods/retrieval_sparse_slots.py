@@ -1,4 +1,4 @@
-"""Retrieval by slots: everything stays in the cache, and each query reads the tokens that may matter."""
+"""Retrieval by slots: every token is kept in the cache, and each query reads the tokens that may matter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.read.narrow_keys import HeavyChannels, PrincipalKeys
 from kvjax.read.persistent import PersistentSlots
 from kvjax.read.ranked import SoftVotes
 
-# How many channels of every key are looked at.
+# How many channels of every key are used.
 Channels = Annotated[int, Range(1)]
-# Planes: hyperplanes of a hash table, whose code is a word of 32 bits. Tables: how many; a token is a
-# candidate where it collides in two, so there are at least two.
+# Planes: the hyperplanes of a hash table, whose code is a word of 32 bits. Tables: their number; a token is a
+# candidate if it collides in two, so there are at least two.
 Planes = Annotated[int, Range(1, 32)]
 Tables = Annotated[int, Range(2, 4096)]
-# Centroids of a head's keys, whose number has 16 bits; parts of a key, and the bits of a part's code.
+# Centroids of a head's keys, whose index has 16 bits; parts of a key, and the bits of a part's code.
 Many = Annotated[int, Range(1, 65536)]
 Parts = Annotated[int, Range(1)]
 CodeBits = Annotated[int, Range(1, 8)]
@@ -35,10 +35,10 @@ CodeBits = Annotated[int, Range(1, 8)]
     exact="deviates",
 )
 def sparq(budget: Amount, *, channels: Channels = 32, newest: Window = 32, skip_layers: Layers = 0) -> Method:
-    """SparQ (Ribar et al., 2023, arXiv:2312.04985), section 4: few channels say which tokens to read.
+    """SparQ (Ribar et al., 2023, arXiv:2312.04985), section 4: few channels select the tokens to read.
 
-    The `channels` largest channels of a query give all its logits by guess. The tokens of the largest ones
-    are attended to, and the mean of all values stands for the others, with their probability by guess.
+    The `channels` largest channels of a query give approximate logits of all tokens. It attends to the tokens
+    with the largest ones, and the mean of all values replaces the others, with their approximate probability.
     budget is the share (or number) of older tokens that a query reads. Deviation: the `newest` tokens and the
     token itself are read beside this budget, where the authors count them in. As in the authors' code, the
     query heads of a group share channels and tokens, those of the largest sums over the heads. Prompts and
@@ -56,15 +56,15 @@ def sparq(budget: Amount, *, channels: Channels = 32, newest: Window = 32, skip_
 def tidaldecode(
     budget: Amount, *, reselect: Depth = 0.44, newest: Window = 32, skip_layers: Layers = 2
 ) -> Method:
-    """TidalDecode (Yang et al., 2024, arXiv:2410.05076), section 3: picks persist from layer to layer.
+    """TidalDecode (Yang et al., 2024, arXiv:2410.05076), section 3: layers reuse the picks of lower layers.
 
     The first `skip_layers` layers attend to all tokens. So do the next one and layer `reselect` (its number,
-    or the share of the layers up to it), and each picks the tokens of the largest q k_j, which all layers
-    above read until picks are made anew. budget is the share (or number) of older tokens that those read.
+    or the share of the layers up to it), and each picks the tokens with the largest q k_j, which all layers
+    above read until the next picks. budget is the share (or number) of older tokens that those read.
     Deviation: the `newest` tokens are read beside this budget, where the authors rank them, too; the query
-    heads of a group share picks, by the sum of their logits, where the authors' code picks for each head;
-    and the paper's correction of the cache, which computes some tokens anew, is left out. Prompts and several
-    tokens at once are read in full.
+    heads of a group share picks, by the sum of their logits, where the authors' code picks for each head; and
+    the paper's correction of the cache, which recomputes some tokens, is left out. Prompts and several tokens
+    at once are read in full.
     """
     return Method(read=PersistentSlots(Budget(budget), reselect, newest, skip_layers))
 
@@ -88,12 +88,12 @@ def magicpig(
     """MagicPIG (Chen et al., 2024, arXiv:2410.16179): tokens are sampled by hash tables instead of ranked.
 
     Each query head attends to the tokens whose centred keys collide with it in two of L = `tables` tables of
-    K = `planes` random hyperplanes, and -log u_j is added to their logits, where u_j = 1 - (1 - p^K)^L -
-    L p^K (1 - p^K)^(L - 1) is how likely that was: attention is estimated, not cut. The first `sinks` and the
-    `newest` tokens are read in full, and so are the first `skip_layers` layers. budget is the share (or
-    number) of older tokens for which a step has room, and says what it reads: how many collide is up to
-    `planes` and `tables`. With 1.0 all of them fit; where fewer fit than collide, some are chosen by chance
-    and weigh more (`HashSampling`).
+    K = `planes` random hyperplanes, and -log u_j is added to their logits, where u_j = 1 - (1 - p^K)^L - L
+    p^K (1 - p^K)^(L - 1) is the probability of that: full attention is estimated by sampling, not truncated.
+    The first `sinks` and the `newest` tokens are read in full, and so are the first `skip_layers` layers.
+    budget is the share (or number) of older tokens for which a step has room, and bounds what it reads: how
+    many collide depends on `planes` and `tables`. With 1.0 all of them fit; if fewer fit than collide, a
+    random subset is chosen with larger weights (`HashSampling`).
 
     Deviation: the authors read all generated tokens in full; here they are hashed once they are older than
     `newest`, about the centre of the prompt's keys. A further turn is a prompt: then the centre is that of
@@ -114,12 +114,12 @@ def magicpig(
 def tokenselect(
     budget: Amount, *, sinks: Tokens = 128, newest: Window = 512, skip_layers: Layers = 0
 ) -> Method:
-    """TokenSelect (Wu et al., 2024, arXiv:2411.02886), section 4: the heads of a layer elect what it reads.
+    """TokenSelect (Wu et al., 2024, arXiv:2411.02886), section 4: a layer's heads vote for tokens to read.
 
     Every query head votes for older tokens by its softmax over them, the votes of all heads of a layer are
-    added, and all heads attend to the tokens with the most (`SoftVotes`), of which the first `sinks` are, and
-    to the `newest` ones. budget is the share (or number) of older tokens that are read. Deviation: every
-    token is elected for anew, where the paper keeps an election for queries that are alike; prompts and
+    added, and all heads attend to the tokens with the most votes (`SoftVotes`), always including the first
+    `sinks`, and to the `newest` ones. budget is the share (or number) of older tokens that are read.
+    Deviation: every token has its own vote, where the paper reuses one for similar queries; prompts and
     several tokens at once are read in full, where the paper reads chunks of a prompt by the same rule.
     """
     return Method(read=SoftVotes(Budget(budget), newest, skip_layers, sinks))
@@ -132,12 +132,12 @@ def tokenselect(
     exact="deviates",
 )
 def loki(budget: Amount, *, rank: Rank = 32, newest: Window = 32, skip_layers: Layers = 0) -> Method:
-    """Loki (Singhania et al., 2024, arXiv:2406.02542), section 4: keys are of few dimensions.
+    """Loki (Singhania et al., 2024, arXiv:2406.02542), section 4: ranks tokens in few dimensions.
 
     Tokens are ranked by <q, k> in the `rank` largest principal components of a head's keys, and the best are
     attended to with whole keys. budget is the share (or number) of older tokens that a query reads.
-    Deviation: components are those of the prompt's own keys (`PrincipalKeys`), where the paper fits them to
-    other texts; keys stay as they are, and the ranked numbers lie beside them, where the paper stores keys in
+    Deviation: components are those of the prompt's own keys (`PrincipalKeys`), while the paper fits them to
+    other texts; keys are unchanged, and the components are stored beside them, where the paper stores keys in
     the basis of the components; the `newest` tokens are read beside the budget; the query heads of a group
     share tokens, by the sum of their products. Prompts and several tokens at once are read in full.
     """
@@ -155,9 +155,9 @@ def double_sparsity(
 ) -> Method:
     """Double Sparsity (Yang et al., 2024, arXiv:2408.07092), section 3: heavy channels rank the tokens.
 
-    The `channels` heaviest channels of a head's keys lie by themselves (the paper's label cache); <q, k> in
-    these says which tokens are attended to. budget is the share (or number) of older tokens that a query
-    reads. Deviation: heavy channels are those of the prompt's own keys (`HeavyChannels`), where the paper
+    The `channels` heaviest channels of a head's keys are stored separately (the paper's label cache); <q, k>
+    in these selects the tokens to attend to. budget is the share (or number) of older tokens that a query
+    reads. Deviation: heavy channels are those of the prompt's own keys (`HeavyChannels`), while the paper
     fits them to other texts, by keys or by products with queries; labels have all bits, the paper's 4; the
     `newest` tokens are read beside the budget; the query heads of a group share tokens, by the sum of their
     products. Prompts and several tokens at once are read in full.
@@ -182,12 +182,12 @@ def pqcache(
 ) -> Method:
     """PQCache (Zhang et al., 2024, arXiv:2407.12820), section 3: a product quantiser finds the tokens.
 
-    Keys are cut into `parts`, each of which has a code of `code_bits` bits for the nearest centroid of the
-    prompt's (`ProductCodes`). Products with centroids stand for those with keys, and the tokens of the
-    largest are attended to. budget is the share (or number) of older tokens that a query reads. Deviation:
-    all lies in one memory, where the paper has keys and values on the host and fetches them ahead; codes take
-    a byte; centroids start from evenly spaced tokens; the query heads of a group share tokens, by the sum of
-    their products. Prompts and several tokens at once are read in full.
+    Keys are cut into `parts`, each of which has a code of `code_bits` bits for the nearest of the prompt's
+    centroids (`ProductCodes`). Products with centroids approximate those with keys, and the tokens with the
+    largest ones are attended to. budget is the share (or number) of older tokens that a query reads.
+    Deviation: all is in device memory, where the paper has keys and values on the host and prefetches them;
+    codes take a byte; centroids start from evenly spaced tokens; the query heads of a group share tokens, by
+    the sum of their products. Prompts and several tokens at once are read in full.
     """
     return Method(read=ProductCodes(Budget(budget), newest, skip_layers, parts, code_bits, turns))
 
@@ -210,12 +210,11 @@ def clusterkv(
     """ClusterKV (Liu et al., 2024, arXiv:2412.03213), section 3: tokens are recalled by clusters of keys.
 
     Keys are clustered by their directions, and clusters are read in the order of <q, centroid> until the
-    budget is filled (`Clusters`), behind the first `sinks` tokens. budget is the share (or number) of older
+    budget is filled (`Clusters`), after the first `sinks` tokens. budget is the share (or number) of older
     tokens that a query reads; the first `skip_layers` layers read all. Deviation: there are `clusters` of
-    them, where the paper has one for every 80 tokens of a prompt; tokens that are written join the cluster of
-    the nearest centroid, where the paper makes clusters of every 320; all lies in one memory; the query heads
-    of a group share clusters, by the sum of their products. Prompts and several tokens at once are read in
-    full.
+    them, where the paper has one for every 80 tokens of a prompt; generated tokens join the cluster of the
+    nearest centroid, where the paper clusters every 320 of them; all is in device memory; the query heads of
+    a group share clusters, by the sum of their products. Prompts and several tokens at once are read in full.
     """
     return Method(read=Clusters(Budget(budget), newest, skip_layers, clusters, turns, sinks))
 
@@ -237,14 +236,14 @@ def squeezed_attention(
 ) -> Method:
     """Squeezed Attention (Hooper et al., 2024, arXiv:2411.09688), section 3: clusters by expected attention.
 
-    Keys are clustered by their directions, and a centroid is the mean of its keys. Softmax over centroids,
-    each weighed with its number of keys, says how much attention a key of a cluster gets (`WeighedClusters`);
-    clusters are read in the order of that. budget is the share (or number) of older tokens that a query
-    reads. Deviation: clusters are read until the budget is filled, where the paper reads those above one
-    threshold, which the last tokens of a fixed context say; there are `clusters` of them, where the paper has
-    one for every 20 keys; there is one level of clusters; tokens behind a fixed context are clustered, too,
-    where the paper reads them all; the query heads of a group share tokens, by the mean of their shares.
-    Prompts and several tokens at once are read in full.
+    Keys are clustered by their directions, and a centroid is the mean of its keys. A softmax over centroids,
+    weighted by their numbers of keys, estimates the attention to a key of each cluster (`WeighedClusters`),
+    which is the order in which clusters are read. budget is the share (or number) of older tokens that a
+    query reads. Deviation: clusters are read until the budget is filled, where the paper reads those above
+    one threshold, calibrated on the last tokens of a fixed context; there are `clusters` of them, where the
+    paper has one for every 20 keys; there is one level of clusters; tokens after a fixed context are
+    clustered, too, where the paper reads them all; the query heads of a group share tokens, by the mean of
+    their shares. Prompts and several tokens at once are read in full.
     """
     read = WeighedClusters(Budget(budget), newest, skip_layers, clusters, turns, sinks)
     return Method(read=read)
@@ -257,12 +256,12 @@ def squeezed_attention(
     exact="deviates",
 )
 def kcache(budget: Amount, *, newest: Window = 32, skip_layers: Layers = 0) -> Method:
-    """KCache (He and Wu, 2024, arXiv:2404.18057), section 3: all keys are met, and few values are read.
+    """KCache (He and Wu, 2024, arXiv:2404.18057), section 3: all keys are read, and few values.
 
-    Softmax runs over all tokens, and the values of its largest probabilities are read, which are not made
-    larger for what is left out (`TopValues`). budget is the share (or number) of older values that a query
-    reads. Deviation: values lie beside keys, where the paper has them in host memory; the `newest` tokens are
-    read beside the budget; the query heads of a group share tokens, by the sum of their probabilities. No
-    code of the authors was there to compare with. Prompts and several tokens at once are read in full.
+    Softmax runs over all tokens, and the values of its largest probabilities are read, without
+    renormalisation (`TopValues`). budget is the share (or number) of older values that a query reads.
+    Deviation: values are in device memory, where the paper has them in host memory; the `newest` tokens are
+    read beside the budget; the query heads of a group share tokens, by the sum of their probabilities. There
+    was no code of the authors to compare with. Prompts and several tokens at once are read in full.
     """
     return Method(read=TopValues(Budget(budget), newest, skip_layers))

@@ -1,4 +1,4 @@
-"""How a saved cache says which method filled it: by the method's name, or in the words of the sentence."""
+"""How a saved cache records the method that filled it: by name, or in the words of the grammar."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvjax.methods.parse import from_spec
 
 
 def saved_spec(method: Method) -> tuple[Any, ...]:
-    """The spec that builds the method again, in values that JSON has; its words, where no name does.
+    """The spec that rebuilds the method, in JSON values; in words, if it has no name.
 
-    Raises InputError if neither a name nor the words of kvjax build it.
+    Raises InputError if neither a name nor the words of kvjax can build it.
 
     >>> from kvjax.grammar import Store
     >>> from kvjax.store.affine import Affine

@@ -79,8 +79,8 @@ def tova(budget: Amount) -> Method:
 def vatp(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 20) -> Method:
     """VATP (Guo et al., 2024, arXiv:2406.12335), section 3.3, over H2O: attention times the value's size.
 
-    score[j] = F[j] ||v_j||_1 with H2O's accumulated attention F. The first `sinks` tokens stay, whose values
-    are small whatever they attract, and a share `recent` of the budget is the newest tokens.
+    score[j] = F[j] ||v_j||_1 with H2O's accumulated attention F. The first `sinks` tokens stay, because their
+    values are small however much attention they get, and a share `recent` of the budget is the newest tokens.
     """
     score = AccumulatedAttention() * ValueNorm(1)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=STEP))
@@ -129,12 +129,12 @@ def r_kv(
     importance: Share = 0.1,
     threshold: Share = 0.5,
 ) -> Method:
-    """R-KV (Cai et al., 2025, arXiv:2505.24133), section 3: after every `buffer` tokens, the redundant leave.
+    """R-KV (Cai et al., 2025, arXiv:2505.24133), section 3: evicts redundant tokens in steps.
 
-    score = importance * I - (1 - importance) * R. I is what the last `window` queries attend to among older
-    tokens, with the largest logit of a group and pooled by the maximum; R is how much a key repeats others.
-    The window stays. Where no other key is similar, the authors' code lets the first key's similarity not
-    count; the paper does not, and this follows the paper.
+    score = importance * I - (1 - importance) * R. I is the attention of the last `window` queries to older
+    tokens, with the largest logit of a group and pooled by the maximum; R is the redundancy of a key. The
+    window stays. If no other key is similar, the authors' code ignores the first key's similarity; the paper
+    does not, and this follows the paper.
     """
     attention = WindowAttention(window, reduce="mean", heads="logits", among_older=True) >> Pool(kernel)
     score = importance * attention + (importance - 1) * KeyRedundancy(threshold)
@@ -148,12 +148,12 @@ def r_kv(
     exact="equal",
 )
 def morphkv(budget: Amount, *, window: Window = 32, fusion: Literal["sum", "max"] = "sum") -> Method:
-    """MorphKV (Ghadia et al., 2025, arXiv:2503.00979): what the newest tokens attend to, now.
+    """MorphKV (Ghadia et al., 2025, arXiv:2503.00979): what the newest tokens attend to.
 
     score[j] = fuse_i p_ij, fused over the last `window` queries i by their sum or maximum; the window itself
-    stays. Older queries have no say, so nothing favours early tokens. As in the authors' code, p is a softmax
-    over the tokens before the window, of logits that are summed over the heads of a group. Evicting behind a
-    token's attention is what the code does in front of the next one's.
+    stays. Older queries do not count, so early tokens have no advantage. As in the authors' code, p is a
+    softmax over the tokens before the window, of logits that are summed over the heads of a group. The code
+    evicts before a token's attention instead of after the previous one's, which is equivalent.
     """
     score = FusedAttention(window, fusion)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
@@ -170,10 +170,10 @@ def roco(budget: Amount, *, newest: Tokens = 10, sinks: Tokens = 4, steady: Shar
     """RoCo (Ren and Zhu, 2024, arXiv:2402.06262): the mean attention since a token came.
 
     The lowest mean is evicted, but not among the slots whose attention deviates most, which are a share
-    `steady` of the budget. These include the `newest` tokens, whose means are of few queries, and the first
-    `sinks`, as in the authors' code (EasyKV: its `temp_length`). Deviations: a prompt is cut once,
-    after all of it, where EasyKV reads n tokens and then evicts one for each further token; with a budget in
-    slots, `prefill(..., chunk=1)` reads so, and counts all attention (its keep_attention). With grouped
+    `steady` of the budget. These include the `newest` tokens, whose means are over few queries, and the first
+    `sinks`, as in the authors' code (EasyKV: its `temp_length`). Deviations: a prompt is cut once, after all
+    of it, where EasyKV reads n tokens and then evicts one for each further token; with a budget in slots,
+    `prefill(..., chunk=1)` does the same, and counts all attention (its keep_attention). With grouped
     queries, the deviation is that of all heads of a group, where the code averages the heads first; the code
     counts sinks beside its share.
     """
@@ -194,14 +194,15 @@ def corm(
     newest: Window = 256,
     threshold: Annotated[float, Range(0, 100)] = 1.0,
 ) -> Method:
-    """CORM (Dai et al., 2024, arXiv:2404.15949): what none of the newest queries finds important leaves.
+    """CORM (Dai et al., 2024, arXiv:2404.15949): evicts tokens that no recent query finds important.
 
-    A token is important to query t if p_tj >= threshold / t, an even share of all t tokens. It leaves when it
-    is so to none of the last `window` queries, in no head of a group, and is not among the `newest`
-    tokens. Deviations: the paper sets no limit; here a head holds at most the budget, the largest t p_tj, and
-    has room for as many. Attention of the window's earlier queries is that over the slots still held. A row
-    carries `window` queries per head and layer, however short it is: at a budget of half, the cache weighs
-    less than the full one only beyond `window` tokens times the query heads per KV head.
+    A token is important to query t if p_tj >= threshold / t, an even share of all t tokens. It is evicted
+    when it is important to none of the last `window` queries, in no head of a group, and is not among the
+    `newest` tokens. Deviations: the paper sets no limit; here a head holds at most the budget, the tokens
+    with the largest t p_tj, and allocates as many slots. Attention of the window's earlier queries is
+    renormalised over the slots still held. A row stores `window` queries per head and layer, however short it
+    is: at a budget of half, the cache weighs less than the full one only beyond `window` tokens times the
+    query heads per KV head.
     """
     keep = Keep(Votes(window, newest), Budget(budget), UpTo(threshold), (Recent(newest),), when=STEP)
     return Method(keep)
@@ -220,14 +221,15 @@ def buzz(
     sinks: Tokens = 4,
     recent: Share = 0.3,
 ) -> Method:
-    """BUZZ (Zhao et al., 2024, arXiv:2410.23079): samples of the past at nearly equal distances.
+    """BUZZ (Zhao et al., 2024, arXiv:2410.23079): samples of older tokens at nearly equal distances.
 
-    The first `sinks` tokens and a share `recent` of the budget, the newest tokens, stay. When those between
-    them no longer fit, one of every `stride` that the window has left since stays, the one of the most
-    accumulated attention, and every ceil(stride / 2)-th of the older samples (`Sampled`). So a list shrinks
-    below its budget and grows again. Deviations: where a long prompt's samples are more than fit, those of
-    the least attention leave, too; slots are sampled with two tokens too many instead of one; keys keep the
-    rotation of their positions, where the authors' code counts positions in the cache.
+    The first `sinks` tokens and a share `recent` of the budget, the newest tokens, stay. When the tokens
+    between them no longer fit, one of every `stride` tokens that have left the window since the last sampling
+    is kept, the one with the most accumulated attention, and every ceil(stride / 2)-th of the older samples
+    (`Sampled`). So a head's number of slots drops below its budget and grows again. Deviations: if a long
+    prompt has more samples than fit, those with the least attention are evicted, too; sampling starts at two
+    tokens beyond the budget instead of one; keys keep the rotation of their positions, where the authors'
+    code counts positions in the cache.
     """
     score = Samples(stride, sinks, recent)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=Every(2)))
@@ -240,12 +242,12 @@ def buzz(
     exact="deviates",
 )
 def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: Kernel = 5) -> Method:
-    """SCOPE (Wu et al., 2024, arXiv:2412.13649), "slide": what is written has a budget of its own.
+    """SCOPE (Wu et al., 2024, arXiv:2412.13649), "slide": generated tokens have a separate budget.
 
     A prompt keeps its window and the best of its tokens by SnapKV's score, in the share 1 - `written` of the
-    budget, and these stay. What is written has the rest: the `window` newest tokens, and of the others those
-    to which the newest query attends most, as in the authors' code. Deviations: what a short prompt leaves of
-    its share goes to what is written; prompts of later turns share one budget with those before.
+    budget, and these stay. Generated tokens have the rest: the `window` newest ones, and of the others those
+    to which the newest query attends most, as in the authors' code. Deviations: the unused share of a short
+    prompt goes to generated tokens; prompts of later turns share one budget with those before.
     """
     last = WindowAttention(1, hide_window=False)
     score = InPhases(window_score(window, kernel, "grouped"), last, written, window)
@@ -271,11 +273,11 @@ def keyformer(
 
     score[j] = sum_i softmax_j((q_i k_j / sqrt(H) + z_ij) / tau_i) over the prompt and every step, with Gumbel
     noise z; a share `recent` of the budget is the newest tokens. As in the authors' code, every query, key,
-    head and layer has a draw of its own, so that a prompt's queries average it out; `seed` and their numbers
-    decide it, so that equal prompts keep equal tokens. Deviations: tau rises with a query's position over
-    `horizon` tokens, where the paper's stays at its start for a prompt and rises over the tokens that are
-    written; in a later turn, slots held before and new tokens have a softmax each (`NoisyMass`). Scores are
-    those of KV heads, summed over a group.
+    head and layer has its own noise, so that a prompt's queries average it out; it is a function of `seed`
+    and their indices, so that equal prompts keep equal tokens. Deviations: tau rises with a query's position
+    over `horizon` tokens, where the paper's is constant for a prompt and rises over generated tokens; in a
+    later turn, slots held before and new tokens have separate softmaxes (`NoisyMass`). Scores are per KV
+    head, summed over a group.
     """
     score = NoisyAttention(NoisyMass(tau, tau_end, horizon, seed))
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(recent),), when=STEP))
@@ -289,15 +291,15 @@ def keyformer(
     exact="deviates",
 )
 def scissorhands(budget: Amount, *, history: Window = 400, newest: Tokens = 10, drop: Window = 32) -> Method:
-    """Scissorhands (Liu et al., 2023, arXiv:2305.17118), algorithm 2: what has long mattered little leaves.
+    """Scissorhands (Liu et al., 2023, arXiv:2305.17118), algorithm 2: evicts tokens that were long neglected.
 
     A token is neglected by a query that gives it less than an even share 1 / t of its attention. Whenever a
-    head holds `drop` tokens more than the budget, those leave that most of the last `history` queries
+    head holds `drop` tokens more than the budget, it evicts those that most of the last `history` queries
     neglect; the `newest` tokens stay. Deviations: with grouped queries, the mean over a group's heads;
-    attention of earlier queries is that over the slots still held; the paper gives layers budgets of their
-    own, from offline measurements. A row carries `history` queries per head and layer, however short it is:
-    at a budget of half, the cache weighs less than the full one only beyond `history` tokens times the query
-    heads per KV head.
+    attention of earlier queries is renormalised over the slots still held; the paper gives layers different
+    budgets, from offline measurements. A row stores `history` queries per head and layer, however short it
+    is: at a budget of half, the cache weighs less than the full one only beyond `history` tokens times the
+    query heads per KV head.
     """
     return Method(Keep(Neglect(history), Budget(budget), Uniform(), (Recent(newest),), when=Every(drop)))
 
@@ -309,11 +311,11 @@ def scissorhands(budget: Amount, *, history: Window = 400, newest: Tokens = 10, 
     exact="deviates",
 )
 def alisa(budget: Amount, *, recent: Share = 0.5, window: Window = 16, bits: Bits = 8) -> Method:
-    """ALISA (Zhao et al., 2024, arXiv:2403.17312), section 4: sparse window attention over coded slots.
+    """ALISA (Zhao et al., 2024, arXiv:2403.17312), section 4: sparse window attention over quantised slots.
 
     Half of the budget (`recent`) is the newest tokens, the other half those to which the last `window`
-    queries give the most attention, in sum; keys and values have `bits` bits. Deviations: what leaves is
-    dropped, where the paper moves it to host memory or computes it anew when a later step asks for it; a
+    queries give the most attention, in sum; keys and values have `bits` bits. Deviations: evicted tokens are
+    dropped, where the paper moves them to host memory or recomputes them when a later step needs them; a
     token and a head have one scale.
     """
     keep = Keep(

@@ -1,4 +1,4 @@
-"""Selection after every token that looks at no attention: by where tokens stand, or what they are."""
+"""Selection after every token without attention: by the tokens' positions, or what they are."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
 def hashevict(
     budget: Amount, *, planes: Planes = 16, sinks: Tokens = 4, newest: Tokens = 10, seed: Seed = 0
 ) -> Method:
-    """HashEvict (Liu et al., 2024, arXiv:2412.16187): the key whose code is least like the query's leaves.
+    """HashEvict (Liu et al., 2024, arXiv:2412.16187): evicts the key whose hash is least like the query's.
 
-    score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query and `planes` random hyperplanes R, a guess
-    of their cosine. The first `sinks` and the `newest` tokens stay. A prompt keeps its keys of small norm, as
-    in a configuration of the authors'. Deviations: as in the paper, the query is hashed, where the code of
-    the authors hashes the newest key; a token is attended to before one leaves, where theirs takes the
-    other's place first; the codes of keys are made anew from the keys instead of being stored.
+    score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query and `planes` random hyperplanes R, an
+    estimate of their cosine. The first `sinks` and the `newest` tokens stay. A prompt keeps its keys of small
+    norm, as in a configuration of the authors'. Deviations: as in the paper, the query is hashed, where the
+    code of the authors hashes the newest key; a token is attended to before another is evicted, where theirs
+    evicts first; the hashes of keys are recomputed from the keys instead of being stored.
     """
     score = Phased(Rounded(KeyNorm()), HashLikeness(planes, seed))
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest)), when=STEP))
@@ -80,12 +80,12 @@ def hashevict(
     aliases=("paged-eviction",),
 )
 def pagedeviction(budget: Amount, *, page: Page = 16) -> Method:
-    """PagedEviction (Chitty-Venkata et al., 2025, arXiv:2509.04377): tokens leave, later whole pages.
+    """PagedEviction (Chitty-Venkata et al., 2025, arXiv:2509.04377): evicts tokens, later whole pages.
 
-    score[j] = ||v_j|| / ||k_j||. A prompt keeps the best tokens of every head. While decoding, a list that
-    holds a page more than its budget gives up the page of the lowest mean score, over all heads of a layer,
-    whose pages have their places in common. The newest `page` tokens stay. Deviations: layers choose for
-    themselves; a prompt that is just one page too long gives up a page.
+    score[j] = ||v_j|| / ||k_j||. A prompt keeps the best tokens of every head. While decoding, a layer that
+    holds a page more than its budget evicts the page with the lowest mean score over all heads, which evict
+    the same page. The newest `page` tokens stay. Deviations: every layer chooses separately; a prompt that is
+    just one page too long evicts a page.
     """
     score = WholePages(Rounded(NormRatio()), page)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(page),), when=Every(page)))
@@ -105,15 +105,15 @@ def lacache(
     sinks: Tokens = 4,
     newest: Window = 32,
 ) -> Method:
-    """LaCache (Shi et al., 2025, arXiv:2507.14204): layers keep other tokens, so together more.
+    """LaCache (Shi et al., 2025, arXiv:2507.14204): layers keep different tokens, so together more.
 
-    Of `step` tokens in a row every layer keeps `kept` ones, the next layer's one token later, the oldest
-    tokens first; what is left is thinned out again when there is nothing else to thin out (see `Rungs`). In a
-    model of L layers, the paper's span S and overlap O are step = 1 + (L - S) / (S - O) and kept =
-    S / (S - O), rounded up. Rotation is by rank in the cache, as with StreamingLLM. Deviations: a prompt is
-    read in one pass with whole attention before it is cut; lists are cut with two tokens too many instead of
-    one; the authors' code adds half of a step's slots to the budget; where it thins out t times at once and
-    keeps several of a step, steps overlap there and not here.
+    Of `step` consecutive tokens every layer keeps `kept`, shifted by one token from layer to layer, starting
+    with the oldest tokens; the kept tokens are thinned out again when no others remain (see `Rungs`). In a
+    model of L layers, the paper's span S and overlap O are step = 1 + (L - S) / (S - O) and kept = S / (S -
+    O), rounded up. Rotation is by rank in the cache, as with StreamingLLM. Deviations: a prompt is read in
+    one pass with whole attention before it is cut; eviction starts at two tokens beyond the budget instead of
+    one; the authors' code adds half of a step's slots to the budget; if it thins out t times at once and
+    keeps several tokens of a step, its steps overlap, and here they do not.
     """
     if kept >= step:
         raise InputError(f"lacache: kept must be less than step, which is {step}, got {kept}")
@@ -134,8 +134,8 @@ def lm_infinite(budget: Amount, *, sinks: Tokens = 10, distance: Window = 4096) 
     """LM-Infinite (Han et al., 2023, arXiv:2308.16137), section 4: first and newest tokens, never too far.
 
     The logit of query i and key j is q_i R(d) k_j / sqrt(H) with d = min(i - j, `distance`), so the first
-    tokens are met at `distance` however long the text is, which may grow beyond the model's last position,
-    read in pieces (`chunk=`) that fit there behind `distance`. distance: the length that the model was
+    tokens are seen at `distance` however long the text is; it may exceed the model's positions if it is read
+    in pieces (`chunk=`) that fit in them together with `distance`. distance: the length that the model was
     trained on. Deviation: a prompt is read in one pass over all of its tokens, at such distances, before it
     is cut, where the paper hides the middle from its later tokens, too; and its optional few middle tokens,
     chosen by attention, are left out.
@@ -153,11 +153,11 @@ def lm_infinite(budget: Amount, *, sinks: Tokens = 10, distance: Window = 4096) 
 def sepllm(
     budget: Amount, *, separators: TokenIds | None = None, sinks: Tokens = 4, window: Window = 256
 ) -> Method:
-    """SepLLM (Chen et al., 2024, arXiv:2412.12094), training-free: separators stand for what they close.
+    """SepLLM (Chen et al., 2024, arXiv:2412.12094), training-free: separators represent their segments.
 
-    The first `sinks` tokens, the `window` newest ones and separators stay, in prompts and while decoding;
-    what the budget then leaves goes to the newest of the other tokens, and where separators are more than
-    fit, the oldest leave. separators: their token ids; None takes what has one of .,?!;: or a line's end, and
+    The first `sinks` tokens, the `window` newest ones and separators stay, in prompts and while decoding; the
+    remaining budget goes to the newest of the other tokens, and if there are more separators than fit, the
+    oldest are evicted. separators: their token ids; None takes tokens with one of .,?!;: or a line's end, and
     no letter or digit, from the model's tokenizer. Deviation: a prompt is read with whole attention before it
     is cut, and tokens are cut one by one, where the paper's cache does so whenever it is full.
     """
@@ -179,14 +179,13 @@ def sirllm(
     decay: Annotated[float, Range(0.01, 1)] = 1.0,
     turn: Window = 256,
 ) -> Method:
-    """SirLLM (Yao et al., 2024, arXiv:2405.12528), section 3: surprising tokens stay, for a while.
+    """SirLLM (Yao et al., 2024, arXiv:2405.12528), section 3: keeps surprising tokens for a while.
 
     score[j] = decay^(age_j / turn) (-log p(x_j | x_<j)); the first `sinks` and the `window` newest tokens
     stay. Keys are rotated by rank in the cache, as in StreamingLLM. decay=1, the default of the authors'
-    code, forgets nothing; their README takes 0.7 and 0.9 for dialogues. Deviations: entropy decays with
+    code, forgets nothing; their README takes 0.7 and 0.9 for dialogues. Deviations: entropy decays over
     `turn` tokens, where the paper multiplies it once for every round of a dialogue; it acts at the end of
-    every prompt, and tokens that are written have no entropy, so that they are evicted first in the next
-    turn.
+    every prompt, and generated tokens have no entropy, so that they are evicted first in the next turn.
     """
     score, protect = Aged(Novelty(), decay, turn), (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(budget), Uniform(), protect, phase=ByRank()))
@@ -205,13 +204,13 @@ def triattention(
     every: Window = 128,
     farthest: Annotated[int, Range(1, 2**20)] = 65536,
 ) -> Method:
-    """TriAttention (Mao et al., 2026, arXiv:2604.04921): keys by where queries are before they turn.
+    """TriAttention (Mao et al., 2026, arXiv:2604.04921): scores keys by the centres of unrotated queries.
 
-    Queries and keys are concentrated about centres before RoPE, so what a key will get is a trigonometric
-    series in its distance to the queries to come (`Trigonometric`). After every `every` tokens, and at the
-    end of prompts, each head comes back to its budget. fitted: the centres, as `kvjax fit triattention`
-    writes them. Deviation: every head chooses for itself from its own group's scores, which the authors' code
-    offers beside one choice for all heads and layers; a prompt's tokens compete with those that are written.
+    Queries and keys are concentrated about centres before RoPE, so a key's future logit is a trigonometric
+    series in its distance to future queries (`Trigonometric`). After every `every` tokens, and at the end of
+    prompts, each head evicts down to its budget. fitted: the centres, as `kvjax fit triattention` writes
+    them. Deviation: every head chooses by its own group's scores, which is an option of the authors' code
+    beside one choice for all heads and layers; a prompt's tokens compete with generated ones.
     """
     score = Trigonometric(QueryCentres(as_fitted(fitted)), farthest)
     return Method(Keep(score, Budget(budget), Uniform(), when=Every(every)))
@@ -227,22 +226,21 @@ def adore(
     budget: Amount, *, newest: Tokens = 32, bits: Bits | None = 2, group: Group | None = 32,
     fitted: Fit | None = None,
 ) -> Method:  # fmt: skip
-    """ADORE (Zhang et al., 2024, arXiv:2407.02328), section 3: a controller says which tokens stay.
+    """ADORE (Zhang et al., 2024, arXiv:2407.02328), section 3: a controller decides which tokens to keep.
 
-    A GRU runs over the tokens, and behind every one of them the tokens that it expects to be looked at most
-    stay (`Wanted`); of all others the least expected is released after every token. fitted: the controller,
-    as `kvjax fit adore` writes it. Deviations: what is released lies in a second tier of `bits` bits, in
-    groups of `group` channels (None: all of a head), and is still attended to, where the paper drops it and
-    computes anew those that are expected again; with bits=None it is dropped for good. A later prompt
-    chooses among all tokens again, as they are stored. Every layer has a GRU over its own inputs and every
-    head its own choice, where the paper has one for the whole stack; the `newest` tokens always stay,
-    because the controller does not know how old a token is. The authors' code is not public, and the form of
-    the network's output is ours.
+    A GRU runs over the tokens, and after every token predicts which tokens the next query will attend to;
+    these are kept (`Wanted`), and the least expected one is released. fitted: the controller, as `kvjax fit
+    adore` writes it. Deviations: released tokens move to a second tier of `bits` bits, in groups of `group`
+    channels (None: all of a head), and are still attended to, where the paper drops them and recomputes those
+    that are expected again; with bits=None they are dropped for good. A later prompt chooses among all tokens
+    again, as they are stored. Every layer has a GRU over its own inputs and every head its own scores, where
+    the paper has one for the whole stack; the `newest` tokens always stay, because the controller does not
+    know how old a token is. The authors' code is not public, and the form of the network's output is ours.
 
-    On the shipped model a fit of two minutes lowers the cross-entropy of what the next query looks at most
-    from 0.69 to 0.33. A quarter of the tokens, with nothing else, then answers 9 of 24 questions behind texts
-    of 256 tokens, where an unfitted controller answers 3 and H2O 2; with all others in 2 bits, all 24 are
-    answered, whoever chooses.
+    On the shipped model a fit of two minutes lowers the cross-entropy of its predictions from 0.69 to 0.33.
+    With a quarter of the tokens alone, it then answers 9 of 24 questions after texts of 256 tokens, compared
+    with 3 for an unfitted controller and 2 for H2O; with all other tokens in 2 bits, all 24 are answered by
+    each of them.
     """
     lower = None if bits is None else Store(Affine(bits, group=group), Affine(bits, group=group))
     score = Wanted(Controller(as_fitted(fitted)))

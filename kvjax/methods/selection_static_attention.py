@@ -77,8 +77,8 @@ def sage_kv(budget: Amount, *, sinks: Tokens = 4, window: Window = 64) -> Method
     """SAGE-KV (Wang et al., 2025, arXiv:2503.08879): what the last token of a prompt attends to.
 
     score[j] = softmax_j(q k_j / sqrt(H)) of the newest query, the mean over a group's heads; the first
-    `sinks` and the newest `window` tokens stay. Deviation: tokens that are written stay, where the paper's
-    window of newest ones moves on with them.
+    `sinks` and the newest `window` tokens stay. Deviation: generated tokens stay, where the paper's window of
+    newest tokens moves with them.
     """
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(WindowAttention(1), Budget(budget), Uniform(), protect))
@@ -93,14 +93,14 @@ def sage_kv(budget: Amount, *, sinks: Tokens = 4, window: Window = 64) -> Method
 def nacl(
     budget: Amount, *, window: Window = 64, share: Share = 0.632, sinks: Tokens = 4, seed: Seed = 0
 ) -> Method:
-    """NACL (Chen et al., 2024, arXiv:2408.03675): some tokens stay by attention, some by chance.
+    """NACL (Chen et al., 2024, arXiv:2408.03675): keeps some tokens by attention, some at random.
 
     score[j] is the summed attention of the proxies, which are the last `window` queries. The first `sinks`
     tokens and the window stay. Of the other slots of the budget, the share `share` goes to the best by score,
     0.12 of 0.12 + 0.07 as in the authors' code; the rest is drawn without replacement from all others, with
     probabilities softmax(score) (`Drawn`). Deviations: a proxy attends to no token after it, where the code
-    lets all proxies see all of them; a group's heads have their mean; draws depend on `seed`, layer, head and
-    position alone.
+    lets all proxies see all of them; a group's heads are averaged; draws depend only on `seed`, layer, head
+    and position.
     """
     score = WindowAttention(window)
     protect = (Sink(sinks), Recent(window))
@@ -114,12 +114,12 @@ def nacl(
     exact="deviates",
 )
 def kvcrush(budget: Amount, *, share: Share = 0.25, window: Window = 64, kernel: Kernel = 5) -> Method:
-    """KVCrush (Jha et al., 2025, arXiv:2503.00022): some of what would leave stays, to stand for the rest.
+    """KVCrush (Jha et al., 2025, arXiv:2503.00022): keeps representatives of the evicted tokens.
 
-    By SnapKV's scores a head keeps all but `share` of its budget. A token is a row of bits, one for each head
-    that would keep it; the tokens that a head would lose are ordered by their Hamming distance to an anchor,
-    and evenly spaced ones fill the budget (`Representatives`). Deviation: the heads are KV heads, the anchor
-    alternates between 0 and 1, which is one of those that the authors' OpenVINO code offers, and tokens are
+    A head fills its budget except `share` by SnapKV's scores. Each token has a bit vector of the heads that
+    would keep it; the tokens that a head would evict are ordered by the Hamming distance of these vectors to
+    an anchor, and evenly spaced ones fill the budget (`Representatives`). Deviation: the heads are KV heads,
+    the anchor alternates between 0 and 1, which is an option of the authors' OpenVINO code, and tokens are
     chosen one by one; that code chooses pages.
     """
     score = Representatives(window_score(window, kernel, "grouped"), share, window)
@@ -140,13 +140,13 @@ def compresskv(
     window: Window = 32,
     kernel: Kernel = 5,
 ) -> Method:
-    """CompressKV (Lin et al., 2025, arXiv:2508.02401): what the heads that find answers attend to.
+    """CompressKV (Lin et al., 2025, arXiv:2508.02401): what retrieval heads attend to.
 
     A token's score is the attention of the last `window` queries, in sum, smoothed by the mean, and averaged
-    over the `heads` query heads of its layer that attend most to what answers need (`SemanticAttention`); all
-    heads of a layer keep the same tokens, and the window. fitted: how much heads do, as `kvjax fit
-    compresskv` writes it. Deviation: layers have equal budgets; the paper also shares the budget by what
-    eviction changes in each layer's output, measured beforehand.
+    over the `heads` query heads of its layer that attend most to the tokens that answers need
+    (`SemanticAttention`); all heads of a layer keep the same tokens, and the window. fitted: this attention,
+    as `kvjax fit compresskv` writes it. Deviation: layers have equal budgets; the paper also shares the
+    budget by what eviction changes in each layer's output, measured beforehand.
     """
     score = SemanticAttention(SemanticHeads(as_fitted(fitted)), heads, window) >> Pool(kernel, "mean")
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
@@ -168,11 +168,11 @@ def fastkv(
 ) -> Method:
     """FastKV (Jo et al., 2025, arXiv:2502.01068): fewer tokens above one layer, fewer slots in all of them.
 
-    Layers above `tsp_layer` (its number, or the share of the layers up to it) see `share` of the prompt: what
-    its last `window` queries attend to, summed over all its heads and smoothed by the mean, and the window
-    itself. Each layer keeps by its own such score, one selection per KV head, the budget of the tokens that
-    it saw or all of them, if they are fewer. Deviation: a prompt whose share is smaller than the window
-    goes on with its window, for which the authors' code has no rule.
+    Layers above `tsp_layer` (its number, or the share of the layers up to it) process `share` of the prompt:
+    the tokens that its last `window` queries attend to most, summed over all heads and smoothed by the mean,
+    and the window itself. Each layer selects by its own such score, once per KV head, and keeps the budget,
+    or all of its tokens if they are fewer. Deviation: a prompt whose share is smaller than the window goes on
+    with its window, for which the authors' code has no rule.
     """
     score = window_score(window, kernel, "kvpress")
     narrow = Narrow(tsp_layer, score, share, window)
@@ -186,12 +186,13 @@ def fastkv(
     exact="deviates",
 )
 def gemfilter(budget: Amount, *, filter_layer: Depth = 0.44, kernel: Kernel = 5) -> Method:
-    """GemFilter (Shi et al., 2024, arXiv:2409.17422), algorithm 1: an early layer chooses what is read.
+    """GemFilter (Shi et al., 2024, arXiv:2409.17422), algorithm 1: an early layer selects tokens.
 
-    The prompt runs up to `filter_layer` (its number, or the share of the layers up to it). The tokens of the
-    largest q k_j of the newest query, summed over all heads and smoothed by the mean, are read once more by
-    the whole model, at new positions without gaps; the cache holds these. In a later turn the layers that
-    choose see what is held. Deviation: the last token is always read, because its logits are the answer.
+    The prompt runs up to `filter_layer` (its number, or the share of the layers up to it). The tokens with
+    the largest q k_j of the newest query, summed over all heads and smoothed by the mean, are processed again
+    by the whole model, at new positions without gaps; the cache holds these. In a later turn the selecting
+    layers attend to the cached tokens. Deviation: the last token is always processed, because its logits are
+    needed.
     """
     return Method(reread=Reread(filter_layer, LastLogits() >> Pool(kernel, "mean"), Budget(budget)))
 
@@ -214,12 +215,12 @@ def kvzip(
 ) -> Method:
     """KVzip (Kim et al., 2025, arXiv:2505.23416), section 3: what the model needs to repeat its context.
 
-    The prompt is read a second time over the full cache behind an instruction to repeat it; a slot's score
-    is the largest attention it receives. The best slots of the whole stack stay (over="layer": of every
-    layer; over="head": of every head). normalised: KVzip+ (arXiv:2601.07891), in which attention counts by
-    what the value writes, compared with the input of the layer (`RepeatWithSizes`). prefix: token
-    ids of the instruction, by default encoded with the model's tokenizer. Deviation: one pass whatever the
-    length, where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
+    The prompt is read a second time over the full cache, after an instruction to repeat it; a slot's score is
+    the largest attention it receives. The best slots of the whole stack stay (over="layer": of every layer;
+    over="head": of every head). normalised: KVzip+ (arXiv:2601.07891), in which attention is weighted by the
+    size of the value's contribution relative to the layer's input (`RepeatWithSizes`). prefix: token ids of
+    the instruction, by default encoded with the model's tokenizer. Deviation: one pass whatever the length,
+    where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
     """
     probe = RepeatWithSizes(prefix) if normalised else RepeatContext(prefix)
     score = WeightedProbeAttention(probe) if normalised else ProbeAttention(probe)
@@ -239,16 +240,16 @@ def kvgrad(
     page: Page | None = None,
     prefix: TokenIds | None = None,
 ) -> Method:
-    """KVgrad (2026, openreview.net/forum?id=cg1wTCJjjk): what the last hidden states owe to each slot.
+    """KVgrad (2026, openreview.net/forum?id=cg1wTCJjjk): the gradient of the last hidden states by slot.
 
-    The prompt is read a second time behind an instruction to repeat it, as in `kvzip`, forward and backward:
+    The prompt is read a second time after an instruction to repeat it, as in `kvzip`, forward and backward:
 
         score[j] = max_i p_ij ||W_O' v_j|| ||d phi / d a_i||, phi = sum_i ||h_i||^2
 
-    over the repeated queries i and the heads of a group; a_i is the hidden state behind the layer's
-    attention, h_i the output of the last layer. over, page, prefix: as in `kvzip`. The equations are those of
-    kvpress 0.5.5; the paper itself was not at hand. There 512 tokens are repeated at a time; here it is one
-    pass whatever the length.
+    over the repeated queries i and the heads of a group; a_i is the hidden state after the layer's attention,
+    h_i the output of the last layer. over, page, prefix: as in `kvzip`. The equations are those of kvpress
+    0.5.5; the paper itself was not at hand. There 512 tokens are repeated at a time; here it is one pass
+    whatever the length.
     """
     probe = RepeatWithSensitivity(prefix)
     score = WeightedProbeAttention(probe)
@@ -273,8 +274,8 @@ def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "k
     "paper", the default: the mean over all heads, so that a layer keeps one set, as the authors' code does
     (its file for Llama leaves n_i out). "kvpress": the mean over a group, so that each KV head keeps a set,
     and n_i is without i itself. Kept keys are rotated by their ranks, which are the positions that the paper
-    rotates them to, so a chunk, the question and written tokens directly follow the kept slots.
-    Deviation: the paper takes a question of any length that the caller names; a chunk's end may here cut the
+    rotates them to, so a chunk, the question and generated tokens directly follow the kept slots.
+    Deviation: in the paper the caller gives a question of any length; a chunk's end may here cut the
     question, whose first tokens then count as text until the next chunk.
     """
     probe, whole = Question(question), pick(variant, paper=True, kvpress=False)
@@ -289,16 +290,16 @@ def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "k
     exact="deviates",
 )
 def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = None) -> Method:
-    """InfiniPot (Kim et al., 2024, arXiv:2410.01518), section 3: what surprised, and what a summary asks for.
+    """InfiniPot (Kim et al., 2024, arXiv:2410.01518), section 3: surprising tokens, and a summary's.
 
-    Behind every chunk (`prefill(..., chunk=)`) a catalyst prompt is read over the uncompressed cache, and
-    forgotten. A `share` of the budget goes to the tokens of the largest surprisal -log p(x_j | x_<j) (NuC),
-    which they keep from when they were read, the rest to those of the most attention from the catalyst's
-    queries (CaP), summed over these and a group. Kept keys turn by their ranks, which are the positions that
-    the paper resets them to. prefix: token ids of the catalyst, by default an instruction to summarise, or
-    what the model itself is asked to repeat a context by. Deviation: the surprisal of a chunk's first token
-    counts as 0; the cache is distilled behind every chunk, not when a pot of another size is full; and the
-    default share is ours.
+    After every chunk (`prefill(..., chunk=)`) a catalyst prompt is read over the uncompressed cache, and
+    removed. A `share` of the budget goes to the tokens with the largest surprisal -log p(x_j | x_<j) (NuC),
+    which is computed once, when they are read, and the rest to those with the most attention from the
+    catalyst's queries (CaP), summed over these and a group. Kept keys are rotated by their ranks, which are
+    the positions that the paper resets them to. prefix: token ids of the catalyst, by default an instruction
+    to summarise, or the model's own instruction to repeat a context. Deviation: the surprisal of a chunk's
+    first token counts as 0; the cache is distilled after every chunk, not when a pot of another size is full;
+    and the default share is ours.
     """
     probe = Catalyst(prefix)
     score = stage(Novelty(), share, ProbeAttention(probe))
@@ -313,18 +314,18 @@ def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = N
     kvpress=Press("ChunkKVPress", same="no: kvpress chooses once for all heads of a layer"),
 )
 def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 1) -> Method:
-    """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: whole chunks stay, in layers alike.
+    """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: keeps whole chunks.
 
     score[j] = the summed attention that tokens of j's chunk receive from the last `window` queries, the mean
     over a group; a chunk is `chunk` tokens of the text, and the window itself stays. Every `reuse` layers in
     a row keep the tokens that the first of them chooses (algorithm 2, which the paper offers for speed); the
-    default is algorithm 1, in which every layer chooses, as in kvpress. Deviation: slots that whole
-    chunks leave over go to the first tokens of the next best chunk, where the paper leaves them empty.
+    default is algorithm 1, in which every layer chooses, as in kvpress. Deviation: slots that remain after
+    whole chunks go to the first tokens of the next best chunk, where the paper leaves them empty.
     """
     score = InChunks(WindowAttention(window), chunk)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))
 
 
 def _over(over: str) -> Allocation:
-    """Among which slots the best are chosen: those of the whole stack, of a layer, or of a head."""
+    """The set among which the best slots are chosen: those of the whole stack, of a layer, or of a head."""
     return pick(over, stack=AcrossLayers(), layer=AcrossHeads(0.0, blend=False), head=Uniform())

@@ -1,4 +1,4 @@
-"""Selection once, at the end of a prompt, that looks at no attention: by keys, values or other statistics."""
+"""Selection once, at the end of a prompt, without attention: by keys, values or other statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def l2compress(
 
     score[j] = -||k_j||_2; the first `skip_layers` layers stay whole (kvpress' Knorm: skip_layers=0).
     "prompt", the default: slots are evicted once, at the end of a prompt, as in the authors' README and in
-    kvpress. "steps": every further token also evicts the largest key, as where the authors compress after
+    kvpress. "steps": every further token also evicts the largest key, as when the authors compress after
     every forward pass (eval_lm_quick.py). Deviation: a budget is rounded down, as everywhere here; the
     authors' code rounds it up, and compresses only what is longer than `prune_after` tokens.
     """
@@ -55,7 +55,7 @@ def l2compress(
 def keydiff(budget: Amount) -> Method:
     """KeyDiff (Park et al., 2025, arXiv:2504.15364): keeps the keys that are least like the mean key.
 
-    It never looks at attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;
+    It does not use attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;
     without `chunk` a prompt is compressed once, at its end.
     """
     return Method(Keep(KeyDistinctness(), Budget(budget), Uniform()))
@@ -70,7 +70,7 @@ def keydiff(budget: Amount) -> Method:
     aliases=("cur",),
 )
 def curdkv(budget: Amount, *, sinks: Tokens = 4, window: Window = 16) -> Method:
-    """CurDKV (Sengupta et al., 2025, arXiv:2509.15038): rows of large norm stand for leverage scores.
+    """CurDKV (Sengupta et al., 2025, arXiv:2509.15038): row norms approximate leverage scores.
 
     score[j] = a_j b_j of the squared lengths of key and value, each divided by their sum over a window of
     `window` slots (`LocalNorms`); the first `sinks` tokens stay. These are the defaults of the authors' code,
@@ -104,15 +104,15 @@ def compactor(
     """Compactor (Chari and Van Durme, 2025, arXiv:2507.08143): outlying keys, and attention within chunks.
 
     score = blend * z(leverage) + z(pool(non-causal attention * ||v||)): `Leverage` of keys in a sketch of
-    `rank` dimensions, and what the tokens of a chunk give each other (`NonCausalAttention`), smoothed over
+    `rank` dimensions, and the attention between the tokens of a chunk (`NonCausalAttention`), smoothed over
     three neighbours by the mean; z gives both mean 0 and variance 1 in every layer. The first `sinks` and the
-    `newest` last tokens stay. Deviation: leverage is that among all tokens, with a ridge of 0.01, as in
-    kvpress; the authors' code takes it among 512 at a time. The budget is given; the paper's second part,
-    which finds it by itself, is left out.
+    `newest` last tokens stay. Deviation: leverage is computed among all tokens, with a ridge of 0.01, as in
+    kvpress; the authors' code computes it among 512 at a time. The budget is given; the paper's second part,
+    which chooses it automatically, is left out.
 
-    On the shipped model its second part is what keeps it below random draws (64 contexts of "get", half kept:
-    leverage alone finds 86 %, both 28 %, attention alone 5 %, random 31 %): most of a text is filler, and
-    what filler asks of its own chunk is filler.
+    On the shipped model its attention term makes it worse than random selection (64 contexts of "get", half
+    kept: leverage alone finds 86 %, both 28 %, attention alone 5 %, random 31 %): most of a text is filler,
+    and filler attends to filler in its own chunk.
     """
     attention = NonCausalAttention(chunk) >> Pool(3, "mean")
     score = blend * standardised(Leverage(rank, seed=seed)) + standardised(attention)
@@ -139,8 +139,8 @@ def expected_attention(
     """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
 
     See `ExpectedAttention` for the closed form; the first `sinks` tokens stay. Acts at the end of a prefill,
-    as in kvpress. Queries are those of the prompt, or of texts: fitted, as `kvjax fit expected-attention`
-    writes it.
+    as in kvpress. The statistics are those of the prompt's queries, or of texts: fitted, as `kvjax fit
+    expected-attention` writes them.
     """
     statistics = QueryStatistics(as_fitted(fitted))
     score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon, statistics)
@@ -162,15 +162,16 @@ def capkv(
     future: Window = 512,
     sinks: Tokens = 4,
 ) -> Method:
-    """CapKV (Yang et al., 2026, arXiv:2604.25975): keeps the values that add most to what can be answered.
+    """CapKV (Yang et al., 2026, arXiv:2604.25975): keeps the values that add most capacity.
 
     score[j] = w_j v_j' A^-1 v_j with A = I + sum_i w_i v_i v_i' and w_j = exp(tau <k_j, q>) for a mean query
     q (`Capacity`); the first `sinks` tokens stay. Deviation: as in kvpress, k and q are of unit length, q is
-    turned by the average rotation of the next `future` positions, and v_j stands for what it writes.
+    rotated by the average rotation of the next `future` positions, and v_j approximates its contribution to
+    the output.
 
-    On the shipped model it keeps less of what is asked than random draws do, and the more so the larger `tau`
-    is ("get", half kept: tau=0 finds 59 %, tau=1 14 %, tau=5 none, random 31 %): the mean query of a text is
-    one of its filler, and keys that an answer needs lie elsewhere.
+    On the shipped model it keeps fewer of the needed tokens than random selection does, the more so the
+    larger `tau` is ("get", half kept: tau=0 finds 59 %, tau=1 14 %, tau=5 none, random 31 %): the mean query
+    of a text is one of its filler, and keys that an answer needs are in other directions.
     """
     score = Capacity(tau, future, sinks)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
@@ -185,7 +186,7 @@ def capkv(
     aliases=("qfilter",),
 )
 def q_filters(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 64) -> Method:
-    """Q-Filters (Godey et al., 2025, arXiv:2503.02812): keys that lie where queries do.
+    """Q-Filters (Godey et al., 2025, arXiv:2503.02812): keys along the main direction of queries.
 
     score[j] = <k_j, f>, where a head's filter f is the main direction of its queries (`Filtered`); the
     `newest` tokens stay, as in the authors' code. fitted: the filters, as `kvjax fit q-filters` writes them.
@@ -203,14 +204,14 @@ def q_filters(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 64)
     kvpress=Press("LagKVPress", same="yes, except among equal ranks; acts in decoding too"),
 )
 def lagkv(budget: Amount, *, lag: Annotated[int, Range(2)] = 128, sinks: Tokens = 4) -> Method:
-    """LagKV (Liang et al., 2025, arXiv:2504.04704): tokens are measured by those that come after them.
+    """LagKV (Liang et al., 2025, arXiv:2504.04704): tokens are normalised by those after them.
 
-    Behind the first `sinks` tokens, which stay, partitions of `lag` tokens are ranked one by one, each by the
-    keys and values of the next one (`LagRank`), in the prompt and after every `lag` new tokens. A slot keeps
-    the rank that it got first; the last whole partition and what follows it are unranked and stay.
-    Deviation: the paper keeps the same share of every partition; here, as in kvpress, the budget counts all
-    slots, and the lowest ranks of all partitions leave, of equal ones the newer. Where the budget is smaller
-    than what stays, the newest tokens do.
+    After the first `sinks` tokens, which stay, partitions of `lag` tokens are ranked one by one, each by the
+    keys and values of the next one (`LagRank`), in the prompt and after every `lag` new tokens. A slot's
+    first rank is final; the last whole partition and the tokens after it are unranked and stay. Deviation:
+    the paper keeps the same share of every partition; here, as in kvpress, the budget counts all slots, and
+    the lowest ranks of all partitions are evicted, of equal ones the newer. If the budget is smaller than the
+    tokens that must stay, only the newest of them do.
     """
     score = LagRelative(lag, sinks)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),), when=Every(lag)))

@@ -1,4 +1,4 @@
-"""Selection at the end of a prompt: of whole passages, by queries to come, or in the upper layers alone."""
+"""Selection at the end of a prompt: of whole passages, by future queries, or in the upper layers alone."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def windowkv(
     window: Window = 16,
     reuse: Together = 8,
 ) -> Method:
-    """WindowKV (Zuo et al., 2025, arXiv:2503.17922): whole pieces of a text stay, chosen as the task asks.
+    """WindowKV (Zuo et al., 2025, arXiv:2503.17922): keeps whole pieces of a text, chosen by the task.
 
     A piece is `size` tokens. Its score is the attention that the last `window` queries give its tokens, in
     sum over them and averaged over a layer's heads: for "aggregation" the mean over the piece, for
     "localization" that of its size // 2 best tokens, as in the authors' code. Every `reuse` layers in a row
     keep the pieces that the first of them chooses, and the window stays. Deviations: the caller names the
     task, where the paper trains a classifier; heads are averaged before the best tokens are taken; groups of
-    layers have equal budgets; what the budget has left beside whole pieces goes to the first tokens of the
-    next best one.
+    layers have equal budgets; slots that remain after whole pieces go to the first tokens of the next best
+    one.
     """
     best = max(size // 2, 1) if task == "localization" else 0
     score = InPassages(WindowAttention(window, heads="layer"), size, best)
@@ -70,11 +70,11 @@ def entropy_gated_chunkkv(
     window: Window = 64,
     kernel: Kernel = 5,
 ) -> Method:
-    """Entropy-gated ChunkKV (kvpress 0.5.5; no paper): chunks stay whole, but for those of a single peak.
+    """Entropy-gated ChunkKV (kvpress 0.5.5; no paper): whole chunks, except those with a single peak.
 
-    Chunks of `chunk` tokens are chosen by the mean of SnapKV's scores, for all heads of a layer alike. Of one
-    whose mean is high and whose scores have a low entropy only the `few` best tokens stay, and what that
-    frees goes to other chunks (`EntropyGated`). The window itself stays.
+    Chunks of `chunk` tokens are chosen by the mean of SnapKV's scores, for all heads of a layer alike. A
+    chunk with a high mean and a low entropy of scores keeps only its `few` best tokens, and the freed slots
+    go to other chunks (`EntropyGated`). The window itself stays.
     """
     few = min(few, chunk - 1)
     score = EntropyGated(window_score(window, kernel, "kvpress"), chunk, few)
@@ -90,12 +90,12 @@ def entropy_gated_chunkkv(
 def shotkv(
     budget: Amount, *, separators: TokenIds | None = None, window: Window = 32, written: Share = 0.5
 ) -> Method:
-    """ShotKV (Liu et al., 2025, arXiv:2502.01941), section 4: examples of a prompt stay whole, or leave.
+    """ShotKV (Liu et al., 2025, arXiv:2502.01941), section 4: keeps or evicts whole examples of a prompt.
 
     A shot ends with a separator; its score is the mean attention that the last `window` queries give its
     tokens, over a layer's heads. Of the budget, a prompt has the share 1 - `written`, for the best shots and
-    the window, and these stay. What is written has the rest: of its tokens before the `window` newest ones,
-    the one to which the newest query attends least leaves. separators: their token ids, for example that of a
+    the window, and these stay. Generated tokens have the rest: of those before the `window` newest ones, the
+    one to which the newest query attends least is evicted. separators: their token ids, for example that of a
     blank line; None takes the ends of sentences and lines from the model's tokenizer. Deviations: the best
     shot that does not fit whole keeps its first tokens; budgets of both parts are shares of one, as in SCOPE.
     """
@@ -113,12 +113,12 @@ def shotkv(
     aliases=("lookahead-q-cache",),
 )
 def laq(budget: Amount, *, ahead: Window = 8, window: Window = 8, kernel: Kernel = 5) -> Method:
-    """LAQ (Wang et al., 2025, arXiv:2505.20334): what the tokens attend to that would be written next.
+    """LAQ (Wang et al., 2025, arXiv:2505.20334): what the likely next tokens attend to.
 
-    The `ahead` likeliest tokens are written behind the prompt, one after the other, and forgotten; a token's
-    score is the attention that their queries give it, in sum, smoothed by the maximum (`LookaheadAttention`).
-    The `window` newest tokens stay. Deviation: these tokens are written over the whole cache; the paper
-    writes them over one that SnapKV has compressed, so as to save memory.
+    `ahead` tokens are decoded greedily after the prompt, and removed again; a token's score is the attention
+    that their queries give it, in sum, smoothed by the maximum (`LookaheadAttention`). The `window` newest
+    tokens stay. Deviation: these tokens are decoded from the whole cache; the paper decodes them from one
+    compressed by SnapKV, to save memory.
     """
     probe = Lookahead(ahead)
     score = LookaheadAttention(probe) >> Pool(kernel)
@@ -132,20 +132,19 @@ def laq(budget: Amount, *, ahead: Window = 8, window: Window = 8, kernel: Kernel
     exact="deviates",
 )
 def citrus(budget: Amount, *, question: Window = 32) -> Method:
-    """CItruS (Bai et al., 2024, arXiv:2406.12018), one cache of both kinds: the instruction says what stays.
+    """CItruS (Bai et al., 2024, arXiv:2406.12018), one cache of both kinds: selection by the instruction.
 
-    The last `question` tokens of a prompt are its instruction, which is read after every chunk
-    (`prefill(..., chunk=)`) and then dropped. A layer keeps the chunk, if the budget holds it, and of older
-    tokens those with the largest attention from the instruction, the mean over its queries and the layer's
-    heads: one set for all heads. At the end of the prompt, the instruction stays in place of the chunk.
-    Kept keys are rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the
-    instruction is read after the chunk, where the code reads it after the slots kept before. The form with
-    two caches (`instruction_aware_double`) is no method here, because a slot is seen by every query up to
-    some position, and there the instruction sees slots that the chunks before it do not. In it, chunks are
-    read over slots that chunks chose; answers see what the instruction chose, in a cache of its own beside
-    that one, so twice the slots are held while a prompt is read. A prompt of two chunks keeps what this form
-    keeps; from the third on, keys, values and with them slots differ, because chunks were read over another
-    past.
+    The last `question` tokens of a prompt are its instruction, which is read after every chunk (`prefill(...,
+    chunk=)`) and then dropped. A layer keeps the chunk, if the budget holds it, and of older tokens those
+    with the largest attention from the instruction, the mean over its queries and the layer's heads: one set
+    for all heads. At the end of the prompt, the instruction stays in place of the chunk. Kept keys are
+    rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the instruction is
+    read after the chunk, where the code reads it after the slots kept before. The form with two caches
+    (`instruction_aware_double`) is not available here, because kvjax's slots are visible to every query up to
+    some position, and there the instruction attends to slots that the chunks before it do not. In it, chunks
+    attend to slots that chunks chose, and answers to slots that the instruction chose, in a second cache, so
+    twice the slots are held during prefill. A prompt of two chunks keeps the same as in this form; from the
+    third on, keys, values and hence slots differ, because chunks attended to other slots.
     """
     probe = Question(question)
     score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)
@@ -159,12 +158,12 @@ def citrus(budget: Amount, *, question: Window = 32) -> Method:
     exact="deviates",
 )
 def lazyllm(*, layer: Depth = 0.5, share: Share = 0.5) -> Method:
-    """LazyLLM (Fu et al., 2024, arXiv:2407.14057), section 3: upper layers see what the last token looks at.
+    """LazyLLM (Fu et al., 2024, arXiv:2407.14057), section 3: upper layers see fewer tokens.
 
-    Above `layer` (its number, or the share of the layers up to it), a prompt goes on with the share `share`
-    of its tokens to which the last query attends most there, averaged over the layer's heads; layers up to it
-    keep all. Deviations: tokens are left out once, where the paper does so at several layers and in every
-    step; the paper keeps the hidden states of what it leaves out, so that a token may come back.
+    Above `layer` (its number, or the share of the layers up to it), only the share `share` of a prompt's
+    tokens to which the last query attends most there, averaged over the layer's heads, is processed further;
+    layers up to it keep all. Deviations: tokens are left out once, where the paper does so at several layers
+    and in every step; the paper keeps the hidden states of omitted tokens, so that a token may return.
     """
     narrow = Narrow(layer, WindowAttention(1, hide_window=False), share, window=1)
     return Method(Keep(Position(), Budget(1.0), Uniform(), narrow=narrow))

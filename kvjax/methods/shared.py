@@ -12,17 +12,17 @@ from kvjax.methods.parameters import Part, Range
 
 # A fraction of the tokens kept (float in (0, 1]), or slots per head (int >= 1).
 Amount = Annotated[float | int, Budget]
-# How many of the newest tokens are looked at.
+# How many of the newest tokens are used as queries.
 Window = Annotated[int, Range(1)]
 # Neighbours over which scores are smoothed.
 Kernel = Annotated[int, Range(1, odd=True)]
-# A part of something, from nothing to all of it.
+# A share of something, from none to all of it.
 Share = Annotated[float, Range(0, 1)]
-# What a range is shortened to; nothing is left of one that is shortened to nothing.
+# The factor by which a range is shortened; 0 is excluded, because nothing would remain.
 Ratio = Annotated[float, Range(0.01, 1)]
-# Where in the stack: a layer's number, or a share of the layers.
+# A layer by its depth: a layer's number, or a share of the layers.
 Depth = Annotated[int | float, Part(0)]
-# How many tokens or layers of some kind there are; there may be none.
+# A number of tokens or layers, which may be 0.
 Tokens = Annotated[int, Range(0)]
 Layers = Annotated[int, Range(0)]
 # Slots of a page. Every head pays for the whole of its last one, so a page of a million tokens is a mistake.
@@ -31,13 +31,13 @@ Page = Annotated[int, Range(1, 65536)]
 # Channels or tokens that are quantised together.
 Group = Annotated[int, Range(1)]
 Bits = Literal[1, 2, 4, 8]
-# Columns of a matrix of low rank, and turns of the power iteration that finds it.
+# The rank of a low-rank matrix, and the iterations that compute it.
 Rank = Annotated[int, Range(1)]
 Turns = Annotated[int, Range(1, 100)]
-# What `kvjax fit` wrote, or kvjax.fit returned.
+# The file that `kvjax fit` wrote, or the result of kvjax.fit.
 Fit = Annotated[str | Fitted, Fitted]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
-# Hyperplanes of a hash, whose code lies in a word of 32 bits.
+# The hyperplanes of a hash, whose code is a word of 32 bits.
 Planes = Annotated[int, Range(1, 32)]
 TokenIds = Annotated[tuple[int, ...], Range(0)]
 # Which published form of SnapKV's selection: see `window_score`.
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def pick(variant: str, **known: T) -> T:
-    """The entry of `known` named `variant`; ValueError with the known names where there is none.
+    """The entry of `known` named `variant`; ValueError, with the known names, if it is missing.
 
     >>> pick("paper", paper=1, kvpress=2)
     1
@@ -61,8 +61,7 @@ def window_score(window: int, kernel: int, variant: str) -> Pooled:
     """SnapKV's score: the attention of the last `window` queries, smoothed over `kernel` neighbours.
 
     "grouped" and "paper": summed over the window and smoothed by the maximum; "kvpress": by the mean, both
-    times. Where a KV head's slots are scored, the query heads of its group are averaged, which ranks slots as
-    their sum does.
+    times. For a KV head, the query heads of its group are averaged, which ranks slots like their sum.
     """
     pool, reduce = pick(variant, grouped=("max", "sum"), paper=("max", "sum"), kvpress=("mean", "mean"))
     return WindowAttention(window, reduce=reduce) >> Pool(kernel, pool)

@@ -20,7 +20,7 @@ _OPENS, _CLOSES = "([{", ")]}"
 
 
 class Piece(NamedTuple):
-    """One part of a chain as written: its name, its arguments, and whether brackets stand around these."""
+    """One part of a chain as written: its name, its arguments, and whether these are in brackets."""
 
     name: str
     given: str
@@ -54,7 +54,7 @@ def taken_apart(piece: str) -> Piece:
     name, behind = _quoted(piece)
     # Brackets in a file's path open no call.
     at = behind or (0 if _CALL.match(piece) else piece.find(".py:") + 1)
-    # The bracket of a call closes at the end of the part.
+    # A call's closing bracket is at the end of the part.
     opened = [i for i in _outside(piece, "(", at) if _end(piece, i) == len(piece.rstrip()) - 1]
     if opened and "=" not in piece[at : opened[0]]:
         given = piece[opened[0] + 1 : piece.rstrip().rindex(")")].strip()
@@ -83,7 +83,7 @@ def arguments(given: str) -> list[str]:
 
 
 def hyper_parameters(given: str, piece: str) -> dict[str, Any]:
-    """key=value pairs; InputError for what is none, or given twice."""
+    """Parses key=value pairs; InputError for anything else, and for duplicates."""
     found: dict[str, Any] = {}
     for pair in arguments(given):
         key, equals, written = (x.strip() for x in pair.partition("="))
@@ -98,7 +98,7 @@ def hyper_parameters(given: str, piece: str) -> dict[str, Any]:
 
 
 def value(text: str) -> Any:
-    """The number, constant (true, false, none) or word of a text; in brackets, several of them.
+    """Parses a number, constant (true, false, none) or word; in brackets, several of them.
 
     >>> value("(1, 0.5, none)"), value("'a, b'"), value("paper")
     ((1, 0.5, None), 'a, b', 'paper')
@@ -121,7 +121,7 @@ def _unmatched(piece: str) -> InputError:
 
 
 def _quoted(text: str) -> tuple[str, int]:
-    """The text between the quotes that `text` begins with, and where they end; ("", 0) without any."""
+    """The text in the quotes that `text` begins with, and the index of their end; ("", 0) without quotes."""
     if text[:1] not in ("'", '"') or (end := _end(text, 0)) < 0:
         return "", 0
     try:
@@ -131,7 +131,7 @@ def _quoted(text: str) -> tuple[str, int]:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the bracket or quote at `start` closes; -1 where it does not."""
+    """The index where the bracket or quote at `start` closes; -1 if it does not."""
     if text[start] in "'\"":
         at = start + 1
         while at < len(text) and text[at] != text[start]:
@@ -160,7 +160,7 @@ def _begins(text: str, at: int) -> bool:
 
 
 def _outside(text: str, sign: str, start: int = 0) -> Iterator[int]:
-    """Where a sign stands outside of all brackets and quotes. Raises InputError if these do not match."""
+    """The indices of a sign outside of all brackets and quotes. Raises InputError if these do not match."""
     at = start
     while at < len(text):
         if text[at] == sign:

@@ -1,4 +1,4 @@
-"""A second tier around any method that drops slots: what it would drop is stored with fewer bits."""
+"""A second tier for any method that evicts: evicted tokens are stored with fewer bits instead."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Me
 
     Args:
         method: a method that evicts, or its text.
-        bits: per number of the second tier.
-        group: channels that have a scale and a zero in common; None takes all of a head.
+        bits: bits per number of the second tier.
+        group: how many channels share a scale and a zero; None takes all of a head.
 
     Returns:
         The method with both tiers.
 
     Raises:
         InputError: for a method that evicts nothing or has a second tier already, that merges evicted slots
-            or rotates by rank, or that evicts in steps otherwise than one slot after every token from heads
-            of equal budgets.
+            or rotates by rank, or that evicts in steps, except one slot after every token from heads of equal
+            budgets.
 
     >>> import kvjax
     >>> kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4).keep.lower.keys

@@ -1,4 +1,4 @@
-"""Methods from a user's own file, named `path/to/file.py:function` wherever a method can be named."""
+"""Methods from a user's own file, named `path/to/file.py:function` wherever a method is accepted."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _GIVEN: ContextVar[frozenset[str] | None] = ContextVar("_GIVEN", default=None)
 def from_file(name: str, /, **hyper: Any) -> Method:
     """The method that a function in a Python file builds: `from_file("mine.py:my_method", budget=0.25)`.
 
-    The function takes hyper-parameters (`budget` among them where it has one) and returns a Method; its spec
+    The function takes hyper-parameters (including `budget`, if it has one) and returns a Method; its spec
     becomes (name, sorted hyper-parameters), with `name` as it was given.
 
     Raises InputError if there is no such file or function, the file fails to import, a hyper-parameter is
-    unknown or missing, or something else than a Method comes back.
+    unknown or missing, or the function does not return a Method.
 
     >>> import pathlib, tempfile
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.py"
@@ -82,7 +82,7 @@ def _built(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> Me
     try:
         built = function(**hyper)
     except ValueError:
-        raise  # a word of the grammar refused a value, and its message says why
+        raise  # a word of the grammar rejected a value, and its message has the reason
     except Exception as error:
         file = str(Path(name.rpartition(":")[0]).expanduser())
         raise InputError(
@@ -128,9 +128,9 @@ def _not_run(name: str) -> str:
 
 
 def sources(methods: Iterable[Method]) -> list[str]:
-    """The files of a user's own that define these methods or their words, each as "name.py digest".
+    """The user's files that define these methods or their words, each as "name.py digest".
 
-    Results are worth keeping only as long as these stay as they are.
+    Stored results are valid only as long as these files are unchanged.
     """
     files = {file for method in methods for file in (*_files_of_spec(method.spec), *_files_of_words(method))}
     digests = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files}
@@ -180,7 +180,7 @@ def _import(path: str, version: tuple[int, int]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look up their module in sys.modules while the file is still running.
     sys.modules[spec.name] = module
-    # Modules beside the file can be imported. At the end of the path, they hide none that is installed.
+    # Makes modules beside the file importable. At the end of the path, they do not shadow installed ones.
     folder = str(Path(path).parent)
     sys.path.append(folder)
     try:

@@ -1,4 +1,4 @@
-"""What stands around any method that chooses slots: chunks, blocks, a merge of values, a clock for steps."""
+"""Wrappers around any selecting method: chunks, blocks, a merge of values, a clock for steps."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def in_chunks(method: Method | str, tokens: int) -> Method:
 
 @around("method")
 def in_blocks(method: Method | str, tokens: int) -> Method:
-    """Has a method select again after every block of a text, among the slots that it still holds.
+    """Makes a method select again after every block of a text, among the slots that it still holds.
 
-    Layers read the whole text meanwhile, so this shows what selection by blocks keeps, and saves no memory
-    while it reads; `prefill(..., chunk=tokens)` does (KeyDiff, arXiv:2504.15364, section 4).
+    Layers still process the whole text at once, so this shows the effect of selection by blocks, but saves no
+    memory during prefill; `prefill(..., chunk=tokens)` does (KeyDiff, arXiv:2504.15364, section 4).
 
     Args:
         method: a method that selects slots, or its text.
@@ -54,7 +54,7 @@ def in_blocks(method: Method | str, tokens: int) -> Method:
         The method, selecting block by block.
 
     Raises:
-        InputError: for a method that selects no slots, and for `tokens` below 1.
+        InputError: for a method that does not select slots, and for `tokens` below 1.
 
     >>> import kvjax
     >>> kvjax.in_blocks(kvjax.method("keydiff", budget=64), 128).keep.score.tokens
@@ -70,7 +70,7 @@ def merging(method: Method | str, threshold: float = 0.0) -> Method:
 
     Args:
         method: a method that selects slots, or its text.
-        threshold: an evicted slot is dropped where its cosine to every kept one is below this.
+        threshold: an evicted slot is dropped if its cosine to every kept one is below this.
 
     Returns:
         The method with the merge.
@@ -96,12 +96,12 @@ def merging(method: Method | str, threshold: float = 0.0) -> Method:
 
 @around("method")
 def while_decoding(method: Method | str, every: int = 1) -> Method:
-    """Has a method select while decoding too, and not only at the end of prompts.
+    """Makes a method also select while decoding, and not only at the end of prompts.
 
     Args:
         method: a method that selects slots, or its text. A budget that is a fraction counts all tokens so
             far; a number of slots bounds the cache.
-        every: tokens that are written between two selections.
+        every: how many tokens are generated between two selections.
 
     Returns:
         The method, acting in steps.
@@ -125,15 +125,15 @@ def phased(prompt: Method | str, later: Method | str) -> Method:
 
     Args:
         prompt: the method that selects at the end of prompts, or its text.
-        later: the method that evicts one slot after every token, or its text; of the same budget. What
-            either protects stays under both; all else of the method is that of `later`.
+        later: the method that evicts one slot after every token, or its text; with the same budget. Tokens
+            that either protects are always kept; everything else is taken from `later`.
 
     Returns:
         One method of both.
 
     Raises:
-        InputError: if one of them selects no slots, where `prompt` evicts in steps or `later` does not
-            after every token, where budgets differ, and where the score of `prompt` cannot act in steps.
+        InputError: if one of them does not select slots, if `prompt` evicts in steps or `later` does not
+            after every token, if budgets differ, and if the score of `prompt` cannot act in steps.
 
     >>> import kvjax
     >>> snapkv, tova = kvjax.method("snapkv", budget=256), kvjax.method("tova", budget=256)
