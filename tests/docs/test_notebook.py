@@ -1,5 +1,6 @@
 """The notebooks are committed without outputs, and run from top to bottom on a CPU without a network."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-QUICKSTART, TRAIN = NOTEBOOKS / "quickstart.ipynb", NOTEBOOKS / "train.ipynb"
+QUICKSTART, TRAIN, TPU = (NOTEBOOKS / f"{name}.ipynb" for name in ("quickstart", "train", "tpu"))
 
 
 def outputs(notebook, id):
@@ -25,7 +26,7 @@ def pictures(notebook, id):
     return [out for out in cell.outputs if "image/png" in out.get("data", {})]
 
 
-@pytest.mark.parametrize("path", [QUICKSTART, TRAIN], ids=["quickstart", "train"])
+@pytest.mark.parametrize("path", [QUICKSTART, TRAIN, TPU], ids=lambda path: path.stem)
 def test_a_notebook_is_small_and_has_no_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -34,7 +35,7 @@ def test_a_notebook_is_small_and_has_no_outputs(path):
         assert not cell.get("outputs") and cell.get("execution_count") is None and not cell.metadata
 
 
-@pytest.mark.parametrize("path", [QUICKSTART, TRAIN], ids=["quickstart", "train"])
+@pytest.mark.parametrize("path", [QUICKSTART, TRAIN, TPU], ids=lambda path: path.stem)
 def test_the_cell_that_installs_asks_where_from_unless_it_lies_in_a_checkout(path, tmp_path, monkeypatch):
     cell = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.id == "install").source
     ran = []
@@ -99,10 +100,15 @@ def assert_shows(printed, folder):
     assert len(list(folder.glob("kvjax-results/*/report.html"))) == 2
 
 
-def ran(path, folder, monkeypatch):
+def ran(path, folder, monkeypatch, **instead):
+    """A notebook, executed. instead: by the id of a cell, what it says, and what it says instead."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     notebook = nbformat.read(path, as_version=4)
+    for id, (said, new) in instead.items():
+        cell = next(cell for cell in notebook.cells if cell.id == id)
+        assert said in cell.source
+        cell.source = cell.source.replace(said, new)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     return notebook
 
@@ -122,6 +128,30 @@ def test_the_notebook_of_training_runs_and_uptraining_makes_up_for_a_conversion(
     original, converted, uptrained = bits(outputs(notebook, "uptrain"))
     assert original < 6 and uptrained < converted
     assert len(bits(outputs(notebook, "convert"))) == 5
+
+
+@pytest.mark.rotating
+@pytest.mark.filterwarnings("default")
+def test_the_notebook_of_a_tpu_runs_on_a_small_model_and_20_steps_lower_the_loss(tmp_path, monkeypatch):
+    """The real model's own 20 steps are in tests/models/test_smollm2.py, which needs its weights."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    methods = 'methods=["kvzip", "tova", "snapkv", "int4"],'
+    notebook = ran(
+        TPU,
+        tmp_path,
+        monkeypatch,
+        model=('MODEL = "smollm2-135m"', 'MODEL = "recall-tiny"'),
+        compare=(methods, 'methods=["kvzip"], tasks=["get"], protocols=["aware"],'),
+        convert=("rank=96", "rank=24"),
+        uptrain=('"train.distil=1.0",', '"train.distil=1.0", "data.kind=recall",'),
+        after=('"def add(a, b):"', '"<bos> the <set> brave otter 17 "'),
+    )
+    assert pictures(notebook, "frontier") and pictures(notebook, "uptrain")
+    said = re.search(r"loss ([\d.]+) at first, ([\d.]+) at last", outputs(notebook, "uptrain"))
+    assert float(said[2]) < float(said[1])
+    original, converted, uptrained = outputs(notebook, "after").splitlines()
+    size = lambda line: int(line.rpartition(" KiB")[0].split()[-1])  # noqa: E731
+    assert size(converted) == size(uptrained) < size(original)
 
 
 @pytest.mark.rotating
