@@ -117,7 +117,10 @@ _SHARING = (
 _ATTENTION = (
     _A("gated-attention", "Gated Attention for Large Language Models", "2505.06708", "attn-arch",
        "a sigmoid gate per channel behind attention", _PER_TOKEN + "k and v", "Attention(gate=True)"),
-    _A("gemma-4", "Gemma 4 (google/gemma-4-31B)", "", "attn-arch",
+    _A("dsa", "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", "2512.02556", "attn-arch",
+       "an indexer picks the tokens that a query attends to; computed here over all of them",
+       _PER_TOKEN + "latent and rotated key", "IndexedLatent"),
+    _A("gemma-4", "Gemma 4", "", "attn-arch",
        "full layers whose values are keys before norm and rotation", _PER_TOKEN + "one array of k and v",
        "KeyAsValue"),
     _A("attention-sinks", "gpt-oss-120b & gpt-oss-20b Model Card", "2508.10925", "attn-arch",

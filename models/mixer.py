@@ -310,6 +310,10 @@ class Mixer(LayerPart):
                 f"some of its window of {'all' if seen is None else seen}"
             )
 
+    def note(self, config: Config) -> str:
+        """How a loaded layer differs from its authors', which a warning says; empty where it does not."""
+        return ""
+
     def shapes(self, config: Config) -> Shapes:
         """Name and shape of every parameter; matrices multiply from the right."""
         raise NotImplementedError

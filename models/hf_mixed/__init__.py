@@ -8,10 +8,13 @@ from typing import Any
 from kvjax.models.hf_family import Family
 from kvjax.models.hf_mixed.deepseek import (
     deepseek,
+    indexed,
     read_deepseek,
+    read_indexed,
     spell_glm4_moe_lite,
     write_deepseek,
     write_glm4_moe_lite,
+    write_indexed,
 )
 from kvjax.models.hf_mixed.gemma4 import gemma4, read_gemma4, spell_gemma4, write_gemma4
 from kvjax.models.hf_mixed.glm4_moe import glm4_moe, read_glm4_moe, write_glm4_moe
@@ -140,6 +143,15 @@ _GLM_LITE = _COMMON | {
     "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
 }  # fmt: skip
+_DEEPSEEK_INDEXED = _DEEPSEEK | {
+    "max_position_embeddings": 163840, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64,
+}  # fmt: skip
+_GLM_INDEXED = _DEEPSEEK_INDEXED | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "n_group": 1, "topk_group": 1,
+    "index_n_heads": 32,
+}  # fmt: skip
 _MINIMAX = _COMMON | {
     "max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8,
     "num_local_experts": 256, "num_experts_per_tok": 8,
@@ -230,6 +242,16 @@ MIXED: dict[str, Family] = {
         ignored=("vision_tower.", "mm_projector."),
         title="DeepSeek-V3 and R1, Kimi K2 (text)",
         special="latents (MLA); experts; tensors that predict further tokens are not read",
+    ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM", _DEEPSEEK_INDEXED, read_indexed, write_indexed, indexed,
+        spell_glm4_moe_lite, more_layers=True, title="DeepSeek-V3.2",
+        special="latents (MLA); experts; all tokens are attended, in place of those that its indexer picks",
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM", _GLM_INDEXED, read_indexed, write_indexed, indexed, spell_glm4_moe_lite,
+        more_layers=True, title="GLM-5",
+        special="latents (MLA); experts; all tokens are attended, in place of those that its indexer picks",
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", _GLM_LITE, read_deepseek, write_glm4_moe_lite, deepseek,

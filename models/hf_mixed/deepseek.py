@@ -7,6 +7,7 @@ transformers 5.2 has the factor for V3 alone; its pull request 47435 added it to
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
 from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.pieces import mlp, norms, per_head, unpaired, whole
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.indexed_latent import IndexedLatent
 from kvjax.models.mixers.latent import Latent
 from kvjax.ops.base.rope import Rope
 
@@ -109,6 +111,47 @@ def spell_glm4_moe_lite(data: Json) -> dict[str, Any]:
 def write_glm4_moe_lite(config: Config) -> dict[str, Any]:
     kinds = ["sparse" if isinstance(word, MoE) else "dense" for word in config.mlps]
     return write_deepseek(config) | {"mlp_layer_types": kinds}
+
+
+def read_indexed(data: Json, rope: Rope) -> dict[str, Any]:
+    """DeepSeek-V3.2 and GLM-5: V3 with an indexer in every layer, or in those that do not share another's."""
+    fields, layers = read_deepseek(data, rope), data["num_hidden_layers"]
+    kinds = data.get("indexer_types") or ["full"] * layers
+    if len(kinds) != layers or {*kinds} - {"full", "shared"}:
+        raise InputError(f"indexer_types {kinds} must name full or shared for each of {layers} layers")
+    if data.get("index_topk_pattern") or data.get("index_topk_freq", 1) > 1:
+        if not data.get("indexer_types"):
+            raise InputError("index_topk_freq or index_topk_pattern without indexer_types is not supported")
+    latent = fields["mixers"][0]
+    indexed = IndexedLatent(
+        **dataclasses.asdict(latent), index_heads=data["index_n_heads"], index_dim=data["index_head_dim"],
+        index_top=data["index_topk"],
+    )  # fmt: skip
+    return fields | {"mixers": tuple(indexed if kind == "full" else latent for kind in kinds)}
+
+
+def write_indexed(config: Config) -> dict[str, Any]:
+    word = next(m for m in config.mixers if isinstance(m, IndexedLatent))
+    kinds = ["full" if isinstance(m, IndexedLatent) else "shared" for m in config.mixers]
+    own = {"index_n_heads": word.index_heads, "index_head_dim": word.index_dim, "index_topk": word.index_top}
+    own |= {"indexer_types": kinds} if config.family == "glm_moe_dsa" else {}
+    return write_glm4_moe_lite(config) | own
+
+
+def indexed(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    yield from deepseek(config, layer)
+    word = mixer_of(config, layer)
+    if isinstance(word, IndexedLatent):
+        sizes = word.shapes(config)
+        names = {
+            "wq_b.weight": "index_q",
+            "wk.weight": "index_k",
+            "k_norm.weight": "index_k_norm",
+            "k_norm.bias": "index_k_norm_bias",
+            "weights_proj.weight": "index_weights",
+        }
+        for name, leaf in names.items():
+            yield f"self_attn.indexer.{name}", whole(leaf, sizes[leaf][-1])
 
 
 def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:

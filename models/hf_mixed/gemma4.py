@@ -32,8 +32,10 @@ def spell_gemma4(data: Json) -> dict[str, Any]:
     given = data.get("per_layer_config")
     if given is None:
         return out
-    full = [given.get(str(i), {}) for i, kind in enumerate(kinds) if kind == _FULL]
-    others = [given[str(i)] for i, kind in enumerate(kinds) if kind != _FULL and given.get(str(i))]
+    # Numbers of layers may begin with zeros: "05".
+    sizes = {int(i): one for i, one in given.items()}
+    full = [sizes.get(i, {}) for i, kind in enumerate(kinds) if kind == _FULL]
+    others = [sizes[i] for i, kind in enumerate(kinds) if kind != _FULL and sizes.get(i)]
     known = {"head_dim", "num_key_value_heads"}
     if others or any(one != full[0] or one.keys() - known for one in full):
         raise InputError(

@@ -30,6 +30,7 @@ from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.hgrn import Hgrn
 from kvjax.models.mixers.hidden_cache import CacheAttention, HiddenCache
+from kvjax.models.mixers.indexed_latent import IndexedLatent
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.key_as_value import KeyAsValue
 from kvjax.models.mixers.latent import Latent
@@ -75,6 +76,7 @@ def with_layers(*mixers, **options) -> Config:
 
 MLA = Latent(rank=12, rope_dim=4, nope_dim=6, value_dim=10)
 MLA_Q = dataclasses.replace(MLA, q_rank=9)
+INDEXED = IndexedLatent(**dataclasses.asdict(MLA_Q), index_heads=2, index_dim=4, index_top=8)
 TPA = TensorProduct(q_rank=3, key_rank=2, value_rank=1)
 KDA = KimiDelta(heads=2, key_dim=6, value_dim=5, rank=3)
 MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
@@ -199,6 +201,7 @@ TABLE = {
         ),
         KV // 2, 1, 2 * 8 * 6 + 4 * (16 + 2 * 6),
     ),
+    "indexed latents": Row(with_layers(INDEXED), 12 + 4, 1),
     "key as value": Row(
         with_layers(
             KeyAsValue(), KeyAsValue(kv_heads=1, head_dim=6), qk_norm="head", norms="both",

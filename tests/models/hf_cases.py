@@ -427,4 +427,13 @@ CASES: dict[str, dict[str, Any]] = {
         moe_shared_expert_intermediate_size=14, routed_scaling_factor=1.7, norm_topk_prob=True,
     ),
     "nemotron_h_dense": _nemotron_h("M-*M", mlp_bias=True, tie_word_embeddings=True),
+    "deepseek_v32": _case(
+        "deepseek_v32", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=3, topk_group=2, norm_topk_prob=True,
+        first_k_dense_replace=1, index_topk=64, index_head_dim=6, index_n_heads=3, rope_theta=1000.0,
+    ),
+    "glm_moe_dsa": _case(
+        "glm_moe_dsa", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=1, topk_group=1, norm_topk_prob=True,
+        first_k_dense_replace=1, index_topk=64, index_head_dim=6, index_n_heads=3, rope_theta=1000.0,
+        indexer_types=["full", "shared", "full"],
+    ),
 }  # fmt: skip

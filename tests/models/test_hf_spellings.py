@@ -4,9 +4,11 @@ import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.commands.inspect_model import acts_on, model_rows
+from kvjax.models.hf import load_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.key_as_value import KeyAsValue
+from tests.models import hf_fixtures
 from tests.models.hf_cases import CASES
 
 
@@ -19,7 +21,15 @@ def test_sizes_layer_by_layer_are_those_of_the_published_keys():
         config_from_hf(spelled | {"per_layer_config": layers})
 
 
-def test_layers_of_the_31b_model_store_one_array_where_they_are_full():
+def test_numbers_of_layers_may_begin_with_zeros():
+    """So does transformers 5.24 write those of ten layers and more."""
+    case = CASES["gemma4_text"] | {"num_hidden_layers": 12, "layer_types": None, "num_kv_shared_layers": 0}
+    spelled = {n: x for n, x in case.items() if n != "global_head_dim"}
+    sizes = {"05": {"head_dim": 16}, "11": {"head_dim": 16}}
+    assert config_from_hf(spelled | {"per_layer_config": sizes}) == config_from_hf(case)
+
+
+def test_full_layers_have_heads_of_their_own_size_and_store_one_array():
     sizes = dict(model_type="gemma4_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=60)
     sizes |= dict(num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4)
     sizes |= dict(attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=1024)
@@ -43,6 +53,11 @@ def test_layers_of_the_31b_model_store_one_array_where_they_are_full():
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("llama4_text", {"no_rope_layers": [1, 0]}, "must say of each of 4 layers whether it turns"),
         ("nemotron_h", {"hybrid_override_pattern": "M*X"}, "layers_block_type names X, expected"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full", "none", "full"]},
+            "must name full or shared for each",
+        ),
         ("nemotron_h", {"n_group": 2}, "n_group other than 1 is not supported"),
         ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias = true"),
         ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias = false is not supported for bamba"),
@@ -52,3 +67,10 @@ def test_layers_of_the_31b_model_store_one_array_where_they_are_full():
 def test_what_is_not_computed_is_refused_by_name(name, changes, message):
     with pytest.raises(InputError, match=message):
         config_from_hf(CASES[name] | changes)
+
+
+def test_an_indexer_that_picks_fewer_tokens_than_a_model_has_positions_is_noted(tmp_path):
+    fixture = hf_fixtures.read("deepseek_v32")
+    config = fixture.config | {"index_topk": 63}
+    with pytest.warns(UserWarning, match="would pick 63 tokens for each query, and kvjax attends to all"):
+        load_hf(hf_fixtures.write(fixture._replace(config=config), tmp_path))
