@@ -66,7 +66,8 @@ class Entry:
     stored: tokens whose keys and values are cached. written: generated tokens. held: pages. keys: of its
     prompt's pages. spans: [first iteration, how many] of the iterations that gave it a token. since: `stored`
     when decoding began. matched: tokens found in the tree. computed: tokens that were prefilled. preempted:
-    how often it was preempted. idle: iterations in which its row stood idle after it finished.
+    how often it was preempted. idle: iterations in which its row stood idle after it finished. evicted:
+    stored tokens that hold no slot, because its method evicted them at the end of the prompt.
     """
 
     request: Request
@@ -81,6 +82,12 @@ class Entry:
     computed: int = 0
     preempted: int = 0
     idle: int = 0
+    evicted: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Slots of the longest of its lists."""
+        return self.stored - self.evicted
 
     @property
     def goal(self) -> int:

@@ -151,6 +151,27 @@ def test_requests_of_five_methods_in_one_batch_are_written_by_one_program(monkey
     assert max(crews) > 1 and call._cache_size() - before <= 2
 
 
+def test_what_a_method_evicts_is_free_for_others():
+    """Half of the slots of every prompt leave at its end, so that more requests run at once."""
+    half, system, held = kvjax.method("keydiff", budget=0.5), SYSTEMS["iterations"], {}
+
+    def watch(loop):
+        clean(loop)
+        for entry in loop.writing:
+            if entry.written == 1:
+                # A few pages more may be there for the steps to come.
+                least = -(-(entry.request.prompt // 2) // PAGE)
+                held[entry.request.id] = entry.held - least
+
+    prompts = crowd((half,))
+    done = run(battery.model("4/2"), prompts, system, pages=PAGES, watch=watch)
+    check_alone(done, prompts)
+    assert len(held) == 9 and min(held.values()) == 0 and max(held.values()) <= NEW // PAGE
+    asked = [entry.request for entry in done.outcome.entries]
+    costs = Costs("by hand", 0.01, 0.0, 2e-6, 1e-5, 0.0, 1e-5, 1e6, 1.0)
+    assert len(done.outcome.ends) < len(simulate(system, asked, costs, pages=PAGES).ends)
+
+
 def test_methods_in_lanes_beside_pages_are_answered_alone(monkeypatch):
     mixed(MIXED["lanes"][:1], adversary(monkeypatch, 4))
 

@@ -20,6 +20,7 @@ from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE, Written
 from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Blocks
 from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
 from kvjax.serve.requests import AWAY, Entry, Request
 
@@ -163,7 +164,7 @@ class Engine:
     def _run(self, run: Run) -> Done:
         self._look()
         began = self.source.now()
-        ended, failed = [], []
+        ended, failed, kept = [], [], []
         for entry, count in run.read:
             job = self._job(entry)
             try:
@@ -175,8 +176,9 @@ class Engine:
                 job.add(*token)
             if job.error:
                 failed.append(entry)
-            elif token is not None and job.over:
-                ended.append(entry)
+            elif token is not None:
+                kept += self._kept(entry)
+                ended += [entry] if job.over else []
         steps = self._write(run, ended, failed)
         now = self.source.now()
         self.ends += np.linspace(began, now, steps + 1)[1:].tolist()
@@ -185,7 +187,15 @@ class Engine:
         gone = failed + [entry for entry in self._gone() if id(entry) not in lost]
         left = {id(entry) for entry in gone}
         ended = [entry for entry in ended if id(entry) not in left]
-        return Done(now, steps, ended, self.source.arrived(), gone)
+        return Done(now, steps, ended, self.source.arrived(), gone, kept)
+
+    def _kept(self, entry: Entry) -> list[tuple[Entry, int]]:
+        """The slots that a method left of a prompt in pages; nothing where that is all of it."""
+        blocks = isinstance(self.loop.system.place, Blocks)
+        if self.pages is None or not blocks or self._job(entry).place is not self.pages:
+            return []
+        slots = int(self.pages.lists[entry.request.id].max())
+        return [(entry, slots)] if slots < entry.goal else []
 
     def _write(self, run: Run, ended: list[Entry], failed: list[Entry]) -> int:
         """Writes with every row until somebody ends; how many steps that were."""

@@ -35,7 +35,8 @@ class Done(NamedTuple):
     """An interpreter's reply: the time, iterations run, finished requests, and new arrivals.
 
     arrived is None when no more requests will arrive. gone: requests that are removed unfinished, because the
-    client is gone or something failed; not after a Move, whose iteration is planned already.
+    client is gone or something failed; not after a Move, whose iteration is planned already. kept: slots of
+    requests whose prompt ended, where their method left fewer slots than tokens.
     """
 
     now: float
@@ -43,6 +44,7 @@ class Done(NamedTuple):
     ended: list[Entry] = []
     arrived: list[Request] | None = []
     gone: list[Entry] = []
+    kept: list[tuple[Entry, int]] = []
 
 
 Effect = Wait | Move | Run

@@ -149,8 +149,8 @@ class Loop:
             entry.state = WRITING
         page = self.system.page
         for entry in plan.write:
-            if entry.stored + plan.steps > entry.held * page:
-                self._take(entry, entry.stored + 1)
+            if entry.slots + plan.steps > entry.held * page:
+                self._take(entry, entry.slots + 1)
         self._take_ahead(plan)
 
     def _take_ahead(self, plan: Plan) -> None:
@@ -159,7 +159,7 @@ class Loop:
             return
         page, most = self.system.page, self.ledger.pages * self.system.page
         for entry in plan.write:
-            wanted = min(entry.stored + plan.steps, entry.request.most, most)
+            wanted = min(entry.slots + plan.steps, entry.request.most, most)
             if wanted > entry.held * page:
                 self._take(entry, wanted)
 
@@ -193,7 +193,7 @@ class Loop:
             entry.state = AWAY
             insort(self.away, entry, key=lambda one: one.age)
         else:
-            entry.stored = 0
+            entry.stored = entry.evicted = 0
             self._wait(entry)
 
     def _release(self, entry: Entry) -> None:
@@ -218,6 +218,9 @@ class Loop:
             entry.computed += count
             if entry.stored == entry.goal and entry not in done.gone:
                 self._begin(entry, first)
+        for entry, slots in done.kept:
+            entry.evicted = entry.stored - slots
+            self._trim(entry)
         for entry in done.ended:
             self._end(entry)
         if plan.steps > steps:
@@ -260,10 +263,10 @@ class Loop:
             self.standing = []
 
     def _trim(self, entry: Entry) -> None:
-        """Releases the pages allocated for steps that were not run."""
+        """Releases the pages allocated for steps that were not run, and for what its method evicted."""
         if entry.state != WRITING:
             return
-        needed = pages(self.system.place, entry.request, entry.stored)
+        needed = pages(self.system.place, entry.request, entry.slots)
         if needed < entry.held:
             self.ledger.trim(entry.request.id, needed)
             entry.held = needed

@@ -27,7 +27,7 @@ def give_way(system: System, view: View) -> Kept:
     The earliest request is never preempted, so every request finishes.
     """
     place = system.place
-    full = [entry for entry in view.writing if entry.stored >= entry.held * place.page]
+    full = [entry for entry in view.writing if entry.slots >= entry.held * place.page]
     need = sum(extra(place, entry) for entry in full)
     if need <= view.free:
         return come_back(system, view, Kept(view.writing, view.reading, [], [], view.free - need))
@@ -48,7 +48,7 @@ def come_back(system: System, view: View, kept: Kept) -> Kept:
     """The first come of those in host memory, while their pages fit beside a reserve."""
     free, back = kept.free, []
     for entry in view.away:
-        need = pages(system.place, entry.request, entry.stored + 1)
+        need = pages(system.place, entry.request, entry.slots + 1)
         if need > free - (reserve(view) if kept.write or kept.read or back else 0):
             break
         free -= need
@@ -66,6 +66,6 @@ def steps_that_fit(system: System, rows: list[Entry], free: int) -> int:
     if not rows:
         return 1
     page = system.place.page
-    held = min(entry.held * page - entry.stored for entry in rows)
+    held = min(entry.held * page - entry.slots for entry in rows)
     grown = page * (free // len(rows)) if isinstance(system.place, Blocks) else 0
     return max(1, held, grown)

@@ -40,6 +40,6 @@ def pages(place: Place, request: Request, tokens: int) -> int:
 
 def extra(place: Place, entry: Entry) -> int:
     """Pages that an entry must take to store one more token."""
-    if entry.stored < entry.held * place.page:
+    if entry.slots < entry.held * place.page:
         return 0
-    return pages(place, entry.request, entry.stored + 1) - entry.held
+    return pages(place, entry.request, entry.slots + 1) - entry.held
