@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 
 class _CheckoutFinder:
-    """Imports the three subpackages that lie beside this one in a checkout, and nothing else there.
+    """Imports the three subpackages beside this one in a checkout, and nothing else from there.
 
     In an installed package, setup.py has put them inside it.
     """
@@ -97,9 +97,9 @@ _HOMES = {
     "InputError": "kvjax.base.errors",
 }
 
-# Public modules, imported when they are asked for.
+# Public modules, imported on first use.
 _MODULES = ("pure", "words")
-# They need more than kvjax does.
+# Public modules with further dependencies.
 _OPTIONAL = ("nnx",)
 
 __all__ = [*_HOMES, *_MODULES]

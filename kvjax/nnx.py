@@ -1,4 +1,4 @@
-"""Models as modules of flax.nnx and back, and an attention for a user's own module, whose past is a cache.
+"""Models as modules of flax.nnx and back, and an attention layer with a cache for a user's own module.
 
 Inside, models stay plain pytrees: a module here holds one, every array as an `nnx.Param`, and calls the same
 functions. So whatever trains an `nnx.Module` trains it. Needs flax: pip install 'kvjax[train]'.
@@ -36,7 +36,7 @@ _ROPE = Rope()
 
 
 class _WithoutWeights:
-    """All of a model but its weights; compared by identity, as what is static in a module has to be."""
+    """All of a model but its weights; compared by identity, as static parts of a module must be."""
 
     def __init__(self, model: Model):
         self.model = dataclasses.replace(model, params={})
@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """One layer's x + mixer(norm(x)), for a user's own module; its past is a kvjax cache by any method.
+    """One layer's x + mixer(norm(x)), for a user's own module, with a kvjax cache by any method.
 
     mixer: attention with the heads given here, or another word of `kvjax.models.mixers`. A call reads whole
     texts without a cache, as training does; `prefill` reads a prompt and keeps what the method keeps of it,
@@ -123,7 +123,7 @@ class Attention(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, *, room: int
     ) -> Float[Array, "B T D"]:
-        """Reads a prompt, and keeps what the method keeps of it, with room for so many tokens more."""
+        """Reads a prompt and compresses its cache by the method, with room for so many more tokens."""
         whole = jnp.full(x.shape[:1], x.shape[1], jnp.int32) if lengths is None else lengths
         _, cache = steps.prefill(
             self.static.reading, self._params(x), x, whole, None, tokens_bound=x.shape[1], room=room,
@@ -182,7 +182,7 @@ def _held(tree: Any) -> Any:
 
 
 def plain(held: Any) -> Any:
-    """The arrays of what a module here holds, as kvjax's functions take them: `plain(decoder.params)`."""
+    """The arrays of a module's parameters, as kvjax's functions take them: `plain(decoder.params)`."""
     if isinstance(held, nnx.Dict):
         return {name: plain(x) for name, x in held.items()}
     return tuple(plain(x) for x in held) if isinstance(held, nnx.List) else held[...]

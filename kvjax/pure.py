@@ -37,7 +37,7 @@ from kvjax.steps.decoding.step import step_fn
 
 
 class Static(NamedTuple):
-    """What is static in a method's prefills and steps; hashable, and equal for models of one config."""
+    """The static settings of a method's prefills and steps; hashable, and equal for models of one config."""
 
     method: Method
     reading: Run
@@ -45,7 +45,7 @@ class Static(NamedTuple):
 
 
 def static(model: Model, method: Method | str | None = None, *, implementation: str | None = None) -> Static:
-    """Gathers what `prefill` and `step` must know besides arrays.
+    """Collects the static arguments of `prefill` and `step`.
 
     Args:
         model: a model of one decoder.
@@ -65,7 +65,7 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
 
 
 def bind(method: Method, model: Model) -> Method:
-    """The method with what only the model can say: token ids of a probe's instruction, and of characters.
+    """Completes a method from the model: token ids of a probe's instruction, and of characters.
 
     Raises InputError where the method does not fit what this model's layers keep, or rewrites its weights
     and did not make this model.
@@ -101,7 +101,7 @@ def bind(method: Method, model: Model) -> Method:
 
 
 def decoding(model: Model, method: Method | None, implementation: str | None) -> Run:
-    """What the steps of a method share; remembered, because building it costs as much as calling them."""
+    """The static settings of a method's steps; cached, because building them takes as long as a step."""
     return _decoding(model.config, method, implementation, model.on_mesh, model.tokenizer)
 
 
@@ -119,7 +119,7 @@ def _decoding(
 
 @lru_cache(maxsize=256)
 def _with_ids(method: Method, tokenizer: Any) -> Method:
-    """The method, in which words that name tokens by characters have the ids of this tokenizer."""
+    """The method, with this tokenizer's ids in words that name tokens by characters."""
 
     def ids_of(characters: str) -> tuple[int, ...]:
         if tokenizer is None:
@@ -144,7 +144,7 @@ def prefill(
     room: int,
     fitted: PyTree = (),
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads a first prompt and compresses its cache; nothing is refused that only values could show.
+    """Reads a first prompt and compresses its cache; performs no checks of values.
 
     Ids outside the vocabulary, empty rows and budgets smaller than a method's window give wrong numbers.
 
@@ -176,7 +176,7 @@ def step(
     append: Bool[Array, "B"] | None = None,
     fitted: PyTree = (),
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads one token per row over a cache, of whose structure the new one is.
+    """Reads one token per row over a cache; the new cache has the same structure.
 
     A row without a free slot stores nothing, `cache.next` stays and its logits are NaN, because a traced step
     cannot raise: give `prefill` room for all tokens of the loop.
@@ -186,7 +186,7 @@ def step(
         params: the model's parameters.
         cache: a cache; it is not consumed.
         token: one id per row.
-        append: rows where it is false store nothing, and ask their last token again; None stores all.
+        append: rows where it is false store nothing, and read their last token again; None stores all.
         fitted: the arrays that a method was fitted with (`fitted`); () as long as no method has any.
 
     Returns:
@@ -218,7 +218,7 @@ def step(
 
 
 def fitted(method: Method) -> PyTree:
-    """The arrays that the words of a method were fitted with; () where there are none.
+    """The arrays that the words of a method were fitted with; () if there are none.
 
     >>> fitted(Method())
     ()
@@ -227,7 +227,7 @@ def fitted(method: Method) -> PyTree:
 
 
 def _beside(params: Params, given: PyTree) -> Params:
-    """The parameters with fitted arrays beside them; InputError where those are no method's."""
+    """The parameters with fitted arrays beside them; InputError if these are not a method's."""
     if given == ():
         return params
     strange = [name for name, arrays in given.items() if not isinstance(arrays, dict)]

@@ -1,6 +1,6 @@
-"""What authors of methods import: the parts of a method, what words see, and the library's common words.
+"""Imports for authors of methods: the parts of a method, the inputs of words, and common words.
 
-A method is a `Method` of words. A word is a frozen dataclass that provides what one of the protocols asks:
+A method is a `Method` of words. A word is a frozen dataclass that implements one of the protocols:
 `Score`, `Pattern`, `Allocation`, `Merge`, `Observation`, `Read`, `Codec`. All other words are in
 `kvjax.keep`, `kvjax.store` and `kvjax.read`; docs/tutorials/write-a-method.md writes one.
 
@@ -95,11 +95,11 @@ __all__ = [
     "PREFILL_END", "STEP", "Every", "Full",
     # What layers record for scores.
     "Queries", "Mass", "FadingMass", "Viewers", "RawKeys", "QueryMoments", "Hidden",
-    # What is remembered of every slot from its token's arrival on (traces).
+    # Traces: values accumulated per slot, from its token's arrival on.
     "Received", "Decayed", "AtArrival", "Surprise",
-    # What keys and queries are rotated by.
+    # The positions by which keys and queries are rotated.
     "ByPosition", "ByRank", "Clamped",
-    # Codecs, and what stands before one.
+    # Codecs, and wrappers around codecs.
     "Affine", "Float8",
     "Wrapper", "Around",
     "Rotate",
@@ -108,7 +108,7 @@ __all__ = [
     "PageBounds",
     # Fitted arrays.
     "Fitted", "as_fitted",
-    # What is known of a paper, the types of hyper-parameters, and the error for their wrong values.
+    # The facts about a paper, the types of hyper-parameters, and the error for their wrong values.
     "paper", "Press",
     "Amount", "Bits", "Depth", "Fit", "Group", "Kernel", "Layers", "Page", "Rank", "Ratio", "Seed", "Share",
     "TokenIds", "Tokens", "Window",

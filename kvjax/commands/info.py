@@ -9,7 +9,7 @@ EXAMPLE = "example:\n  kvjax info"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """Adds no arguments."""
 
 
 def run(args: argparse.Namespace) -> None:

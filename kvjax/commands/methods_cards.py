@@ -20,7 +20,7 @@ from kvjax.methods import METHODS, MethodInfo, Press, method, methods, takes_bud
 from kvjax.methods.parameters import types_of, values_of
 from kvjax.models.config import Config
 
-# The budget of the sentences that cards show.
+# The budget of the methods that cards show.
 SHOWN_BUDGET = 0.25
 # The decisions that a method may make, and how a card describes them.
 VERBS = {

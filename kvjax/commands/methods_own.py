@@ -43,7 +43,7 @@ def _info(name: str, paper: object, built: Method) -> MethodInfo:
 
 
 def check_one(text: str) -> None:
-    """InputError for a text with more than an id, for which there is no card."""
+    """Raises InputError for a text with more than an id, for which there is no card."""
     if any(sign in text for sign in "+(:"):
         raise InputError(
             f"{text!r} is more than the name of a method, expected an id such as snapkv, or "

@@ -60,7 +60,7 @@ MORE = (
 
 
 class Comparison(NamedTuple):
-    """What `compare` found: cells as in the table, rows as in results.jsonl, and where the files are."""
+    """The results of `compare`: cells as in the table, rows as in results.jsonl, and where the files are."""
 
     cells: list[Cell]
     rows: list[dict[str, Any]]
@@ -192,7 +192,7 @@ def _entries(
 def _asked(
     plan: Plan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
 ) -> Comparison:
-    """Asks all questions of a plan, and reports; given: the settings and the command of metrics.json."""
+    """Answers all questions of a plan, and reports; given: the settings and the command of metrics.json."""
     started, batches = time.time(), batches_of(plan)
     log = UnitLog(folder, given["settings"], resume, (*Unit._fields, "read_s", "batch"))
     if not log.done and (told := estimate(plan, batches)):
@@ -215,7 +215,7 @@ def check_model(model: Any) -> None:
 
 
 def _loaded(model: str | Model, mesh: Any, rules: Any) -> Model:
-    """The model that is asked, the same on all hosts; InputError for one that cannot be."""
+    """The model to compare on, the same on all hosts; InputError if it cannot answer questions."""
     if not isinstance(model, str) and (mesh is not None or rules is not None):
         raise InputError("mesh= or rules= was given with a model, which has its own: leave them out")
     loaded = load(model, mesh=mesh, rules=rules) if isinstance(model, str) else model
@@ -247,7 +247,7 @@ def _settings(plan: Plan, preset: str) -> dict[str, Any]:
 
 
 def _about(model: Model) -> dict[str, Any]:
-    """What ran where: the part of metrics.json that all comparisons share."""
+    """The environment of a run: the part of metrics.json that all comparisons share."""
     device = jax.local_devices()[0]
     return {
         "schema": SCHEMA,

@@ -89,7 +89,7 @@ def learns(word: Any) -> frozenset[Any]:
 
 
 def sees_below(word: Any) -> bool:
-    """Whether a codec, or one of a tuple, looks at the layer below."""
+    """Whether a codec, or one of a tuple, uses the layer below."""
     if isinstance(word, tuple):
         return any(map(sees_below, word))
     if getattr(word, "sees_below", False):

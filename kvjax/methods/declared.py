@@ -1,4 +1,4 @@
-"""Whether a score names in `needs` and `traces` all that it looks at: found out by tracing it on no data."""
+"""Checks, by tracing a score without data, that it declares all its inputs in `needs` and `traces`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _trace(score: Score, probe: Any) -> None:
 
 
 def check_declared(keep: Keep | None) -> None:
-    """InputError if a keep's score looks at an observation or a trace that it does not declare.
+    """Raises InputError if a keep's score uses an observation or a trace that it does not declare.
 
     >>> from kvjax.methods import snapkv
     >>> check_declared(snapkv(0.5).keep)

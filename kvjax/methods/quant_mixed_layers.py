@@ -1,4 +1,4 @@
-"""Quantisation that treats layers differently, or looks at the layer below."""
+"""Quantisation that treats layers differently, or uses the layer below."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
-    """A body with keys and values in host memory, of which the device holds no page yet."""
+    """A body with keys and values in host memory, none of whose pages is cached on the device yet."""
     page, visited = read.granule, read.pages_visited(body.capacity)
     places = host.places(body.capacity, page, visited)
     bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)

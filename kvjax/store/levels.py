@@ -22,7 +22,7 @@ from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 
 def untaught(word: object) -> NoReturn:
-    """ValueError for a word that is asked to encode outside of a program that lends it its arrays."""
+    """ValueError for a fitted word that encodes outside of a program that passes it its arrays."""
     raise ValueError(f"{word!r} has nothing that it was fitted to at hand: use it in a method of kvjax")
 
 

@@ -37,9 +37,9 @@ from kvjax.methods import as_method
 from kvjax.models.model import Model, check_single
 
 _log = logging.getLogger("lm_eval.kvjax")
-# Tokens that a task may write where it does not say how many, as of the harness' `hf` backend.
+# The limit of generated tokens for tasks without one, as in the harness' `hf` backend.
 MAX_NEW = 256
-# The most rows of a batch where none are asked for.
+# The most rows of an automatic batch.
 AUTO_ROWS = 16
 
 
@@ -89,7 +89,7 @@ class KvjaxLM(TemplateLM):
         self.max_length = whole_number("max_length", max_length or most, 2, "tokens", most)
         self.bytes = CacheBytes.newest = CacheBytes()
 
-    # --- what the harness asks of a model ------------------------------------------------------------------
+    # --- the harness' interface of a model -----------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -101,7 +101,7 @@ class KvjaxLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What requests that the harness keeps belong to."""
+        """The name under which the harness caches tokenised requests."""
         return f"{self.model.name}-{self.model.fingerprint}".replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
@@ -121,7 +121,7 @@ class KvjaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text; without messages of the system where the template refuses these."""
+        """A conversation as text; without system messages if the template rejects them."""
         try:
             return self.texts.chat(chat_history, add_generation_prompt)
         except InputError as error:
@@ -132,7 +132,7 @@ class KvjaxLM(TemplateLM):
             return self.texts.chat(plain, add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results say of the model, and what its caches weighed."""
+        """Describes the model, and the sizes of its caches, for the results."""
         leaves = jax.tree.leaves(self.model.params)
         return {
             "model_num_parameters": sum(x.size for x in leaves),
@@ -259,7 +259,7 @@ class KvjaxLM(TemplateLM):
             )
         asked, end = normalize_gen_kwargs(gen_kwargs, MAX_NEW), self.texts.ending
         until = handle_stop_sequences(asked.get("until"), eos=end)
-        # The token that ends a text does so itself.
+        # The end-of-text token needs no stop string.
         how = writing_of(asked, [text for text in until if text != end])
         if not 0 < how.new < self.max_length:
             raise InputError(
@@ -274,7 +274,7 @@ class KvjaxLM(TemplateLM):
     # --- all requests --------------------------------------------------------------------------------------
 
     def _check_contexts(self, rows: Sequence[Row]) -> None:
-        """InputError, before anything is read, where a context is too short for the method's budget."""
+        """Raises InputError, before anything is read, if a context is too short for the method's budget."""
         check_budget(self.method, [row.context for row in rows], "tokens of a context")
 
     def _note_cut(self, lost: int, requests: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows of requests over compressed caches: in batches, what is written after them, what the caches weigh."""
+"""Rows of requests over compressed caches: batches, generation, and sizes of caches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.models.model import Model
 from kvjax.state.cache import nbytes
 from kvjax.steps import Run
 
-# Of draws, where a task samples.
+# The seed for tasks that sample.
 SEED = 1234
 
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 class CacheBytes:
     """Bytes of caches after their contexts, and of full caches in their place, summed over requests."""
 
-    # Of the model that was made last: the harness makes it and does not return it.
+    # The counts of the newest model: the harness creates the model and does not return it.
     newest: ClassVar[CacheBytes | None] = None
 
     def __init__(self):
@@ -86,10 +86,10 @@ def full_bytes(model: Model, rows: int, tokens: int, room: int) -> int:
 def batches(
     rows: Sequence[Row], size: int, kinds: Sequence[Hashable] | None = None
 ) -> Iterator[tuple[list[int], list[Row]]]:
-    """Batches of rows of similar lengths, the longest first, and where each row came from.
+    """Batches of rows of similar lengths, the longest first, and the index of each row.
 
-    Batches have `size` rows where there are so many: the last is filled up with copies of its last row,
-    beyond those that have a place. kinds: of each row; only rows of one kind meet in a batch.
+    Batches have `size` rows if there are so many: the last is padded with copies of its last row, which have
+    no index. kinds: the kind of each row; a batch has rows of one kind only.
 
     >>> [places for places, _ in batches([Row([1], 1), Row([1, 2], 1), Row([1, 2, 3], 1)], 2)]
     [[2, 1], [0]]
@@ -108,10 +108,10 @@ def batches(
 def written(
     model: Model, method: Method, rows: Sequence[Row], how: Writing, number: int
 ) -> tuple[list[list[int]], int, int]:
-    """What the model writes after each row: token ids, the bytes of the cache, and the room in it.
+    """Generates after each row: token ids, the bytes of the cache, and the room in it.
 
-    The context of a row is read and compressed, the rest read over the compressed cache. number: of the
-    batch, so that each draws by itself.
+    The context of a row is read and compressed, and the rest read over the compressed cache. number: the
+    batch's number, so that each batch draws independently.
     """
     chosen = method_of(model, method, None)
     model = made(model, chosen)

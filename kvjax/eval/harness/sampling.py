@@ -1,4 +1,4 @@
-"""What `generation_kwargs` of a task ask for, as samplers and processors."""
+"""The samplers and processors that a task's `generation_kwargs` describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", 
 
 
 class Writing(NamedTuple):
-    """How a model writes: up to `new` tokens, drawn by sampler and processors, up to one of the strings."""
+    """How a model generates: up to `new` tokens, drawn by sampler and processors, up to a stop string."""
 
     new: int
     sampler: Sampler
@@ -27,7 +27,7 @@ class Writing(NamedTuple):
 
 
 def writing_of(asked: Mapping[str, Any], stop_strings: Sequence[str]) -> Writing:
-    """How to write what `generation_kwargs` ask for; InputError for options that are not known.
+    """Parses `generation_kwargs`; InputError for unknown options.
 
     asked: as `normalize_gen_kwargs` of the harness returns them.
 
@@ -50,7 +50,7 @@ def writing_of(asked: Mapping[str, Any], stop_strings: Sequence[str]) -> Writing
 
 
 def _sampler(asked: Mapping[str, Any]) -> Sampler:
-    """top_k=0, top_p=1 and min_p=0 leave all tokens in."""
+    """top_k=0, top_p=1 and min_p=0 keep all tokens."""
     top_k, top_p, min_p = (asked.get(name) for name in ("top_k", "top_p", "min_p"))
     return Sampler(
         float(asked.get("temperature") or 0.0), top_k or None, top_p if top_p and top_p < 1 else None,

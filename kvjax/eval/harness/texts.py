@@ -1,4 +1,4 @@
-"""Texts of requests as tokens, as the harness' own `hf` backend has them, and where their context ends."""
+"""Tokenises texts of requests like the harness' own `hf` backend, and finds where their context ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Marker(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A prompt's token ids, and how many of them are the context that is compressed: at least 1."""
+    """A prompt's token ids, and how many of them are the context to compress: at least 1."""
 
     ids: list[int]
     context: int
@@ -73,7 +73,7 @@ class Texts:
         return None if text is None else self.tokenizer.token_to_id(text)
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Token ids. special: with those that open a text; by default where it does not begin with one."""
+        """Token ids. special: with those that open a text; by default if it does not begin with one."""
         return self._encoding(text, special).ids
 
     def _encoding(self, text: str, special: bool | None) -> Any:
@@ -88,7 +88,7 @@ class Texts:
             ) from error
 
     def prompt(self, text: str) -> Encoded:
-        """A prompt as tokens: the context is what stands before the marker, or all but the last token.
+        """A prompt as tokens: the context is the part before the marker, or all but the last token.
 
         A token over the border belongs to the question. The last token is always read over the compressed
         cache, and so is whatever follows it.
@@ -109,10 +109,10 @@ class Texts:
         return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
-        """A conversation in the model's chat format. answer: it ends where the assistant's answer begins.
+        """A conversation in the chat format. answer: whether the assistant's answer begins at its end.
 
         Otherwise the last message is to be continued, and nothing follows its content. InputError if the
-        model has no template, or the template refuses.
+        model has no template, or the template rejects it.
         """
         text = render_chat(self.model, messages, answer)
         if answer:
@@ -124,7 +124,7 @@ class Texts:
                 f"the chat template of {self.model.name} changes the message {_shown(content)}, which is to "
                 "be continued: leave --apply_chat_template out"
             )
-        # Templates may strip the message; then the text ends where the stripped one does.
+        # Templates may strip the message; the text is then cut after the stripped message.
         whole = content.lstrip()
         return text[: at + len(whole if text.startswith(whole, at) else content.strip())]
 

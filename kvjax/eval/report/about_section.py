@@ -1,4 +1,4 @@
-"""What the page says first: which model was asked what, an example of each task, and how it was run."""
+"""The first section of the page: the model, the questions, an example of each task, and the settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.eval.report.figures import sample_count
 
 
 def in_words(count: int) -> str:
-    """A number of parameters as people say it.
+    """A number of parameters in words.
 
     >>> in_words(134_515_008), in_words(823_000), in_words(7_615_616_512), in_words(9_000)
     ('135 million', '0.82 million', '7.62 billion', '9,000')
@@ -25,7 +25,7 @@ def in_words(count: int) -> str:
 
 
 def about_section(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
-    """The section as HTML; what metrics.json does not hold is not said.
+    """The section as HTML; values missing from metrics.json are omitted.
 
     >>> "<b>0.82 million</b> parameters" in about_section({"parameters": 823_000}, [])
     True
@@ -50,7 +50,7 @@ def model_in_words(metrics: Mapping[str, Any]) -> str:
 
 
 def _asked(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
-    """What was asked, when the question was read, and how answers were graded, as HTML."""
+    """The questions, when they were read, and how answers were graded, as HTML."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     settings = metrics.get("settings", {})
     length = (
@@ -78,7 +78,7 @@ def _asked(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
 
 
 def _example(example: Mapping[str, Any]) -> str:
-    """A task's example: its prompt shortened in the middle, the right answer, and what was answered."""
+    """A task's example: its prompt shortened in the middle, the right answer, and the model's answer."""
     task, protocol = escape(str(example["task"])), escape(str(example["protocol"]))
     prompt = "".join(map(_piece, example["prompt"]))
     question = f'<b class="question">{escape(str(example["question"]))}</b>' if example["question"] else ""
@@ -112,7 +112,7 @@ def _said(said: Mapping[str, Any]) -> str:
 
 
 def facts(metrics: Mapping[str, Any]) -> str:
-    """How it was run: device, revision, seeds, command, presets, versions."""
+    """The settings of the run: device, revision, seeds, command, presets, versions."""
     facts = {
         "device": metrics.get("device"),
         "dtype": metrics.get("dtype"),

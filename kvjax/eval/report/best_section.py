@@ -1,4 +1,4 @@
-"""The best methods of every budget: those that samples do not tell apart from the one that scores most."""
+"""The best methods of every budget: those not significantly worse than the one with the highest score."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NAMED = 8
 
 
 class Best(NamedTuple):
-    """The cells of a protocol and budget that are not told apart from the first, which scores most.
+    """The cells of a protocol and budget that do not differ significantly from the first, the best.
 
-    few: whether there are too few samples to tell any apart. of: how many methods there are.
+    few: whether there are too few samples to distinguish any. of: the number of methods.
     """
 
     protocol: str
@@ -31,7 +31,7 @@ class Best(NamedTuple):
 def best_of(cells: Sequence[Cell], rows: Iterable[Row]) -> list[Best]:
     """The best cells per protocol and budget, without the full cache; None is a budget of its own.
 
-    A cell is not told apart where p >= 0.05 for the paired difference of their scores (`difference`).
+    A cell is included if p >= 0.05 for the paired difference of the scores (`difference`).
     """
     scored: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -53,7 +53,7 @@ def best_of(cells: Sequence[Cell], rows: Iterable[Row]) -> list[Best]:
 
 
 def _size(budget: NominalBudget) -> tuple[int, float]:
-    """Shares from large to small, then slots, then what has no budget."""
+    """Sorts shares from large to small, then numbers of slots, then methods without a budget."""
     return (2, 0.0) if budget is None else (int(isinstance(budget, int)), -float(budget))
 
 

@@ -49,10 +49,10 @@ class Cell:
     """What was measured for one method at one budget under one protocol.
 
     mean, mean_low, mean_high: unweighted mean over tasks and its 95% interval, tasks taken as independent.
-    recovery: mean / mean of the full cache on the same tasks; None without one, or where it scores 0.
+    recovery: mean / mean of the full cache on the same tasks; None without one, or if it scores 0.
     worst_task, worst_recovery: the task with the smallest score / full-cache score.
     kept_bytes, full_bytes, read_bytes: means over samples; read_bytes is what one decode step reads.
-    host_bytes: those of kept_bytes that lie in host memory.
+    host_bytes: those of kept_bytes that are in host memory.
     nll: mean over tasks of `MeanScore.nll`; None if a task has none.
     span_kept: mean share of the needed span that survived; None if no task names its span.
     reference: whether this is the full cache that recovery is measured against.
@@ -105,7 +105,7 @@ class Cell:
 
 
 def budget_label(budget: NominalBudget) -> str:
-    """A budget as people read it: a share of the tokens, slots per head, or a dash where a method has none.
+    """A budget as text: a share of the tokens, slots per head, or a dash if a method has none.
 
     >>> budget_label(0.25), budget_label(64), budget_label(None)
     ('0.25', '64 slots', '–')

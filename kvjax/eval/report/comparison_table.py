@@ -41,7 +41,7 @@ _NONE = Text("–", style="dim")
 
 
 class _Layout(NamedTuple):
-    """What a width has room for.
+    """The parts of the table that fit in a width.
 
     ends: the intervals of tasks. details: intervals and p of differences, and the spread of speeds. blanks:
     between columns.
@@ -207,7 +207,7 @@ def _names(cells: Sequence[Cell]) -> list[str]:
 
 
 def _name_lines(method: str) -> list[str]:
-    """A label in lines of about `_NAME_COLUMNS`, broken where a reader would; a file goes without its folder.
+    """A label in lines of about `_NAME_COLUMNS`; a file is shown without its folder.
 
     >>> _name_lines("docs/examples/keydiff.py:keydiff + int8")
     ['keydiff.py:', 'keydiff +', 'int8']
@@ -233,7 +233,7 @@ def _score(score: MeanScore | None, layout: _Layout) -> Text:
 
 
 def _interval(mean: float, low: float, high: float, few: int) -> Text:
-    """A share in percent with the ends of its interval, or the `few` samples that are none."""
+    """A share in percent with the ends of its interval, or the number of samples if these are too `few`."""
     ends = f"n={few}" if few else f"{100 * low:.0f}–{100 * high:.0f}"
     return Text.assemble(f"{100 * mean:.0f}", (f" {ends}", "dim"))
 

@@ -1,4 +1,4 @@
-"""Where tables are printed: on a terminal in its width; into a pipe or a file as wide as they are."""
+"""Where tables are printed: a terminal has a width; pipes and files have none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.base.streams import escaped
 
 # Nothing limits a line of a pipe or a file; rich would assume 80 columns.
 _UNLIMITED_COLUMNS = 10_000
-# Sentences are broken here where nothing else limits them.
+# Sentences are broken at this width without another limit.
 _TEXT_COLUMNS = 140
 
 
@@ -37,7 +37,7 @@ class _Printing(Console):
 
 
 def make_console(**options: Any) -> Console:
-    """Standard output; without limit where it is no terminal and COLUMNS does not ask for one.
+    """Standard output; without limit if it is not a terminal and COLUMNS is not set.
 
     options: those of `rich.console.Console`.
 

@@ -1,4 +1,4 @@
-"""The picture of a text by distance: what methods change soon after a compression, and what later."""
+"""The picture of a text by distance: the effect of methods soon after a compression, and later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.eval.report.frontier import leading, styles_of, theme_of
 from kvjax.eval.report.paired import FEW
 from kvjax.eval.report.text_table import LOST, text_panels
 
-# What is drawn: its name in a summary, the title, the factor, and the scale of the axis.
+# The curves: the name in a summary, the title, the factor, and the scale of the axis.
 PLOTS = (
     ("kl", "KL(full || method), nats", 1.0, "log"),
     ("delta_nll", "nats per token more than the full cache", 1.0, "linear"),
@@ -26,7 +26,7 @@ PLOTS = (
 
 
 def distance_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The section of a report: three curves over the distance, and the table of KL; "" where none is known.
+    """The section of a report: three curves over the distance, and the table of KL; "" without data.
 
     rows: from `summarise_text`.
     """
@@ -82,7 +82,7 @@ def distance_png(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> by
 
 
 def _strength(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """How opaque a line is: 1 for the most bytes of a method, less for fewer."""
+    """The opacity of a line: 1 for a method's largest cache, less for smaller ones."""
     kept = sorted({one["kept_bytes"] for one in rows if one["method"] == row["method"]}, reverse=True)
     return max(0.35, 1.0 - 0.3 * kept.index(row["kept_bytes"]))
 

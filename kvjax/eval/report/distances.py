@@ -1,4 +1,4 @@
-"""What a method changes, by how many tokens were read since the compression: means over pieces of a text."""
+"""The effect of a method by the distance from the compression: means over pieces of a text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxtyping import Float
 
 from kvjax.eval.report.cells import bootstrap_interval
 
-# The first piece has so many tokens; those after it end at powers of two.
+# The length of the first piece; those after it end at powers of two.
 FIRST = 16
-# What is averaged in each piece, by its name in a row of results.
+# The averaged values of each piece, by their names in a row of results.
 NAMES = ("nll", "full_nll", "kl", "top1")
 
 

@@ -1,4 +1,4 @@
-"""Every method against every other on the same samples, at each budget: what the page's matrix shows."""
+"""Every method against every other on the same samples, at each budget: the page's matrix."""
 
 from __future__ import annotations
 

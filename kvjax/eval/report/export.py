@@ -123,7 +123,7 @@ def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _latex(heads: Sequence[str], lines: Sequence[Sequence[str]], *, text: int) -> str:
-    """A tabular whose first `text` columns are words."""
+    """A tabular whose first `text` columns are text."""
 
     def line(words: Sequence[str]) -> str:
         return (

@@ -15,7 +15,7 @@ Timings = Mapping[tuple[str, NominalBudget], Mapping[str, float]]
 # Below this many, the spread of timings is not known.
 SEVERAL = 3
 _INTERVALS = {"wilson": "Wilson for 0/1 scores", "bootstrap": "bootstrap for fractional scores"}
-# What the column "−log p" holds.
+# The legend of the column "−log p".
 NLL_WORDS = "−log p: of the right answer's tokens, in nats per token, mean over tasks; less is better."
 _TESTS = {
     "mcnemar": "McNemar's exact test of 0/1 scores",
@@ -24,7 +24,7 @@ _TESTS = {
 
 
 def rounded(value: float, digits: int) -> str:
-    """A number in so many significant digits, zeros behind them.
+    """A number rounded to so many significant digits, padded with zeros.
 
     >>> rounded(10296.0, 2), rounded(13985.0, 3), rounded(0.0432, 2), rounded(7.0, 2)
     ('10000', '14000', '0.043', '7.0')
@@ -47,9 +47,9 @@ def signed(value: float, digits: int = 0) -> str:
 
 
 def larger_than_full(measured: Iterable[tuple[str, NominalBudget, float, float]]) -> str:
-    """The sentence that names what keeps more bytes than the full cache; "" where nothing does.
+    """Names the methods that keep more bytes than the full cache; "" if there are none.
 
-    measured: method, budget, kept bytes and bytes of the full cache, each.
+    measured: method, budget, kept bytes and bytes of the full cache.
 
     >>> larger_than_full([("quest", 0.5, 120.0, 100.0), ("kivi", None, 30.0, 100.0)])
     'Larger than the full cache: quest at 0.5.'
@@ -71,7 +71,7 @@ def larger_rows(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:
-    """A median and the spread of its timings; of one or two, two digits and no spread; "" where none is.
+    """A median and the spread of its timings; one or two timings give two digits and no spread; "" if none.
 
     >>> speed({"prefill_ms": 41.37}, "prefill_ms")
     ('41', '')

@@ -1,4 +1,4 @@
-"""A results folder read again: its rows as they were written, and what metrics.json says of the run."""
+"""Reads a results folder: its rows, and metrics.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEXT = "give the --out of a finished `kvjax compare`"
 
 
 class Results(NamedTuple):
-    """What a comparison left: lines of results.jsonl, and metrics.json."""
+    """The files of a finished comparison: lines of results.jsonl, and metrics.json."""
 
     rows: list[dict[str, Any]]
     metrics: dict[str, Any]
@@ -28,7 +28,7 @@ class Results(NamedTuple):
 
     @property
     def timings(self) -> Timings:
-        """What was timed, by method and budget."""
+        """The timings, by method and budget."""
         names = ("prefill_ms", "decode_tokens_per_s")
         cells = self.metrics.get("cells", [])
         return {

@@ -18,9 +18,9 @@ from kvjax.base.atomic_files import write_atomic
 from kvjax.eval.report.cells import Cell
 from kvjax.eval.report.comparison_table import PROTOCOLS
 
-# Okabe and Ito's colours, told apart with any kind of colour vision, without yellow, which is lost on white;
-# then as many darker ones. Their number and the markers' share no divisor, so that colour and marker together
-# repeat late.
+# Okabe and Ito's colours, which are distinguishable with any kind of colour vision, without yellow, which is
+# invisible on white; then as many darker ones. Their number and the markers' are coprime, so that
+# combinations repeat late.
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
     *("#332288", "#882255", "#7A8B00", "#8C564B", "#9467BD", "#2F5F5F"),
@@ -54,10 +54,10 @@ DARK = {"paper": "#161b22", "ink": "#e6edf3", "muted": "#9aa5b1", "grid": "#2a31
 _DOTS_PER_INCH = 160
 
 
-# Fewer ticks than this do not say what scale an axis has.
+# Fewer ticks than this do not show an axis' scale.
 _TICKS = 3
 _CAPTION_COLUMNS = 90
-# Of more methods than these, those that lead are told apart, and all others are grey.
+# With more methods than this, only the leading ones have colours, and all others are grey.
 _MANY = 24
 
 
@@ -87,7 +87,7 @@ class Panel(NamedTuple):
 class Axis(NamedTuple):
     """The quality axis: its name, its ends where they are known, and whether more is better.
 
-    log: whether equal ratios are equally far apart.
+    log: whether the axis is logarithmic.
     """
 
     name: str
@@ -297,13 +297,13 @@ def _line(axes: Axes, points: Sequence[Point], percents: Sequence[float], style:
 
 
 def byte_axis(percents: Sequence[float]) -> Reach:
-    """Both ends of a log axis around these percents, and its ticks: halves, or more where few would fit.
+    """Both ends of a log axis around these percents, and its ticks: halves, or more if few would fit.
 
     >>> byte_axis([12.5, 25.0, 50.0, 100.0])[1], byte_axis([25.0, 28.0])[1]
     ([12.5, 25.0, 50.0, 100.0], [20.0, 25.0, 30.0, 35.0])
     """
     least, most = min(percents, default=25.0), max(percents, default=100.0)
-    # At least a factor of 2, so that single budgets stand apart from methods of nearly the same bytes.
+    # At least a factor of 2, so that budgets remain distinguishable from methods of nearly equal bytes.
     room = max(1.12, math.sqrt(2 * least / most))
     low, high = least / room, most * room
     halves = [100 / 2**i for i in range(9, -3, -1)]

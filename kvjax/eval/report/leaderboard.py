@@ -1,6 +1,6 @@
-"""The leaderboard: what comparisons of all methods found, as one small file beside this one, and read again.
+"""The leaderboard: results of comparisons of all methods, in one small file beside this one.
 
-`scripts/studies/leaderboard.py` makes the file of the folders that `kvjax compare` wrote, one per model.
+`scripts/studies/leaderboard.py` builds the file from folders that `kvjax compare` wrote, one per model.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class Line(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """One method beside no compression: how often as long a prefill takes, how often as fast it decodes."""
+    """A method's slowdown of prefill and speedup of decoding, relative to no compression."""
 
     prefill: float
     decode: float
 
 
 class BoardRun(NamedTuple):
-    """One model's comparison: what ran where, and its cells in the order of the table."""
+    """One model's comparison: its environment, and its cells in the order of the table."""
 
     about: dict[str, Any]
     cells: tuple[Cell, ...]
 
 
 class Leaderboard(NamedTuple):
-    """Runs on one or several models, and what was timed, with what it was timed on."""
+    """Runs on one or several models, the timings, and the environment of the timings."""
 
     runs: tuple[BoardRun, ...]
     speed: dict[str, Speed]
@@ -105,7 +105,7 @@ def _shipped() -> dict[str, tuple[Line, ...]]:
 
 
 def lines_of(id: str) -> tuple[Line, ...]:
-    """The shipped leaderboard's lines of a method; none where it was not compared.
+    """The shipped leaderboard's lines of a method; none if it was not compared.
 
     >>> lines_of("no-such-method")
     ()
@@ -164,7 +164,7 @@ def _line(group: list[Cell]) -> Line:
 
 
 def about_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What metrics.json says of a run that readers of its scores need to know."""
+    """The parts of metrics.json that readers of scores need."""
     settings = metrics["settings"]
     names = ("model", "fingerprint", "device", "dtype", "git_revision", "versions", "command")
     found = {name: metrics.get(name) for name in names}

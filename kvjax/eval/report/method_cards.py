@@ -1,4 +1,4 @@
-"""What the page says of each method that was compared: families, papers, and a link from every mention."""
+"""The page's card of each compared method: families, papers, and a link from every mention."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def anchor_of(label: str) -> str:
 
 
 def linked(label: str, known: Iterable[str]) -> str:
-    """A method's name as HTML, linked to its card where it has one."""
+    """A method's name as HTML, linked to its card if it has one."""
     name = escape(label)
     return f'<a href="#{anchor_of(label)}">{name}</a>' if label in known else name
 
 
 def family_filter(labels: Iterable[str]) -> str:
-    """A box per family of these methods, all ticked; "" where there is one family."""
+    """A checkbox per family of these methods, all ticked; "" if there is only one family."""
     families = list(dict.fromkeys(family for label in labels for family in families_of(label)))
     if len(families) < 2:
         return ""
@@ -71,7 +71,7 @@ def family_filter(labels: Iterable[str]) -> str:
 
 
 def filter_bar(labels: Iterable[str], protocols: str = "") -> str:
-    """What is shown on the page: buttons of protocols, and a box per family; "" where there is neither."""
+    """The page's filters: buttons of protocols, and a checkbox per family; "" if there are neither."""
     families = family_filter(labels)
     if not protocols and not families:
         return ""
@@ -79,7 +79,7 @@ def filter_bar(labels: Iterable[str], protocols: str = "") -> str:
 
 
 def cards_section(labels: Iterable[str]) -> str:
-    """A card per method: what it does in a line, its paper with a link, and how it compares with that.
+    """A card per method: a one-line summary, its paper with a link, and how it compares with that.
 
     >>> "https://arxiv.org/abs/2404.14469" in cards_section(["snapkv"])
     True

@@ -1,4 +1,4 @@
-"""The needle map: scores by the length of a context and by how deep in it the needed tokens lie."""
+"""The needle map: scores by the length of a context and the depth of the needed tokens in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.eval.report.cells import Row, budget_label
 from kvjax.eval.report.method_cards import families_of
 
 DEPTHS = 5
-# Contexts of one length differ by what their last record left of it.
+# Contexts of nominally equal length differ by less than this factor.
 _ALIKE = 1.25
 ALL = "all tasks"
 
@@ -44,7 +44,7 @@ def lengths_of(tokens: Iterable[int]) -> dict[int, str]:
 def needle_maps(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One map per protocol and task, and one of all tasks: per method, budget and length, [mean, n] by depth.
 
-    Rows without `depth` or `context_tokens` name no needle and are left out. Where there is none, [].
+    Rows without `depth` or `context_tokens` have no needle and are skipped. [] if there are none.
     """
     known = [row for row in rows if row.get("depth") is not None and row.get("context_tokens")]
     names = lengths_of(row["context_tokens"] for row in known)
@@ -78,7 +78,7 @@ def _cell(scores: Sequence[float]) -> list[float | int] | None:
 
 
 def needles_section(rows: Sequence[Row]) -> str:
-    """The section that the page's script fills; "" where no sample says what it needs."""
+    """The section that the page's script fills; "" if no sample has a needle."""
     maps = needle_maps(rows)
     if not maps:
         return ""

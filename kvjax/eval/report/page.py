@@ -1,7 +1,8 @@
-"""The report page: one HTML file of what was asked, what is best, plots, a table, and marked prompts.
+"""The report page: one HTML file with settings, best methods, plots, a table, and marked prompts.
 
-Everything is inlined, and the page's content security policy forbids the network. Example prompts travel as
-JSON and become text nodes, so that no token is ever read as markup; everything else is escaped here.
+Everything is inlined, and the page's content security policy forbids the network. Example prompts are
+embedded as JSON and become text nodes, so that no token is ever parsed as markup; everything else is escaped
+here.
 """
 
 import json
@@ -133,7 +134,7 @@ def _json(values: Sequence[Mapping[str, Any]]) -> str:
 
 
 def caption_of(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
-    """What a picture says of its run: model, length, samples, tasks, and the command that makes it again."""
+    """The caption of a picture: model, length, samples, tasks, and the command that reproduces it."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     length = metrics.get("settings", {}).get("length")
     words = [str(metrics.get("model", "")), f"{length} tokens" if length else ""]

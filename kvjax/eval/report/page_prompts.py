@@ -1,4 +1,4 @@
-"""Prompts on the page, with what each method kept of them; the script draws what is listed here."""
+"""Prompts on the page, with the tokens that each method kept; a script draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's table of all cells: it sorts, hides what a filter leaves out, and can be saved as CSV."""
+"""The page's table of all cells: sortable, filterable, and downloadable as CSV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.eval.report.svg_plot import Look
 
 
 class _Shape(NamedTuple):
-    """What a row has besides its method: tasks, the unit of bytes, host memory, -log p, looks of methods."""
+    """The columns of a row besides its method: tasks, unit of bytes, host memory, -log p, methods' looks."""
 
     tasks: Sequence[str]
     unit: tuple[str, float]
@@ -66,7 +66,7 @@ def csv_button(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def dotted(method: str, looks: Mapping[str, Look]) -> str:
-    """A method's name behind a dot of its colour, linked to its card."""
+    """A method's name after a dot of its colour, linked to its card."""
     return f'<i class="dot" style="--c:var(--m{looks[method].number})"></i>{linked(method, looks)}'
 
 

@@ -1,7 +1,7 @@
 """Paired differences: two methods answered the same questions, so each question is its own comparison.
 
-Two intervals that overlap say little about two methods that saw the same samples; the differences do. They
-are paired by task and sample. Tasks weigh alike, as in the mean of a cell, and are taken as independent.
+Overlapping intervals say little about two methods on the same samples; paired differences do. They are paired
+by task and sample. Tasks have equal weights, as in the mean of a cell, and are taken as independent.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 import scipy.special
 from jaxtyping import Float
 
-# Below this many samples an interval or a test says more about its formula than about the method.
+# Below this many samples an interval or a test depends more on its formula than on the method.
 FEW = 5
 RESAMPLES = 2000
 _SEED = 0
@@ -54,7 +54,7 @@ def scores_of(rows: Iterable[Mapping[str, Any]]) -> Scores:
 
 
 def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Difference | None:
-    """What `ours` scores more than `theirs` on the samples of both; None if they share none.
+    """The mean difference of `ours` from `theirs` on their common samples; None if there are none.
 
     shares: scores are in [0, 1]; False for figures without bounds, such as nats.
 
@@ -64,7 +64,7 @@ def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Differen
     (1.0, 8, 'mcnemar', 0.0078)
     """
     tasks: dict[str, list[tuple[float, float]]] = {}
-    # In the order of names, so that the same samples give the same interval whoever wrote them first.
+    # Sorted, so that the same samples give the same interval in whatever order they were written.
     for key in sorted(ours.keys() & theirs.keys()):
         tasks.setdefault(key[0], []).append((ours[key], theirs[key]))
     if not tasks:
@@ -73,8 +73,8 @@ def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Differen
     gains = [x[:, 0] - x[:, 1] for x in pairs]
     wins, losses = (sum(int((sign * x > 0).sum()) for x in gains) for sign in (1, -1))
     binary = shares and all(np.isin(x, (0.0, 1.0)).all() for x in pairs)
-    # Equal differences leave no spread to resample: their signs are counted instead. Shares get the widest
-    # interval for their mean, figures without bounds none.
+    # Equal differences leave nothing to resample: their signs are counted instead. Shares get the widest
+    # interval for their mean, unbounded figures none.
     alike = all((x == x[0]).all() for x in gains)
     mean = math.fsum(float(x.mean()) for x in gains) / len(gains)
     low = high = p = None
@@ -115,7 +115,7 @@ def mcnemar(wins: int, losses: int) -> float:
     >>> mcnemar(1, 9), mcnemar(0, 0)
     (0.021484375, 1.0)
     """
-    # Both sides of a fair coin weigh the same. `scipy.stats` says it too, and takes 0.5 s more to import.
+    # A two-sided sign test. `scipy.stats` has one, but takes 0.5 s more to import.
     return min(1.0, 2 * float(scipy.special.bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
@@ -132,7 +132,7 @@ def _chance(draws: Float[np.ndarray, "R"]) -> float:
 
 @cache
 def _weights(samples: int, task: int) -> Float[np.ndarray, "R N"]:
-    """How much each sample weighs in each resample; the same for every pair of methods."""
+    """The weight of each sample in each resample; the same for every pair of methods."""
     draws = np.random.default_rng([_SEED, task]).multinomial(
         samples, np.full(samples, 1 / samples), RESAMPLES
     )

@@ -63,7 +63,7 @@ def colours_of(panels: Sequence[Panel], axis: Axis) -> str:
 
 
 def plots(panels: Sequence[Panel], axis: Axis, of: str) -> str:
-    """The section of the frontier; `of`: what its bars are intervals of."""
+    """The section of the frontier; `of`: what its intervals are computed over."""
     looks, reach = looks_of(panels, axis), byte_axis(reaches(panels))
     drawn = "".join(f"<figure>{svg_plot(panel, axis, reach, looks, LARGE)}</figure>" for panel in panels)
     better = "Up" if axis.higher else "Down"

@@ -25,7 +25,7 @@ FIRST, MOST = 5.0, 60.0
 
 
 class Bars(Progress):
-    """rich's bars; where the console is no terminal, plain lines such as "reading: 3 of 8, 0:40 left".
+    """rich's bars; or, if the console is not a terminal, plain lines such as "reading: 3 of 8, 0:40 left".
 
     They go to standard error, so that a table in a pipe or a file stays a table.
     """
@@ -62,7 +62,7 @@ class Bars(Progress):
         left = "" if task.time_remaining is None else f", {_clock(task.time_remaining)} left"
         news = f", {task.fields['news']}" if task.fields.get("news") else ""
         of = "" if task.total is None else f" of {task.total:g}"
-        with contextlib.suppress(OSError, ValueError):  # a closed standard error ends no run
+        with contextlib.suppress(OSError, ValueError):  # a closed standard error must not end a run
             print(f"{task.description}: {task.completed:g}{of}{left}{news}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The picture of what a method keeps beside what the continuation attends to."""
+"""The picture of what a method keeps, beside the attention of the continuation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.base.errors import InputError
 
 _INK, _KEPT, _DROPPED = "#1b1f24", "#0072B2", "#e3e7ec"
 _DOTS_PER_INCH = 160
-# Cells up to which each is written as a number too, and lists up to which each has its name.
+# The most cells whose numbers are written, and the most KV heads whose names are.
 _MOST_NUMBERS, _MOST_NAMES = 96, 48
 
 

@@ -1,4 +1,4 @@
-"""The report's section of what methods score and keep: one picture each, closed until it is asked for."""
+"""The report's section of methods' scores and kept tokens: one picture each, initially collapsed."""
 
 import base64
 from collections.abc import Sequence

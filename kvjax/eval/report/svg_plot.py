@@ -33,7 +33,7 @@ _OUTLINES = {
     ".": "M-.5 0A.5.5 0 0 1 .5 0A.5.5 0 0 1-.5 0Z",
 }
 _TICKS = 5
-# What a likelihood of 1 is drawn at on a log axis.
+# The smallest value on a log axis, at which a likelihood of 1 is drawn.
 _LEAST = 1e-4
 
 
@@ -85,7 +85,7 @@ def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, Look], 
     front = pareto(panel.points, axis.higher)
     lines.append(f'<polyline class="pareto" points="{_joined([(x(p.kept), up(p.value)) for p in front])}"/>')
     lines += [_series(panel, method, look, x, up, inside[0]) for method, look in looks.items()]
-    # A nested svg cuts off what lies outside of the axes.
+    # A nested svg clips everything outside of the axes.
     plot = (
         f'<svg x="{size.left}" y="{size.top}" width="{inside[0]}" height="{inside[1]}">{"".join(lines)}</svg>'
     )

@@ -24,7 +24,7 @@ from kvjax.eval.report.text_table import LOST, ends_of, text_panels
 
 
 def text_caption(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the picture says of its run: model, windows, tokens, and the command that makes it again."""
+    """The caption of the picture: model, windows, tokens, and the command that reproduces it."""
     length = metrics.get("settings", {}).get("length")
     words = [str(metrics.get("model", "")), f"windows of {length} tokens" if length else ""]
     words.append(f"n = {rows[0]['windows']} windows, {rows[0]['tokens']} tokens behind them" if rows else "")
@@ -73,7 +73,7 @@ def text_html(
 
 
 def _asked(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the model read and what was measured, as HTML."""
+    """The text, the settings and the measured values, as HTML."""
     if not rows:
         return ""
     methods, length = (

@@ -1,4 +1,4 @@
-"""A comparison on a text: what windows come to per method and budget, and the table that shows it.
+"""A comparison on a text: means over windows per method and budget, and their table.
 
 One row per window and method goes in: id, method, budget, nll, full_nll, kl, top1, kept_bytes, full_bytes,
 read_bytes, tokens, distances.
@@ -86,14 +86,14 @@ def text_duels(rows: Iterable[Mapping[str, Any]]) -> list[Duels]:
 
 
 def ends_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The interval of what a method loses; None for too few windows, and where all lose the same."""
+    """The interval of a method's loss; None for too few windows, and if all are equal."""
     if row["windows"] < FEW or row["delta_low"] == row["delta_high"]:
         return None
     return row["delta_low"], row["delta_high"]
 
 
 def lost_ends(row: Mapping[str, Any]) -> str:
-    """The interval of what a method loses, or why there is none.
+    """The interval of a method's loss, or why there is none.
 
     >>> lost_ends({"windows": 8, "delta_low": -0.001, "delta_high": 0.02}), lost_ends({"windows": 2})
     ('-0.0010..0.0200', 'n=2')

@@ -1,1 +1,1 @@
-"""How a comparison runs: its cells, its batches, its log and the memory it may take."""
+"""Running a comparison: its cells, its batches, its log and its memory."""

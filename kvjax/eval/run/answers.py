@@ -1,4 +1,4 @@
-"""How questions are answered: the model writes, in one program, or the right answer is fed in one pass."""
+"""Answering questions: the model generates, in one program, or the right answer is fed in one pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvjax.models.model import Model
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
-# What `generate_answers` writes in the place of a token whose logits are no numbers.
+# Marks a token whose logits were NaN in the results of `generate_answers`.
 NOT_A_NUMBER = -2
 
 
 def row_new_tokens(rows: Rows) -> Int[np.ndarray, "B"]:
-    """Per row of a batch, how many tokens its last sample writes; 0 for the rows that only fill it up."""
+    """How many tokens the last sample of each row generates; 0 for padding rows."""
     out = np.zeros(rows.forced.shape[0], np.int32)
     for i, turns in enumerate(rows.turns):
         out[i] = new_tokens(turns[-1][1])
@@ -58,12 +58,12 @@ def generate_answers(
     *,
     width: int,
 ) -> Int[Array, "B S"]:
-    """Greedy predictions of S = F + width steps: behind every forced token, then behind the model's own.
+    """Greedy predictions of S = F + width steps: after every forced token, then after the model's own.
 
-    Row b is fed forced[b, :count[b]] one by one and then its own predictions until new[b] tokens are written
-    or one of `stop` is said. Steps that a row did not make, and a stop that ended it, are -1, tokens
-    whose logits are no numbers -2. again: the
-    first forced token is the prompt's last one, asked again. width (static): at least new.max().
+    Row b is fed forced[b, :count[b]] one by one and then its own predictions until new[b] tokens are
+    generated or one of `stop` is predicted. Steps that a row did not run, and the stop token that ended it,
+    are -1; tokens with NaN logits are -2. again: the first forced token is the prompt's last one, read again.
+    width (static): at least new.max().
     """
     fed = jnp.pad(forced, ((0, 0), (0, width)))
     limit = count + jnp.maximum(new - 1, 0)
@@ -79,7 +79,7 @@ def generate_answers(
         live = (i < limit) & ~done
         logits, cache = steps.step_fn(run, params, cache, token, live & ~(again & (i == 0)))
         best = jnp.argmax(logits, -1).astype(jnp.int32)
-        # The largest is the first NaN where there is one.
+        # argmax returns the first NaN, if there is one.
         top = jnp.take_along_axis(logits, best[:, None], axis=1)[:, 0]
         best = jnp.where(jnp.isnan(top), NOT_A_NUMBER, best)
         ends = (new > 0) & (i >= count - 1) & (best[:, None] == stop[None]).any(-1)
@@ -91,10 +91,10 @@ def generate_answers(
 
 
 class Expected(NamedTuple):
-    """What a model expects after each token that it is fed.
+    """The model's predictions after each token that it is fed.
 
-    likeliest: the most probable next token, `NOT_A_NUMBER` where logits are none; -1 where nothing was fed.
-    nll: -log p of the answer's token there, in nats; 0 where none has to follow.
+    likeliest: the most probable next token, `NOT_A_NUMBER` for NaN logits; -1 where nothing was fed. nll:
+    -log p of the answer's token there, in nats; 0 where none has to follow.
     """
 
     likeliest: Int[np.ndarray, "B F"]
@@ -102,9 +102,9 @@ class Expected(NamedTuple):
 
 
 def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Rows) -> Expected:
-    """Feeds the forced tokens of a batch whose answers are all given, in one pass where that equals steps.
+    """Feeds the forced tokens of a batch whose answers are all given, in one pass if that equals steps.
 
-    It takes single steps where a method evicts or reads by each of them. The cache is consumed.
+    It takes single steps if a method evicts or retrieves at each of them. The cache is consumed.
     """
     targets = jnp.asarray(targets_of(rows))
     tokens, count, again = rows.forced, rows.count, rows.again
@@ -115,7 +115,7 @@ def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Row
     if not again.any():
         logits, _ = passes(run, params, cache, PaddedTokens(tokens, count), tokens.shape[1])
         return Expected(*map(fetch, _expected(logits, jnp.asarray(count), targets)))
-    # The prompt's last token is asked again, and stored no second time.
+    # Reads the prompt's last token again, without storing it a second time.
     logits, cache = _asked_again(run, params, cache, jnp.asarray(tokens[:, 0]))
     first = _expected(logits[:, None], jnp.asarray(count), targets[:, :1])
     if (count < 2).all():
@@ -134,7 +134,7 @@ def _expected(
     """The likeliest token after each of the first `count`, and -log p of the targets."""
     wide = logits.astype(jnp.float32)
     best = jnp.argmax(wide, -1).astype(jnp.int32)
-    # The largest is the first NaN where there is one.
+    # argmax returns the first NaN, if there is one.
     top = jnp.take_along_axis(wide, best[..., None], -1)[..., 0]
     best = jnp.where(jnp.isnan(top), NOT_A_NUMBER, best)
     best = jnp.where(jnp.arange(best.shape[1])[None] < count[:, None], best, -1)
@@ -160,7 +160,7 @@ def _stepped(
     again: Bool[Array, "B"],
     targets: Int[Array, "B F"],
 ) -> tuple[Int[Array, "B F"], Float[Array, "B F"]]:
-    """As `_expected`, one step per token."""
+    """Like `_expected`, with one step per token."""
 
     def unfinished(carry: tuple[Array, Cache, Array, Array]) -> Array:
         return (carry[0] < count).any()

@@ -1,4 +1,4 @@
-"""Asks the questions of a plan: every method and budget on every batch, in an order that compiles little."""
+"""Answers the questions of a plan: every method and budget on every batch, with few compilations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvjax.eval.tasks.sample import most_new_tokens
 from kvjax.grammar import Method
 from kvjax.steps import Prompt
 
-# Batches whose seconds are measured, per cell and number of rows.
+# How many batches are timed, per cell and number of rows.
 TIMED = 3
 # The entry whose bytes are 100%.
 FULL = Entry("full", None, Method())
-# Cells that go through all batches before others do: a process holds the programs of so many. With all cells
-# on one batch after the other it would forget programs, and compile them again for every batch.
+# How many cells go through all batches before the next ones start: a process caches the programs of so many.
+# Running all cells on one batch after the other would evict programs, and compile them again for every batch.
 TOGETHER = 40
 
 
@@ -62,7 +62,7 @@ def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> Non
 
 
 def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
-    """What a cell scored and weighs in its first batch of several."""
+    """A cell's scores and bytes in the first of several batches."""
     tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
     score = np.mean([np.mean(scores) for scores in tasks.values()])
     kept = np.mean([row["kept_bytes"] for row in unit.rows])
@@ -72,7 +72,7 @@ def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
 
 
 def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
-    """The cells in the order in which they run: all together where there is one batch."""
+    """The cells in the order in which they run: all together if there is a single batch."""
     together = len(entries) if batches == 1 else TOGETHER
     return [entries[at : at + together] for at in range(0, len(entries), together)]
 
@@ -80,7 +80,7 @@ def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
 def _time_again(
     runner: Runner, log: UnitLog, batch: Batch, rows: Rows, cells: list[Entry], full_bytes: int
 ) -> None:
-    """The only batch once more: its first runs compiled, so their seconds say nothing."""
+    """Runs a single batch once more: its first run compiled, so it could not be timed."""
     prompt, read_s = runner.prompt(rows)
     for entry in cells:
         runner.make_room()

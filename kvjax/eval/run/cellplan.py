@@ -1,4 +1,4 @@
-"""Cells: which sentences a comparison runs, each at which budget."""
+"""Cells: the methods that a comparison runs, each at its budget."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvjax.pure import bind
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")
-# What a comparison runs beside those where no methods are named, so that it takes a minute or two: eviction
-# in steps, after a prompt and for any question, codes, and reads of a few pages.
+# The default methods, so that a comparison takes a minute or two: eviction in steps, after a prompt and for
+# any question, codes, and retrieval of a few pages.
 FIRST = ("h2o", "snapkv", "kvzip", "kivi", "quest")
-# The same on a model that reads English, where a method's share of the time is small.
+# The default on a model that reads English, where methods take a small share of the time.
 FIRST_IN_ENGLISH = (
     *("streamingllm", "h2o", "tova", "snapkv", "adakv", "expected-attention", "keydiff", "kvzip"),
     *("int4", "kivi", "snapkv + kivi", "quest"),
 )
-# "well-known": a few of every family, those that people ask for first.
+# "well-known": a few of every family, the most popular ones.
 WELL_KNOWN = (
     *("streamingllm", "h2o", "tova"),
     *("keydiff", "expected-attention", "snapkv", "kvzip", "pyramidkv", "adakv", "d2o"),
@@ -40,7 +40,7 @@ BUDGETS = (0.5, 0.25)
 
 
 class Entry(NamedTuple):
-    """One cell: a label, its nominal budget (None if it has none), and the sentence."""
+    """One cell of a comparison: a label, its nominal budget (None if it has none), and the method."""
 
     label: str
     budget: float | int | None
@@ -59,7 +59,7 @@ def _bound(method: Method, model: Model) -> Method:
 
 
 def _runs(method: Method, model: Model) -> bool:
-    """Whether a method needs no further fit and can rewrite such a model, if that is what it does."""
+    """Whether a method needs no further fit, and, if it rewrites models, can rewrite this one."""
     method = ready(model, method)
     if method.make is None:
         return is_fitted(method)
@@ -81,7 +81,7 @@ def share_of(entries: Sequence[Entry], number: int, of: int) -> list[Entry]:
 
 
 def my_cells(model: Model, entries: Sequence[Entry]) -> list[Entry]:
-    """The cells that this host runs: its share, or all where several hosts hold the model together."""
+    """The cells that this host runs: its share, or all if several hosts hold the model together."""
     return [*entries] if is_shared(model.params) else share_of(entries, number_of(), count())
 
 

@@ -1,4 +1,4 @@
-"""The command line that makes a comparison again, from what `compare` was given."""
+"""The command line that reproduces a comparison, from the arguments of `compare`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command_of(
     mesh: Any = None,
     rules: Any = None,
 ) -> str:
-    """`kvjax compare` with everything that decides what is shown; what was left to its default is left out.
+    """`kvjax compare` with every option that affects the results; defaults are omitted.
 
     >>> command_of(model="recall-tiny", methods=["snapkv + int8"], budgets=[0.5, 64], seeds=[0, 1])
     "kvjax compare --model recall-tiny --methods 'snapkv + int8' --budgets 0.5 64 --seeds 0 1"

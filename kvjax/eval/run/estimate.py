@@ -1,4 +1,4 @@
-"""About how long a comparison takes, said before it begins: reading prompts, what cells do, compiling."""
+"""Estimates a comparison's time before it begins: reading prompts, running cells, compiling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvjax.eval.run.plan import Batch, Plan, distinct
 from kvjax.eval.run.runner import reads_apart
 from kvjax.models.model import Model
 
-# A cell's share of what reading costs: scoring, eviction and fed answers, or one step per token.
+# A cell's share of the cost of prefill: scoring, eviction and fed answers, or one step per token.
 FED, STEPS = 0.1, 0.4
-# Seconds that a layer adds to compiling one of a cell's two programs, of which two compile at a time.
+# Seconds per layer to compile one of a cell's two programs; two programs compile at a time.
 COMPILE = 0.12
 LEAST = 60.0
 

@@ -1,4 +1,4 @@
-"""Examples for the report: a question of every task, and what each method kept of one prompt."""
+"""Examples for the report: a question of every task, and the tokens that each method kept of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.eval.run.plan import Batch, Plan, arrays_of
 from kvjax.eval.tasks.reader import joiner_of
 from kvjax.eval.tasks.sample import Sample, Suite
 
-# Of a prompt are shown: its first and last tokens, and what the answer needs with some before and after it.
+# The shown parts of a prompt: its first and last tokens, and the needed spans with some tokens around them.
 HEAD, TAIL, AROUND, SPANS = 48, 32, 12, 4
 
 
@@ -49,7 +49,7 @@ def kept_examples(
 def task_examples(
     plan: Plan, batches: Sequence[Batch], rows: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The first question of every task: prompt, right answer, and what the full cache and a method said.
+    """The first question of every task: prompt, right answer, and the answers of the full cache and a method.
 
     The method is the first whose score differs from the full cache's, else the first; not a baseline.
     """

@@ -1,9 +1,8 @@
-"""The log of a run: one JSON line per finished unit, so that a killed run goes on where it stopped.
+"""The log of a run: one JSON line per finished unit, so that a killed run continues where it stopped.
 
-A line is whole or it does not count: a torn last line, the mark of a kill, is dropped on resume. A folder
-that holds anything else than a run's files is refused before anything is written. On several hosts each has a
-log of its own, under a folder that they may share or not; all know of all finished units when a run begins
-and when it ends.
+An incomplete last line, left by a kill, is dropped on resume. A folder with other files than a run's is an
+error before anything is written. On several hosts each has its own log, in a folder that they may share or
+not; at the begin and end of a run all hosts exchange their finished units.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from kvjax.base.errors import InputError
 from kvjax.base.interrupts import goes_on_in
 from kvjax.hosts.messages import by_first, gathered, is_first, number_of, wait_for_all
 
-# What a run writes beside its settings: none of it may be there before.
+# The files of a run other than its settings: none may exist before it starts.
 RESULTS = ("units.jsonl", "results.jsonl", "metrics.json", "frontier.png", "report.html")
-# Written and removed again before a run begins, so that a full disk is met then.
+# Written and removed again before a run begins, to detect a full disk early.
 _PROBE_BYTES = 2**16
 
 
@@ -50,7 +49,7 @@ class UnitLog:
             raise
 
     def _begin(self, folder: Path, text: str, resume: bool, fields: tuple[str, ...]) -> None:
-        # Others may have a disk of their own, with a log of another run.
+        # Other hosts may have their own disk, with a log of another run.
         run = hashlib.sha256(text.encode()).hexdigest()[:8]
         self.path = folder / ("units.jsonl" if is_first() else f"units-{run}-{number_of()}.jsonl")
         with writing(folder):
@@ -59,7 +58,7 @@ class UnitLog:
                 self.path.unlink(missing_ok=True)
             if resume and self.path.exists():
                 self.done = self._read(self.path, fields)
-            # Unbuffered, so that what a full disk refuses is known at once and can be taken back.
+            # Unbuffered, so that errors of a full disk show at once and the line can be removed.
             self._file = open(self.path, "ab", buffering=0)
             self._others = sorted(folder.glob(f"units-{run}-*.jsonl")) if is_first() and resume else []
         self._take([self._read(path, fields) for path in self._others])
@@ -101,7 +100,7 @@ class UnitLog:
         return found
 
     def add(self, key: str, unit: dict[str, Any]) -> None:
-        """Appends a finished unit and puts it on disk, all of it or nothing."""
+        """Appends a finished unit and writes it to disk, atomically."""
         found = {"key": key, **unit}
         line = (json.dumps(found) + "\n").encode()
         with writing(self.path.parent):
@@ -127,7 +126,7 @@ class UnitLog:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Says in one sentence why something could not be written under `folder`: InputError for OSError."""
+    """Turns OSErrors under `folder` into InputErrors with a one-sentence reason."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Memory: how many rows fit, before anything is computed; and what was used in the end."""
+"""Memory: how many rows fit, estimated beforehand, and the peak use at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.hosts.messages import gathered
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 
-# More rows at once are no faster on a CPU, whose cores are busy with these.
+# More rows at once are no faster on a CPU, whose cores are already busy.
 CPU_BYTES = 2**31
 # Share of the free memory a comparison may plan to use; the rest is for compilation and the system.
 SHARE = 0.6
@@ -40,7 +40,7 @@ def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int
 
 
 def peak_bytes() -> int:
-    """Most memory used so far: of the accelerator where it says so, else resident memory of the process."""
+    """The peak memory use: of the accelerator if it reports it, else the process's resident memory."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])

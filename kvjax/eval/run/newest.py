@@ -49,7 +49,7 @@ def _at_least(word: object, field: str, tokens: int) -> object:
 
 
 def newest_of(protocol: str, rows: Iterable[Sequence[Sample]]) -> int:
-    """How many newest tokens stay: as many as the longest question where questions stay, else 1."""
+    """How many of the newest tokens are protected: the longest question's length if questions are, else 1."""
     return max((len(row[0].question) for row in rows), default=1) if protocol in STAYS else 1
 
 

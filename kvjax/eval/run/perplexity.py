@@ -1,8 +1,8 @@
-"""The likelihood of a text over compressed caches: how far a method moves what the model expects next.
+"""The likelihood of a text over compressed caches: how much a method changes next-token predictions.
 
-Windows of a text are read and compressed; the tokens behind them are fed one by one, and every distribution
-of the next token is compared with the full cache's. The first one comes from the uncompressed prompt and is
-left out.
+Windows of a text are read and compressed; the tokens after them are fed one by one, and every distribution of
+the next token is compared with the full cache's. The first one comes from the uncompressed prompt and is
+skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STEPS = 128
 BATCH_ROWS = 16
 # The full cache's distributions of a batch are held for all methods.
 DISTRIBUTION_BYTES = 2**28
-# More of a file is not read: windows are drawn from its beginning, and tokenising costs memory.
+# More of a file is not read: windows are drawn from this part, and tokenising costs memory.
 MOST_CHARACTERS = 2**22
 
 
@@ -71,7 +71,7 @@ class Watched(NamedTuple):
 
 @partial(jax.jit, static_argnames=("run",))
 def expect(run: Run, params: Params, cache: Cache, tokens: Int[Array, "B F"]) -> Float[Array, "F B V"]:
-    """Log-probabilities of the next token behind every token, fed one by one as in decoding."""
+    """Log-probabilities of the next token after every token, fed one by one as in decoding."""
 
     def one(cache: Cache, token: Array) -> tuple[Cache, Array]:
         logits, cache = stepping.step_fn(run, params, cache, token, jnp.ones(token.shape, bool))
@@ -89,7 +89,7 @@ def follow(
     targets: Int[Array, "B F"],
     full: Float[Array, "F B V"],
 ) -> Watched:
-    """Feeds tokens one by one and compares what is expected behind each with `full` (from `expect`)."""
+    """Feeds tokens one by one and compares the prediction after each with `full` (from `expect`)."""
 
     def one(cache: Cache, given: tuple[Array, Array, Array]) -> tuple[Cache, Watched]:
         token, target, full = given
@@ -249,7 +249,7 @@ def _key(number: int, entry: Entry) -> str:
 
 
 def _batches(model: Model, windows: Windows, length: int, steps: int) -> Iterator[tuple[Windows, int]]:
-    """As many windows at a time as memory allows, and how many of them count: the last batch is filled up."""
+    """As many windows at a time as fit in memory, and how many of them count: the last batch is padded."""
     itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
     rows = fitting_rows(model.config, bucket(length) + steps, itemsize, BATCH_ROWS)
     rows = max(1, min(rows, DISTRIBUTION_BYTES // (4 * steps * model.config.vocab)))
@@ -305,7 +305,7 @@ def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:
 def _watch(
     runner: Runner, entry: Entry, prompt: Prompt, fed: Array, full: Array, chunk: int | None
 ) -> Watched:
-    """The tokens behind a prompt under one entry, in pieces where it compresses again after each."""
+    """Feeds the tokens after a prompt under one entry, in pieces if it compresses again after each."""
     model, keeps = runner.model, [one.keep for one in entry.method.sentences if one.keep is not None]
     again = chunk is not None and any(k.score is not None and k.when == PREFILL_END for k in keeps)
     count, size = fed.shape[1] - 1, chunk if again and chunk else fed.shape[1] - 1
@@ -323,7 +323,7 @@ def _watch(
     return Watched(*(jnp.concatenate(x, 1) for x in zip(*parts, strict=True)))
 
 
-# --- what is shown and kept ------------------------------------------------------------------------------
+# --- what is shown and stored ----------------------------------------------------------------------------
 
 
 def compare_text(
@@ -339,7 +339,7 @@ def compare_text(
     about: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """`stream_text` as a run that can be resumed: prints the table, writes it, its rows, a figure and a page.
+    """`stream_text` as a run that can be resumed: prints and writes the table, its rows, a figure and a page.
 
     results.jsonl has a line per window and entry; metrics.json holds `about` (versions, device ...), the
     settings and the rows of the table. InputError as `stream_text` and `UnitLog`.

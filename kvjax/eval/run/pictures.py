@@ -1,4 +1,4 @@
-"""What the methods of a comparison score and keep of one prompt, as pictures for its report."""
+"""Pictures of what the methods of a comparison score and keep of one prompt, for its report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvjax.models.model import Model
 def draw_pictures(model: Model, entries: Sequence[Entry], protocol: str, sample: Sample) -> list[Picture]:
     """A picture per method that has scores, at the first of its budgets.
 
-    The prompt is the sample's as its protocol asks it. What attends to it is the question, unless the prompt
-    holds it, and the right answer; where no answer is known and the question is in the prompt, what the model
-    writes.
+    The prompt is built from the sample by the protocol. The question, unless it is in the prompt, and the
+    right answer attend to it; if no answer is known and the question is in the prompt, the model's own answer
+    does.
     """
     aware, newest = protocol in ASKED_FIRST, newest_of(protocol, [[sample]])
     prompt = [*sample.context, *(sample.question if aware else ())]

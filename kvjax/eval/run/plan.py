@@ -1,4 +1,4 @@
-"""What a comparison runs: its cells, its questions, and the batches in which they are read."""
+"""The plan of a comparison: its cells, its questions, and their batches."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def batches_of(plan: Plan) -> list[Batch]:
         pieces = [(s, piece) for s in drawn for piece in _pieces(plan, drawn[s], size)]
         for number, (seed, several) in enumerate(pieces):
             out.append(Batch(protocol, number, seed, several, newest))
-    # Protocols in turn, so that a look at a half-finished run shows all of them.
+    # Alternates between protocols, so that a half-finished run covers all of them.
     return sorted(out, key=lambda b: b.number)
 
 
@@ -165,7 +165,7 @@ def arrays_of(plan: Plan, batches: list[Batch]) -> list[Rows]:
 
 
 def distinct(batch: Batch) -> int:
-    """How many prompts of a batch are read: one for all questions about a context that share it."""
+    """How many distinct prompts a batch has: questions about the same context can share one."""
     return len({*prompts_of(batch.rows, batch.protocol)})
 
 

@@ -1,4 +1,4 @@
-"""Which kvjax ran: the revision of its own checkout, or the version of the package."""
+"""Which kvjax ran: the git revision of its checkout, or the version of the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _is_ours(project: Path) -> bool:
 
 
 def _git(folder: Path, *command: str) -> str | None:
-    """What git answers about a folder; None if there is no git, no repository or no commit."""
+    """Git's output for a folder; None if there is no git, no repository or no commit."""
     ask = ["git", "-C", str(folder), *command]
     try:
         return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -70,11 +70,11 @@ _COMPILED = (observe, probed, settle, generate_answers)
 
 
 class Unit(NamedTuple):
-    """What one cell did on one batch.
+    """The result of one cell on one batch.
 
-    rows: lines of results.jsonl. seconds: per stage, None if compiling hid them; "read" is one of them
-    where the cell read its prompt by itself. steps: tokens decoded.
-    share: per token of the first prompt, the share of (layer, head) lists that held it.
+    rows: lines of results.jsonl. seconds: per stage, None if compiling hid them; "read" is one of them if the
+    cell read its prompt separately. steps: tokens decoded. share: per token of the first prompt, the share of
+    (layer, head) pairs that kept it.
     """
 
     rows: list[dict[str, Any]]
@@ -84,7 +84,7 @@ class Unit(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """Per row: held in all, read by one decode step, and those of the held ones that lie in host memory."""
+    """Bytes per row: held in all, read by one decode step, and held in host memory."""
 
     kept: int
     read: int
@@ -120,12 +120,12 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
 
 
 def bare_method(method: Method, newest: int = 1) -> Method:
-    """The method, changed to keep the newest tokens, too; the last one is asked again."""
+    """The method, changed to keep the newest tokens, too; the last one is read again."""
     return keeping_newest(method, newest)
 
 
 def reads_apart(method: Method) -> bool:
-    """Whether a method reads a prompt in its own way: by other weights or phases, or some tokens alone."""
+    """Whether a method reads a prompt differently: with other weights or phases, or only some tokens."""
     keep = method.keep
     own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
     own = own or any(hiding_of(one.keep) is not None for one in method.sentences)
@@ -133,13 +133,13 @@ def reads_apart(method: Method) -> bool:
 
 
 def bare_run(model: Model, method: Method, newest: int = 1) -> Run:
-    """What is static in compressing with a method, on the model that it runs on."""
+    """The static settings for compressing with a method, on the model that it runs on."""
     on = mesh_for(method, model.on_mesh)
     return Run(made(model, method).config, bare_method(method, newest), on_mesh=on)
 
 
 class Given(NamedTuple):
-    """What a cell's programs are given: its model, and that one's parameters with the arrays of its words."""
+    """The inputs of a cell's programs: its model, and the parameters with the arrays of its words."""
 
     model: Model
     params: Params
@@ -173,7 +173,7 @@ class Runner:
         self.bytes: dict[tuple[Entry, int], Bytes] = {}
 
     def apart(self, entry: Entry) -> bool:
-        """Whether a cell reads prompts for itself, in its own way or on a model of its own."""
+        """Whether a cell needs its own prefill, by its method or because it runs on another model."""
         return reads_apart(entry.method) or self.given(entry).model is not self.model
 
     def given(self, entry: Entry) -> Given:
@@ -184,7 +184,7 @@ class Runner:
         return Given(model, with_fitted(model.params, entry.method))
 
     def decoding(self, entry: Entry) -> Run:
-        """What is static in a cell's steps."""
+        """The static settings of a cell's steps."""
         on = mesh_for(entry.method, self.model.on_mesh)
         return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
@@ -270,7 +270,7 @@ class Runner:
         yield from ((entry, make(entry, alone=True)) for entry in timed)
 
     def make_room(self) -> None:
-        """Drops compiled programs where there are too many, after which no cell counts as run before."""
+        """Drops compiled programs if there are too many; then every cell must compile again."""
         if forget_if_crowded():
             self.runs.clear()
 
@@ -350,7 +350,7 @@ class Runner:
 
 
 def _given(kept: list[np.ndarray], source: Array | None) -> list[np.ndarray]:
-    """Positions in the prompts as they were given, from those in what was read of them."""
+    """Maps kept positions from the tokens that were read to the prompts as given."""
     if source is None:
         return kept
     rows = fetch(source)[:, None]
@@ -358,7 +358,7 @@ def _given(kept: list[np.ndarray], source: Array | None) -> list[np.ndarray]:
 
 
 def _held(kept: list[np.ndarray], row: int, tokens: int) -> np.ndarray:
-    """[lists, tokens]: whether each (layer, head) of a row holds each position."""
+    """[layer and head pairs, tokens]: whether each (layer, head) of a row holds each position."""
     lists = [head for layer in kept for head in layer[row]]
     out = np.zeros((len(lists), tokens + 1), bool)
     for i, pos in enumerate(lists):

@@ -1,4 +1,4 @@
-"""Deep models whose programs loop over equal layers: where many are compiled, that is most of the time."""
+"""Deep models whose programs loop over equal layers, because compile time dominates with many programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import plan
 from kvjax.steps import Run
 
-# Layers from which on a loop over them pays.
+# From this many layers on, a loop over layers is worthwhile.
 DEEP = 12
 
 

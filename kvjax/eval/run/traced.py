@@ -1,4 +1,4 @@
-"""Traces a user's own methods before anything runs, so that a mistake shows at once and not hours later."""
+"""Traces a user's own methods before anything runs, so that mistakes show at once and not hours later."""
 
 from __future__ import annotations
 

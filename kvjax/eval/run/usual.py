@@ -1,4 +1,4 @@
-"""What a comparison does where it is not told, by the model: it may read English or the recall language."""
+"""The defaults of a comparison by model: it may read English or the recall language."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where questions come from, and how their answers are graded."""
+"""Sources of questions, and the grading of answers."""

@@ -1,11 +1,11 @@
-"""Associative recall: pairs of a key and a value, and then every key once more, whose value is asked for.
+"""Associative recall: pairs of a key and a value, and then every key once more, followed by its value.
 
-As in MQAR, multi-query associative recall (Arora et al., 2023, arXiv:2312.04927), many questions stand in one
-row, so that a row teaches much. Keys, values and tokenizer are words of the recall language:
+As in MQAR, multi-query associative recall (Arora et al., 2023, arXiv:2312.04927), a row has many questions,
+so that every row gives much training signal. Keys, values and tokenizer are words of the recall language:
 
     <bos> brave 17 otter 4 calm 52   calm 52 brave 17 otter 4
 
-Unlike MQAR's, keys are asked for right behind each other, with no filler between.
+Unlike MQAR's, keys are queried one right after the other, with no filler between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvjax.eval.tasks.recall import BOS, COLOUR, FIRST, NUMBER
 
 KEYS = NUMBER - FIRST
 VALUES = COLOUR - NUMBER
-# Tokens of a pair: when it is told, and when it is asked for.
+# Tokens of a pair: when it is given, and when it is queried.
 ROW_TOKENS = 4
 
 

@@ -1,4 +1,4 @@
-"""What RULER and LongBench fix for each of their tasks: the prompt, the length of an answer, the metric."""
+"""RULER's and LongBench's settings for each of their tasks: the prompt, the answer's length, the metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are too long lose the middle or the end of their context; the question stays whole."""
+"""Prompts that are too long are cut in the middle or at the end of their context, never in the question."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ _Prompt = tuple[Ids, Ids, Spans]
 
 
 def _encode(reader: Reader, name: str, record: _Record) -> _Prompt:
-    """A prompt as ids; a needle's place is known, since its answer stands nowhere else."""
+    """A prompt as ids; a needle's position is found by its answer, which occurs nowhere else."""
     needles = [re.escape(r) for r in record.references if r and name.startswith("niah")]
     pieces = re.split("(" + "|".join(needles) + ")", record.context) if needles else [record.context]
     *parts, question = reader.split(*pieces, record.question)

@@ -1,7 +1,7 @@
 """How written answers are scored, as RULER and LongBench do it: text in, a score in [0, 1] out.
 
-Nothing here knows a data set; which metric belongs to which is said in `benchmarks.py`. Where a published
-number depends on a habit of the original code, the habit is kept, so that scores can be compared.
+Nothing here knows a data set; `benchmarks.py` assigns the metrics. Where a published number depends on a
+quirk of the original code, the quirk is kept, so that scores can be compared.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def rouge_l_chinese(prediction: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # A blank behind the last point counts as one more sentence of one empty word: the package's habit.
+    # A space after the last point counts as one more sentence of one empty word, as in the original package.
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
@@ -233,7 +233,8 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     0.5
     """
     named = [name for name in classes if name in prediction]
-    # LongBench removes from the list it walks over, so that the class behind a removed one is not looked at.
+    # LongBench removes from the list while iterating over it, so that the class after a removed one is
+    # skipped.
     for name in named:
         if name in reference and name != reference:
             named.remove(name)

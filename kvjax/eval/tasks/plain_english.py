@@ -1,13 +1,13 @@
-"""Questions for any model with a tokenizer: plain English made of words that the tokenizer knows.
+"""Questions for any model with a tokenizer: plain English in words of the tokenizer's vocabulary.
 
 A context is filler sentences with facts scattered among them; questions follow it:
 
     The code of amber harbor is 52 17 94.                      get: the code of a name
     The code of calm river is the same as that of old tower.   chase: the other name and its code
     The second code of old tower is 31 70 22.                  all: both codes of a name
-    The code of amber tower is 18 40 63.                       multikey: get, among names that look alike
+    The code of amber tower is 18 40 63.                       multikey: get, among similar names
 
-and copy: go on with a passage of the text. The tasks mirror those of the recall language.
+and copy: continue a passage of the text. The tasks mirror those of the recall language.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _DENSITY, _MAX_FACTS, _LOOKALIKES = 0.35, 200, 3
 
 
 class _Vocabulary(NamedTuple):
-    """Words by what they serve for, and how many tokens each costs behind another word."""
+    """Words by their use, and how many tokens each costs after another word."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -140,7 +140,7 @@ class _Fact(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Ids of a context, where its sentences start, what can be asked per task, and where each fact stands."""
+    """Ids of a context, the starts of its sentences, possible questions per task, and facts' positions."""
 
     ids: Int[np.ndarray, "T"]
     starts: Int[np.ndarray, "S"]

@@ -54,7 +54,7 @@ class Reader(NamedTuple):
         return self.tokenizer.decode([id], skip_special_tokens=False) or token
 
     def reads(self, word: str) -> bool:
-        """Whether a word comes back from its tokens: no unknown token stands for it, nothing is dropped."""
+        """Whether a word is decoded unchanged from its tokens: none is unknown, and nothing is dropped."""
         try:
             ids = self.tokenizer.encode(word, add_special_tokens=False).ids
         except Exception:
@@ -68,7 +68,7 @@ class Reader(NamedTuple):
 
 
 def joiner_of(words: Sequence[str]) -> str:
-    """What stands between words; pieces of a tokenizer bring their own white space.
+    """The separator between words; pieces of a tokenizer have their own white space.
 
     >>> joiner_of(["a", "b"]), joiner_of(["a", " b"])
     (' ', '')

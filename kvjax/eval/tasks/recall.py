@@ -149,7 +149,7 @@ def _fewest_records(values: int, pointers: int, seconds: int, family: bool) -> i
 
 
 def min_tokens(*, values: int = 0, pointers: int = 0, seconds: int = 0, family: bool = False) -> int:
-    """Shortest context, in tokens, that surely holds what `make_context` is asked for under the same names.
+    """The shortest context, in tokens, that certainly has room for these arguments of `make_context`.
 
     >>> min_tokens(pointers=1, seconds=1)
     30

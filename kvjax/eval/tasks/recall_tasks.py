@@ -1,8 +1,8 @@
-"""What is asked about a context of the recall language: training sequences, evaluation samples, their score.
+"""Questions about contexts of the recall language: training sequences, evaluation samples, their score.
 
 Every sample is a pure function of (task, seed, index, tokens), so a cell of a comparison can be computed
-anywhere, in any order, and resumed. A sample says where in the context the needed records stand (`spans`):
-the share of them that survives is a diagnostic of every method that evicts. No model is run here.
+anywhere, in any order, and resumed. A sample has the positions of the needed records in the context
+(`spans`): the share of them that is kept is a diagnostic of every method that evicts. No model is run here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

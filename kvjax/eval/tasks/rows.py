@@ -1,7 +1,7 @@
 """Rows: samples as padded arrays. A row is a prompt, then a forced text whose predictions are scored.
 
 The model reads the prompt, compresses, and is then given the questions and the right answers token by
-token; what it would have said at every place of an answer is compared with the answer. An answer is right
+token; its prediction at every position of an answer is compared with the answer. An answer is right
 under greedy decoding exactly when all of these are.
 """
 
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from kvjax.eval.tasks.sample import OpenSample, Sample
 
 PROTOCOLS = ("agnostic", "aware", "aware-unprotected", "multi-turn")
-# Protocols whose prompts end with the question; of these, protocols in which the question stays.
+# Protocols whose prompts end with the question; of these, protocols that protect the question from eviction.
 ASKED_FIRST, STAYS = ("aware", "aware-unprotected"), ("aware",)
 
 
@@ -80,7 +80,7 @@ def make_rows(
         if i < len(rows):
             turns.append(starts)
     again = np.full(batch, protocol in ASKED_FIRST)
-    # Places that no row asks about hold the first prompt.
+    # Unused rows repeat the first prompt.
     free = len({*number})
     prompt[free:], length[free:] = prompt[0], length[0]
     of = np.array(number, np.int32) if shared else None
@@ -99,7 +99,7 @@ def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
 
 
 def targets_of(rows: Rows) -> Int[np.ndarray, "B F"]:
-    """The token of an answer that has to follow each forced token; -1 where none does."""
+    """The answer token that must follow each forced token; -1 if none does."""
     out = np.full(rows.forced.shape, -1, np.int32)
     for i, turns in enumerate(rows.turns):
         for start, sample in turns:

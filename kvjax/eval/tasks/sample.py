@@ -1,7 +1,7 @@
-"""What every suite of questions is made of: samples, grades, and what a suite must offer.
+"""The types common to all suites of questions: samples, grades, and the interface of a suite.
 
-The answer of a `ForcedSample` is fed to the model token by token, and what the model would have said at each
-place is compared with it. An `OpenSample` is answered in the model's own words.
+The answer of a `ForcedSample` is fed to the model token by token, and the model's prediction at each position
+is compared with it. An `OpenSample` is answered in the model's own words.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Sample(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedSample:
-    """A question whose right answer is fed token by token and compared with what the model would have said.
+    """A question whose right answer is fed token by token and compared with the model's predictions.
 
-    spans are the [start, end) of the needed records in the context; parts those of the answer that are
-    graded, () where all of it is.
+    spans are the [start, end) of the needed records in the context; parts are those of the answer that are
+    graded, () for all of it.
     """
 
     id: str
@@ -69,7 +69,7 @@ class OpenSample:
 
 
 class Graded(NamedTuple):
-    """What was said, what was right, and the score in [0, 1]."""
+    """The predicted answer, the right one, and the score in [0, 1]."""
 
     prediction: str
     answer: str

@@ -99,12 +99,12 @@ class CombinedSuite:
 
 # Tasks of RULER that a model of a hundred million parameters answers, and the length at which it does.
 FIRST_IN_ENGLISH = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multiquery")
-# Tokenizers of fewer tokens were made for an experiment, and not for English.
+# Tokenizers with fewer tokens were made for an experiment, not for English.
 ENGLISH_VOCAB = 8000
 
 
 def default_tasks(model: Model) -> tuple[str, ...]:
-    """What is asked where no task is named: RULER's needles of models that may read English, else recall.
+    """The default tasks: RULER's needles for models that may read English, else recall.
 
     >>> from kvjax.io.load import load
     >>> default_tasks(load("recall-tiny"))

@@ -1,4 +1,4 @@
-"""Scores by where a key or a value lies among the others of its head, independent of queries."""
+"""Scores by the position of a key or value in the distribution of its head, independent of queries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeyDistinctness(Word):
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         k = view.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
-        # The sum stands in for the mean: only its direction matters.
+        # The sum replaces the mean: only its direction matters.
         anchor = jnp.where((view.pos >= 0)[..., None], unit, 0.0).sum(2)
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -jnp.einsum("bksh,bkh->bks", unit, anchor)

@@ -44,7 +44,7 @@ def reference_logits(
     """
     q, q_pos = seen.of(Queries(last))
     keys = Keys(view.k, view.v, view.pos, view.bias)
-    # A position behind all tokens hides none.
+    # A position after all tokens, which hides none.
     behind = jnp.broadcast_to(seen.length[:, None], q_pos.shape).astype(q_pos.dtype)
     s = logits(q, keys, behind, scale=seen.attention.scale, softcap=seen.attention.softcap)
     b, heads, group, many, slots = s.shape

@@ -101,7 +101,7 @@ def _plane_shifts(bits: int, before: int) -> Array:
 # unused.
 LARGEST_SHORT = (2 - 2.0**-5) * 2.0**31
 _EXPONENT, _FRACTION = 0x7C00, 0x03FF
-_STEPS = 17  # the bits of a float32's fraction that such a number does not have
+_STEPS = 17  # float32 has this many fraction bits more than such a number
 _FIRST = 143 << 6  # the exponent and the first six bits of 2^16
 
 

@@ -93,7 +93,7 @@ def _in_turn(
 def _side_by_side(
     state: ScanState, a: Float[Array, "D N"], tokens: Tokens
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
-    """The same by a parallel prefix sum: all states exist at once."""
+    """Like the step-by-step scan, by a parallel prefix sum: all states are in memory at once."""
 
     def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]

@@ -34,16 +34,16 @@ class Source(Protocol):
         ...
 
     def arrived(self) -> list[Request] | None:
-        """Who came since the last call; None where nobody will come any more."""
+        """The requests since the last call; None if no more will arrive."""
         ...
 
     def wait(self) -> None:
-        """Waits until somebody comes, or nobody will."""
+        """Waits until a request arrives, or no more will."""
         ...
 
 
 class Given:
-    """Requests that are known from the start, each of which comes when it says."""
+    """Requests that are known from the start, each with its arrival time."""
 
     def __init__(self) -> None:
         self.queue: list[Request] = []
@@ -112,7 +112,7 @@ class Engine:
         return Request(job.id, arrived, len(job.tokens), job.most, keys, page if keys else 0)
 
     def run(self, watch: Callable[[Loop], None] | None = None) -> None:
-        """Serves until nobody is left and nobody will come. watch: is shown the loop before every effect."""
+        """Serves until no requests are left or expected. watch: called with the loop before every effect."""
         effects = self.loop.run()
         effect = next(effects)
         try:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, what it answers, and what it knows of a request that is under way."""
+"""The engine's interface: requests to it, their results, and the state of a running request."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Lanes:
         self.away: dict[int, Any] = {}
 
     def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
-        """The token behind what a job reads, once all of it has been asked for; else None."""
+        """The token after the tokens that a job reads, once it has read all of them; else None."""
         if start + count < goal:
             return None
         logits, cache = read_alone(job, self.size)
@@ -84,7 +84,7 @@ class Lanes:
         return replayed(job, self._steps) or first_token(job, logits)
 
     def write(self, jobs: list[Job], n: int) -> Written:
-        """Up to n steps of some jobs, of which each stores its last token."""
+        """Up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
@@ -147,5 +147,5 @@ class Lanes:
         self._store(job.id, self.away.pop(job.id))
 
     def holds(self) -> set[int]:
-        """The requests of which it stores anything on the device."""
+        """The requests with data on the device."""
         return {*self.rows, *self.alone}

@@ -1,4 +1,4 @@
-"""What a compressed cache of one row keeps, as lists of slots of every layer and KV head, on the host."""
+"""The slots of a one-row compressed cache, by layer and KV head, on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(cache: Cache) -> list[Lists]:
-    """The lists of every group of layers of a cache of one row, whose slots are plain."""
+    """The slots by KV head of every group of layers of a one-row cache with uncompressed codes."""
     found = []
     for group in cache.groups:
         assert group.state is None and group.sinks is None

@@ -46,7 +46,7 @@ def paged_hidden(
     config: Config, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "R T"],
     counts: Int[Array, "R"], implementation: str | None = None,
 ) -> tuple[Float[Array, "R T D"], tuple[PagePool, ...]]:  # fmt: skip
-    """The hidden states behind all layers of the first `counts` tokens of every row, which are stored."""
+    """The hidden states after all layers for the first `counts` tokens of every row, which are stored."""
     heads, t = rows.stored.shape[2], tokens.shape[1]
     new = jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
     at = rows.next[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
@@ -103,7 +103,7 @@ def read_piece(
     step: PagedStep, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "1 T"],
     count: Int[Array, "1"],
 ) -> tuple[Float[Array, "1 V"], tuple[PagePool, ...]]:  # fmt: skip
-    """Logits behind the first `count` tokens of a piece of one prompt, which are stored."""
+    """Logits after the first `count` tokens of a piece of one prompt, which are stored."""
     x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, step.implementation)
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)
     return unembed(params, last[:, 0], step.config), pools

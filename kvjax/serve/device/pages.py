@@ -114,7 +114,7 @@ class Pages:
         self.read_tokens = 0
 
     def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
-        """The token behind what a job reads, once that is all there; else None."""
+        """The token after the tokens that a job reads, once it has read all of them; else None."""
         if job.method != Method():
             return self._choose(job) if start + count == goal else None
         if job.id not in self.lists:
@@ -126,7 +126,7 @@ class Pages:
         return first_token(job, logits) if start + count == goal else None
 
     def write(self, jobs: list[Job], n: int) -> Written:
-        """Up to n steps of some jobs, of which each stores its last token."""
+        """Up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
@@ -159,7 +159,7 @@ class Pages:
         assert longest + n <= room, f"{n} tokens more than {longest} in a table of {room}"
 
     def _piece(self, job: Job, tokens: list[int]) -> Array:
-        """Logits behind a piece of a prompt, which is stored."""
+        """Logits after a piece of a prompt, which is stored."""
         size = next(size for size in PIECES if size >= len(tokens))
         self._check_room(job, len(tokens))
         padded = np.zeros((1, size), np.int32)
@@ -226,5 +226,5 @@ class Pages:
         return found
 
     def holds(self) -> set[int]:
-        """The requests of which it stores anything on the device."""
+        """The requests with data on the device."""
         return {*self.lists}

@@ -25,7 +25,7 @@ def size_of(job: Job) -> int:
 
 
 def read_alone(job: Job, room: int) -> tuple[Float[Array, "1 V"], Cache]:
-    """Logits behind a job's prompt, and the cache that its method leaves of it, with room for its output."""
+    """Logits after a job's prompt, and the cache compressed by its method, with room for its output."""
     tokens = np.zeros((1, max(room, len(job.tokens))), np.int32)
     tokens[0, : len(job.tokens)] = job.tokens
     logits, cache = read_prompt(

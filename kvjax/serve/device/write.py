@@ -18,7 +18,7 @@ from kvjax.serve.device.jobs import Job
 
 # A token and its log-probability.
 Token = tuple[int, float]
-# The most tokens that the device writes before the host looks at them.
+# The most tokens that the device generates before the host checks them.
 SLICE = 16
 STOPS = 8
 
@@ -82,7 +82,7 @@ _first = jax.jit(drawn)
 
 
 def first_token(job: Job, logits: Float[Array, "1 V"]) -> Token:
-    """The token that a job draws behind what it has read."""
+    """Draws a job's next token after what it has read."""
     token, logprob = fetch(_first(draws_of([job], [0], 1), logits, np.int32(0)))
     return int(token[0]), float(logprob[0])
 

@@ -1,4 +1,4 @@
-"""`System`: the sentence of a serving system. Equal sentences are equal values."""
+"""`System`: the description of a serving system. Equal systems are equal values."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Live:
         return time.monotonic() - self.began
 
     def arrived(self) -> list[Request] | None:
-        """Who came since the last call; None where nobody will come any more."""
+        """The requests since the last call; None if no more will arrive."""
         with self.changed:
             coming, self.coming = self.coming, []
             closed = self.closed
@@ -71,7 +71,7 @@ class Live:
         return None if closed and not found else found
 
     def wait(self) -> None:
-        """Waits until somebody comes, or nobody will."""
+        """Waits until a request arrives, or no more will."""
         with self.changed:
             self.changed.wait_for(lambda: self.coming or self.closed)
 

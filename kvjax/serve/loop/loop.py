@@ -256,7 +256,7 @@ class Loop:
         self._end_batch()
 
     def _end_batch(self) -> None:
-        """A static batch of which nobody writes any more gives back its pages."""
+        """A static batch in which no request decodes any more releases its pages."""
         if self.standing and not self.writing:
             for entry in self.standing:
                 self._release(entry)

@@ -44,7 +44,7 @@ def any_within(text: str, references: Sequence[str]) -> float:
 
 
 def find_number(text: str, references: Sequence[str]) -> float:
-    """1 if the first number is the reference; of a whole reference, what stands before the point counts."""
+    """1 if the first number equals the reference; for an integer reference, decimals are ignored."""
     found, right = first_number(text), float(references[0])
     whole = "." not in references[0]
     return float(found is not None and (int(found) if whole else found) == right)

@@ -86,7 +86,7 @@ _LOOGLE = ("shortdep_qa", "longdep_qa", "longdep_summarization")
 
 
 def _loogle(row: Row, _: str) -> tuple[tuple[str, ...], Score]:
-    """ROUGE-L recall, one of the five measures that kvpress lists; 0 where a document has no question."""
+    """ROUGE-L recall, one of the five measures that kvpress lists; 0 if a document has no question."""
     answer = row.text("answer")
     return (answer,), lambda text: metrics.rouge_l_recall(text, answer)
 

@@ -26,7 +26,7 @@ _TOM = r"\b(a|an|the|on|in|at|step|thinks?|believes?|is|are|of|location|knows?|b
 
 
 def inside(text: str, tag: str) -> str | None:
-    """What stands between the first <tag> and the first </tag> of a text."""
+    """The text between the first <tag> and the first </tag>."""
     start, end = text.find(f"<{tag}>"), text.find(f"</{tag}>")
     return None if start < 0 or end < 0 else text[start + len(tag) + 2 : end].strip()
 

@@ -1,4 +1,4 @@
-r"""GSM8K, MATH and AIME: problems whose answer stands in \boxed{}.
+r"""GSM8K, MATH and AIME: problems whose answer is in \boxed{}.
 
 The problem is the context; the instruction follows it, as DeepSeek-R1 recommends
 (github.com/deepseek-ai/DeepSeek-R1, README, MIT). Data: openai/gsm8k (arXiv:2110.14168; MIT), MATH

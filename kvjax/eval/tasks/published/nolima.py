@@ -32,7 +32,7 @@ _TEMPLATE_TOKENS = 64
 
 
 class Test(NamedTuple):
-    """One question about one needle; characters: who may be named in it, the right answer then."""
+    """A question about a needle; characters: the names from which the right answer is drawn."""
 
     where: str
     name: str
@@ -136,7 +136,7 @@ def _tests(row: Row, template: str) -> list[Test]:
 
 
 def _template(source: Source) -> str:
-    """The prompt, from the option's file or from the clone that the needle set lies in."""
+    """The prompt, from the option's file or from the clone that contains the needle set."""
     if given := source.options.get("template"):
         text = _read(Path(given))
     else:

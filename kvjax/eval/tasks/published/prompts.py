@@ -29,7 +29,7 @@ class Chats:
         self._frames: dict[str, tuple[str, str]] = {}
 
     def frame(self, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, str]:
-        """What stands around a user's message after others; a long conversation is not kept."""
+        """The template's text around a user's message after others; long conversations are not cached."""
         if len(before) > 1:
             return around_user(self.model, before)
         key = repr(before)
@@ -39,7 +39,7 @@ class Chats:
 
     @functools.cached_property
     def between(self) -> tuple[str, str, str]:
-        """What stands between the messages of a user."""
+        """The template's text between a user's messages."""
         return between_users(self.model)
 
 

@@ -41,9 +41,9 @@ _OPENS: Mapping[str, str] = {
 }
 _ENGLISH, _CHINESE = "Question: {question}\nAnswer:", "问题：{question}\n答案："
 _CHOICE = "Question: {question}" + _OPTIONS + "The the correct answer is"
-# How a question is asked; as it is, where nothing is said here.
+# The form of each task's questions; unchanged if not listed.
 _ASKED: Mapping[str, str] = {"choice_eng": _CHOICE, "qa_eng": _ENGLISH, "qa_chn": _CHINESE}
-# How a later question is asked without a chat template.
+# The form of later questions without a chat template.
 _LATER: Mapping[str, str] = {**_ASKED, "choice_eng": _CHOICE.replace("The the", "The letter of the")}
 
 _NEW: Mapping[str, int] = {

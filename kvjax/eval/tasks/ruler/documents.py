@@ -82,7 +82,7 @@ def draw_documents(data: Documents, index: int, rng: np.random.Generator, size: 
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """A value of a JSON file, and where it stands; wrong types are an InputError that says so."""
+    """A value of a JSON file, and its place there; wrong types raise an InputError with the place."""
 
     value: Any
     where: str

@@ -16,7 +16,7 @@ class Prompt(NamedTuple):
     prefix: str
 
     def around(self, **given: str) -> tuple[str, str, str]:
-        """What stands before the context, after it up to the question, and the question itself."""
+        """The text before the context, after it up to the question, and the question itself."""
         before, after = self.template.split("{context}")
         after = after.format(**given)
         question = after.lstrip("\n")
@@ -60,7 +60,7 @@ PROMPTS: Mapping[str, Prompt] = {
 
 
 def of_one(prompt: Prompt) -> Prompt:
-    """The prompt where one value is asked for: RULER replaces these words, in this order."""
+    """The prompt for a single value: RULER replaces these words, in this order."""
     template, prefix = prompt
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is")):
         template, prefix = template.replace(old, new), prefix.replace(old, new)
