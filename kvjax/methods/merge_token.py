@@ -23,7 +23,7 @@ from kvjax.keep.scores.matched import RootMeanSquare
 from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention, Position, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Window, pick
+from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Turns, Window, pick
 
 # How many tokens are merged into one.
 Together = Annotated[int, Range(2)]
@@ -297,7 +297,7 @@ def dmc(*, fitted: Fit | None = None, page: Page | None = None) -> Method:
     family="merge-token",
     exact="deviates",
 )
-def attention_matching(budget: Amount, *, queries: Window = 64, turns: Tokens = 2) -> Method:
+def attention_matching(budget: Amount, *, queries: Window = 64, turns: Turns = 2) -> Method:
     """Attention Matching (Zweiger et al., 2026, arXiv:2602.16284), section 3: AM-HighestAttnKeys.
 
     The slots of a prompt with the largest root mean square of the attention from reference queries are kept.

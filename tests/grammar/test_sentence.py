@@ -112,8 +112,8 @@ def test_every_method_says_what_it_is():
     assert [m.id for m in found] == list(METHODS)
     for m in found:
         assert m.title and m.phase in ("none", "prefill", "decode", "both")
-        # The papers of CaM, KVgrad and Q-Hitter are not on arXiv, and the entropy gate is code of kvpress.
-        elsewhere = ("cam", "kvgrad", "q-hitter", "entropy-gated-chunkkv")
+        # Papers of CaM, KVgrad, Q-Hitter and ArkVale are not on arXiv; the entropy gate is code of kvpress.
+        elsewhere = ("cam", "kvgrad", "q-hitter", "entropy-gated-chunkkv", "arkvale")
         assert bool(m.arxiv) == (m.family != "baseline" and m.id not in elsewhere)
         assert (m.year is None) == (not m.arxiv)
     by_id = {m.id: m for m in found}
