@@ -163,6 +163,7 @@ def test_a_prompt_is_scored_where_it_is_echoed():
 
 REFUSED = [
     ({"content": b"{"}, 400, "the body is no JSON"),
+    ({"json": {"prompt": "zebra"}}, 400, "cannot read 'zebra'"),
     ({"content": b"[1]"}, 400, "expected an object"),
     ({"content": b" " * 5000}, 413, "more than 4096 bytes"),
     ({"json": GREEDY | {"prompt": [1, 9999]}}, 400, "token id 9999"),

@@ -121,10 +121,18 @@ def encoded(model: Model, text: str) -> list[int]:
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer: send the prompt as token ids")
     check_text(text, "the prompt")
-    ids = model.tokenizer.encode(text).ids
+    ids = _ids(model, text)
     if not ids:
         raise InputError("prompt is empty, expected at least one token")
     return ids
+
+
+def _ids(model: Model, text: str, **options: bool) -> list[int]:
+    """The token ids of a text; InputError for one that the tokenizer has no tokens for."""
+    try:
+        return model.tokenizer.encode(text, **options).ids
+    except Exception as error:  # the library's own class is Exception itself
+        raise InputError(f"the tokenizer of {model.name} cannot read {text[-60:]!r} ({error})") from error
 
 
 def _chat(model: Model, body: dict[str, Any]) -> list[int]:
@@ -138,7 +146,7 @@ def _chat(model: Model, body: dict[str, Any]) -> list[int]:
     said = [{"role": one["role"], "content": _content(one.get("content"))} for one in messages]
     text = render_chat(model, said)
     check_text(text, "the conversation")
-    return model.tokenizer.encode(text, add_special_tokens=False).ids
+    return _ids(model, text, add_special_tokens=False)
 
 
 def _content(given: Any) -> str:
