@@ -1,0 +1,177 @@
+"""What a token of a row costs in every family of checkpoints, by kind of layer, from shapes alone.
+
+    python -m scripts.studies.family_bytes configs      # with transformers 5.24: the sizes of its classes
+    python -m scripts.studies.family_bytes [FAMILY...]  # measures what is missing, or these
+    python -m scripts.studies.family_bytes table        # writes docs/family-bytes.md
+
+A family stands for its well-known model in `kvjax plan`, or for the default sizes of its class in
+transformers. Caches are traced in bfloat16 and counted whole: positions, scales and statistics too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import kvjax
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit
+from kvjax.grammar import Method
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import NoMLP
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_families import FAMILIES
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.plan.cache_sizes import Sizes
+from kvjax.plan.named import named
+from kvjax.state.cache import nbytes
+from scripts.docs_tables import DOCS, data_text, write_table
+from scripts.site.markdown import table
+
+FILE = DOCS / "family-bytes.json"
+LENGTHS = (2**13, 2**17, 2**20)
+METHODS = (
+    "snapkv(budget=0.25)", "streamingllm(budget=0.25)", "int8", "kivi(bits=2)",
+    "snapkv(budget=0.25) + kivi(bits=2)",
+)  # fmt: skip
+NAMED = {
+    "llama": "llama-3.1-8b", "qwen3": "qwen3-8b", "qwen3_moe": "qwen3-235b-a22b",
+    "deepseek_v3": "deepseek-v3", "kimi_linear": "kimi-linear-48b", "gemma3_text": "gemma-3-27b",
+    "gpt_oss": "gpt-oss-120b",
+}  # fmt: skip
+# What the classes leave to the files: published sizes.
+BESIDE = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+KINDS = ("all tokens", "windows", "states")
+
+
+def write_configs() -> None:
+    """Records the default sizes of every class, by the transformers that is installed."""
+    from transformers import AutoConfig
+
+    data = read()
+    for family in FAMILIES:
+        if family in NAMED:
+            continue
+        given = {n: x for n, x in AutoConfig.for_model(family).to_dict().items() if x is not None}
+        known = json.loads(json.dumps(given, default=str)) | BESIDE.get(family, {})
+        data.setdefault(family, {})["config"] = known
+    write(data)
+
+
+def read() -> dict[str, Any]:
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def write(data: Mapping[str, Any]) -> None:
+    write_atomic(FILE, (data_text({n: data[n] for n in FAMILIES if n in data}) + "\n").encode())
+
+
+def config_of(family: str, data: Mapping[str, Any]) -> Config:
+    """The model that stands for a family."""
+    return named(NAMED[family]).config if family in NAMED else config_from_hf(data[family]["config"])
+
+
+def kind_of(config: Config, layer: int) -> str:
+    """What bounds that which a layer keeps."""
+    if mixer_of(config, layer).slots(config) is None:
+        return "states"
+    return "all tokens" if config.window(layer) is None else "windows"
+
+
+def alone(config: Config, layer: int) -> Config:
+    """A model of one layer, whose cache is that layer's."""
+    windows = (config.window(layer),) if config.windows else ()
+    one = dict(layers=1, vocab=32, mixers=(mixer_of(config, layer),), mlps=(NoMLP(),), windows=windows)
+    return dataclasses.replace(config, inputs=(), layer_embeddings=0, layer_scales=False, norms="pre", **one)
+
+
+def layers_of(config: Config) -> dict[tuple[str, Config], int]:
+    """How many layers there are of each kind that keeps something of its own, as models of one layer."""
+    own = [i for i in range(config.layers) if "slots" not in mixer_of(config, i).takes]
+    own = [i for i in own if mixer_of(config, i).slots(config) or mixer_of(config, i).state(config)]
+    return dict(Counter((kind_of(config, i), alone(config, i)) for i in own))
+
+
+def cache_bytes(config: Config, method: Method, tokens: int) -> dict[str, int]:
+    """Bytes of a row's cache by kind of layer, which are those of its layers one by one.
+
+    A keep acts on slots alone, and is left out where a layer keeps a state.
+    """
+    out = dict.fromkeys(KINDS, 0)
+    for (kind, one), count in layers_of(config).items():
+        used = dataclasses.replace(method, keep=None) if kind == "states" else method
+        cache = Sizes(one, "bfloat16", tokens, [used]).cache(used)
+        out[kind] += count * (nbytes(cache.groups) + nbytes(cache.pools))
+    return out
+
+
+def measured(config: Config) -> dict[str, Any]:
+    """Bytes by kind at every length without a method, and of the methods at the second one."""
+    full = kvjax.method("full")
+    bytes_of = {str(tokens): cache_bytes(config, full, tokens) for tokens in LENGTHS}
+    found: dict[str, int | str] = {}
+    for spelled in METHODS:
+        method = kvjax.method(spelled)
+        try:
+            check_fit(method, config)
+            found[spelled] = sum(cache_bytes(config, method, LENGTHS[1]).values())
+        except (InputError, ValueError) as error:
+            found[spelled] = str(error)
+    return {"layers": config.layers, "bytes": bytes_of, "methods": found}
+
+
+def measure(families: list[str]) -> None:
+    """Measures families, and writes the file behind each."""
+    data = read()
+    known = [n for n in FAMILIES if n in NAMED or n in data]
+    for family in families or [n for n in known if "bytes" not in data.get(n, {})]:
+        data[family] = data.get(family, {}) | measured(config_of(family, data))
+        write(data)
+
+
+# --- the page ----------------------------------------------------------------------------------------
+
+
+def tables(data: Mapping[str, Any]) -> tuple[str, str]:
+    """Bytes per token by kind and length; and shares of the full cache under the methods."""
+    mid = str(LENGTHS[1])
+    first, second = [], []
+    for family in (n for n in FAMILIES if "bytes" in data.get(n, {})):
+        row, title = data[family], f"{FAMILIES[family].title}: {NAMED.get(family, 'defaults')}"
+        cells = [_kib(sum(row["bytes"][str(t)].values()) / t) for t in LENGTHS]
+        cells += [_share(row["bytes"][mid][kind], row["bytes"][mid]) for kind in KINDS]
+        first.append((title, *cells))
+        full = sum(row["bytes"][mid].values())
+        found = [row["methods"][m] for m in METHODS]
+        second.append((title, *(f"{100 * x / full:.1f}" if isinstance(x, int) else "–" for x in found)))
+    heads = ("family: model", "8k", "128k", "1M", *(f"{kind}, %" for kind in KINDS))
+    return table(heads, first), table(("family: model", *(f"`{m}`" for m in METHODS)), second)
+
+
+def _kib(count: float) -> str:
+    return f"{count / 1024:.1f}" if count >= 1024 else f"{count / 1024:.2f}"
+
+
+def _share(part: int, parts: Mapping[str, int]) -> str:
+    return f"{100 * part / sum(parts.values()):.1f}" if part else ""
+
+
+def main() -> None:
+    """Runs what the command line says."""
+    match sys.argv[1:]:
+        case ["configs"]:
+            write_configs()
+        case ["table"]:
+            for name, made in zip(("family bytes", "family methods"), tables(read()), strict=True):
+                write_table("family-bytes.md", name, made)
+        case families:
+            measure(families)
+
+
+if __name__ == "__main__":
+    main()
