@@ -133,7 +133,7 @@ def _ernie(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def _cohere2(data: Json, rope: Rope) -> dict[str, Any]:
-    """Layers without a window do not turn."""
+    """Layers without a window are not rotated."""
     windows, layers = _COHERE_WINDOWS.read(data), data["num_hidden_layers"]
     return _biased(
         data,

@@ -93,7 +93,7 @@ class Phase(Protocol):
         ...
 
     def most_behind(self, slots: int) -> int:
-        """The largest integer for a past of at most `slots` slots, counted from 1: new tokens follow it."""
+        """The largest integer of a past with at most `slots` slots, from 1; new tokens get later ones."""
         ...
 
     def bounded(self, positions: int) -> bool:

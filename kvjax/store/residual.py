@@ -44,7 +44,7 @@ class Residual:
     def span(self, width: int) -> Span:
         first, rest = span_of(self.first, width), span_of(self.rest, width)
         if first.codec is self.first and rest.codec is self.rest:
-            # Neither part has a basis of its own, so their sum takes half the width of the two side by side.
+            # Neither part is stored in another basis, so decode their sum: half as wide as both side by side.
             return Span(self, np.eye(width))
         codec = Beside(first.codec, rest.codec, first.matrix.shape[0])
         return Span(codec, np.concatenate([first.matrix, rest.matrix]))

@@ -75,7 +75,7 @@ def bamba(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def read_jamba(data: Json, rope: Rope) -> dict[str, Any]:
-    """One block with attention in every period, which does not turn, and experts in every second layer."""
+    """One block with unrotated attention in every period, and experts in every second layer."""
     if data["mamba_proj_bias"] or not data["mamba_conv_bias"]:
         raise InputError("mamba_proj_bias = true or mamba_conv_bias = false is not supported for jamba")
     rank = data["mamba_dt_rank"]

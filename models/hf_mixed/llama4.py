@@ -1,4 +1,4 @@
-"""Llama 4: attention within chunks, layers that do not turn, and experts whose inputs are weighed."""
+"""Llama 4: attention within chunks, layers without rotation, and experts with weighted inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
 def spell_llama4(data: Json) -> dict[str, Any]:
-    """Which layers turn, attend within chunks and have experts; `no_rope_layers` names those that turn."""
+    """Which layers are rotated, attend within chunks and have experts; `no_rope_layers`: the rotated ones."""
     layers, every, step = (
         data[name] for name in ("num_hidden_layers", "no_rope_layer_interval", "interleave_moe_layer_step")
     )

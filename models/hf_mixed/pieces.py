@@ -90,7 +90,7 @@ def attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def in_pairs(config: Config, tensors: Iterator[tuple[str, list[Piece]]]) -> Iterator[tuple[str, list[Piece]]]:
-    """The tensors of attention whose channels turn in pairs of neighbours (2 i, 2 i + 1)."""
+    """The attention tensors with channels in the order that rotates neighbours (2 i, 2 i + 1) as pairs."""
     h, turning = config.head_dim, config.rope.turning(config.head_dim)
     order = np.concatenate([unpaired(turning), np.arange(turning, h)])
     for name, pieces in tensors:

@@ -23,7 +23,7 @@ class KeyAsValue(Mixer):
 
         v = RMSNorm(x W_k) over each head, k = RoPE(v * w_k)
 
-    The cache holds v alone, half of what keys and values take. Keys are computed from it, and turned by the
+    The cache holds v alone, half of what keys and values take. Keys are computed from it, and rotated by the
     positions of their slots, in prefills and in steps. heads are the config's; kv_heads, head_dim: as of
     `Attention`. Methods that compare stored keys in steps or turn them by rank do not fit; a rotation by
     length is refused.
@@ -92,7 +92,7 @@ def _rope(config: Config, window: int | None) -> Rope:
 def _keys(
     p: Params, config: Config, k: Float[Array, "B K S H"], v: Array
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Keys that do not turn yet, and the values, of what is stored."""
+    """Unrotated keys, and values, computed from the stored ones."""
     y = k.astype(wide(k))
     return (y * last_axis(config.norm_offset + p["k_norm"].astype(y.dtype), y)).astype(k.dtype), k
 

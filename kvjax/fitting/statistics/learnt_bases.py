@@ -23,7 +23,7 @@ def rotated(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
 
 
 def scaled_keys(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """OmniQuant: scales of each head's channels, of keys one for each turning pair; a shift of values, too.
+    """OmniQuant: scales of each head's channels, of keys one for each rotated pair; a shift of values, too.
 
     Scales start as the roots of channels' largest numbers, and a shift as the middle of a channel's range.
     """
