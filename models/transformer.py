@@ -100,7 +100,12 @@ def block(
                 x = x + p["perturbation"]
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
-            given = x if mlp.normalises else read if config.norms == "parallel" else norm("mlp_norm", x)
+            if mlp.normalises:
+                given = x
+            elif config.norms == "parallel" and read is not None:
+                given = read
+            else:
+                given = norm("mlp_norm", x)
             x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
     x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
     if memory.look is not None:

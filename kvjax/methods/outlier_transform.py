@@ -162,7 +162,8 @@ def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
     the paper's models do not have; products are computed after decoding.
     """
     found = as_fitted(fitted)
-    return Method(store=Store(*(Fixed(bits, of, "smoothquant", found) for of in ("key", "value"))))
+    keys, values = (Fixed(bits, of, "smoothquant", found) for of in ("key", "value"))
+    return Method(store=Store(keys, values))
 
 
 @paper(

@@ -26,7 +26,7 @@ def spell_nemotron_h(data: Json) -> dict[str, Any]:
     kinds = data.get("layers_block_type") or data.get("layer_types")
     if kinds is None:
         kinds = [_LETTERS.get(letter, letter) for letter in data["hybrid_override_pattern"]]
-    kinds = [_KINDS.get(kind, kind) for kind in kinds]
+    kinds = [_KINDS.get(str(kind), str(kind)) for kind in kinds]
     if unknown := sorted({*kinds} - {*_LETTERS.values()}):
         raise InputError(
             f"layers_block_type names {', '.join(unknown)}, expected {', '.join(_LETTERS.values())}"

@@ -123,7 +123,7 @@ class Pages:
         logits, text = None, [*job.tokens.tolist(), *job.written]
         for at in range(start, start + count, PIECES[-1]):
             logits = self._piece(job, text[at : min(at + PIECES[-1], start + count)])
-        return first_token(job, logits) if start + count == goal else None
+        return first_token(job, logits) if logits is not None and start + count == goal else None
 
     def write(self, jobs: list[Job], n: int) -> Written:
         """Up to n steps of some jobs, each of which stores its last token."""
@@ -152,7 +152,7 @@ class Pages:
         for i, job in enumerate(jobs):
             table = self.tables[job.id]
             blocks[i, : len(table)], stored[:, i], at[i] = table, self.lists[job.id], job.next
-        return Rows(blocks, stored, at)
+        return Rows(blocks, stored, at)  # type: ignore[arg-type]  # they go to the device by the call
 
     def _check_room(self, job: Job, n: int) -> None:
         longest, room = int(self.lists[job.id].max()), len(self.tables[job.id]) * self.page

@@ -58,7 +58,7 @@ def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> Draws:
         for numbers, one in zip(settings, job.sampler.settings, strict=True):
             numbers[row] = one
         keys[row], at[row], stop[row, : len(job.stop)] = job.key, len(job.written), job.stop
-    return Draws(settings, keys, at, stop)
+    return Draws(settings, keys, at, stop)  # type: ignore[arg-type]  # they go to the device by the call
 
 
 def drawn(

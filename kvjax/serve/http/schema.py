@@ -139,11 +139,10 @@ def _chat(model: Model, body: dict[str, Any]) -> list[int]:
     if model.tokenizer is None or model.chat_template is None:
         raise InputError(f"{model.name} has no chat template: ask /v1/completions for plain text")
     messages = body.get("messages")
-    good = isinstance(messages, list) and messages
-    good = good and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
-    if not good:
+    rows = messages if isinstance(messages, list) else []
+    if not rows or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in rows):
         raise InputError(f"messages is {messages!r:.80}, expected a list of objects with role and content")
-    said = [{"role": one["role"], "content": _content(one.get("content"))} for one in messages]
+    said = [{"role": one["role"], "content": _content(one.get("content"))} for one in rows]
     text = render_chat(model, said)
     check_text(text, "the conversation")
     return _ids(model, text, add_special_tokens=False)
@@ -154,12 +153,14 @@ def _content(given: Any) -> str:
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else [None]
-    texts = [
-        one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [str(one["text"]) for one in parts if _is_text(one)]
+    if len(texts) < len(parts):
         raise InputError(f"content is {given!r:.80}, expected a text: this server reads nothing else")
     return "".join(texts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _stops(body: dict[str, Any]) -> list[str]:
