@@ -152,7 +152,7 @@ def _content(given: Any) -> str:
     """A message's text, which may come in parts."""
     if isinstance(given, str):
         return given
-    parts = given if isinstance(given, list) else [None]
+    parts: list[Any] = given if isinstance(given, list) else [None]
     texts = [str(one["text"]) for one in parts if _is_text(one)]
     if len(texts) < len(parts):
         raise InputError(f"content is {given!r:.80}, expected a text: this server reads nothing else")
