@@ -36,8 +36,8 @@ class Model:
         chat_template: the checkpoint's Jinja template of conversations, or None.
         stop_ids: token ids that end a text.
         special_tokens: texts of special tokens by their names, such as "bos_token".
-        name: what reports call the model. on_mesh: the mesh of the weights, with the rules that split them
-            and all caches; None on one device.
+        name: what reports call the model.
+        on_mesh: the mesh of the weights, with the rules that split them and all caches; None on one device.
 
     >>> import kvjax
     >>> kvjax.load("recall-tiny")([[1, 2, 3]]).shape

@@ -17,12 +17,12 @@ from kvjax.words import Amount, Budget, Keep, Method, Seen, Uniform, View, Word,
 
 @dataclasses.dataclass(frozen=True)
 class KeyDistinctness(Word):
-    """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point elsewhere (arXiv:2504.15364)."""
+    """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point away from the mean (arXiv:2504.15364)."""
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         k = view.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
-        # The sum is the mean of another length, and only its direction matters.
+        # The sum replaces the mean: only its direction matters.
         anchor = jnp.where((view.pos >= 0)[..., None], unit, 0.0).sum(2)
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -jnp.einsum("bksh,bkh->bks", unit, anchor)
@@ -39,7 +39,7 @@ class KeyDistinctness(Word):
 def keydiff(budget: Amount) -> Method:
     """KeyDiff (Park et al., 2025, arXiv:2504.15364): keeps the keys that are least like the mean key.
 
-    It never looks at attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;
+    It does not use attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;
     without `chunk` a prompt is compressed once, at its end.
     """
     return Method(Keep(KeyDistinctness(), Budget(budget), Uniform()))
