@@ -100,12 +100,8 @@ def block(
                 x = x + p["perturbation"]
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
-            if mlp.normalises:
-                given = x
-            elif config.norms == "parallel" and read is not None:
-                given = read
-            else:
-                given = norm("mlp_norm", x)
+            normed = norm("mlp_norm", x) if read is None or config.norms != "parallel" else read
+            given = x if mlp.normalises else normed
             x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
     x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
     if memory.look is not None:
