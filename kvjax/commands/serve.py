@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import sys
 from typing import Any
 
 from kvjax.commands.options import add_dtype, add_model, whole
@@ -163,17 +165,33 @@ def run_http(args: argparse.Namespace) -> None:
         raise InputError(
             f"kvjax serve http needs {error.name}, which is not installed: pip install 'kvjax[serve]'"
         ) from error
-    service = _service(args)
-    app = app_of(service, args.name or args.model, key=_key(args), most_bytes=args.max_bytes)
-    config = uvicorn.Config(
-        app,
-        host=args.host,
-        port=args.port,
-        log_level="info",
-        ws="none",
-        timeout_graceful_shutdown=args.drain,
-    )
-    uvicorn.Server(config).run()
+    with _socket(args.host, args.port) as listening:
+        service = _service(args)
+        app = app_of(service, args.name or args.model, key=_key(args), most_bytes=args.max_bytes)
+        config = uvicorn.Config(
+            app,
+            log_level="info",
+            ws="none",
+            timeout_graceful_shutdown=args.drain,
+        )
+        host, port, *_ = listening.getsockname()
+        print(f"running on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _socket(host: str, port: int) -> socket.socket:
+    """A socket that listens there; InputError if that cannot be, before the model is loaded."""
+    from kvjax.base.errors import InputError
+
+    if port > 65535:
+        raise InputError(f"--port is {port}, expected one of 0 to 65535")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise InputError(
+            f"nothing can listen at {host}:{port} ({error}): give another --host or --port (0: any free one)"
+        ) from error
 
 
 def _key(args: argparse.Namespace) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -379,8 +380,20 @@ def test_the_command_listens_on_this_machine_and_ends_when_it_is_told_to():
     assert process.returncode in (0, -signal.SIGTERM) and time.monotonic() - began < 40
 
 
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "http", "--model", "nowhere", "--port", str(port)])
+    assert f"nothing can listen at 127.0.0.1:{port}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "given, said", [(["--system", "vlm"], "did you mean vllm?"), (["--rows", "0"], "--rows")]
+    "given, said",
+    [
+        (["--system", "vlm"], "did you mean vllm?"),
+        (["--rows", "0"], "--rows"),
+        (["--port", "65536"], "expected one of 0 to 65535"),
+    ],
 )
 def test_options_of_the_command_are_checked_first(given, said, capsys):
     assert main(["serve", "http", *given]) == 2
