@@ -82,6 +82,11 @@ def test_logits_and_greedy_tokens_are_equal(name, seed, tmp_path):
         np.testing.assert_array_equal(best[clear], tokens[:, -GREEDY:][clear])
 
 
+def of_the_middle_token(found, expected):
+    """The median over tokens of a token's largest error, relative to the largest logit."""
+    return np.median(np.abs(found.astype(np.float32) - expected).max(-1)) / np.abs(expected).max()
+
+
 def eager(name):
     """How transformers computes: plainly, also experts whose rows are too narrow for its grouped products."""
     plain = {"attn_implementation": "eager"}
@@ -136,8 +141,11 @@ def test_sharded_over_four_devices(name, stacked, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_checkpoints_are_exact_in_float32_and_close_in_bfloat16(name, tmp_path):
+    # Rounding decides between experts that nearly tie, and a few tokens differ much: the middle one counts.
+    experts = name.startswith(("nemotron_h", "deepseek_v32"))
+    error = of_the_middle_token if experts else relative_error
     ours, theirs = [], []
-    # Errors of one recurrence, or of one choice of experts, grow or cancel by chance.
+    # Errors of one recurrence grow or cancel by chance.
     for seed in range(51, 59 if name.startswith(("mamba2", "nemotron_h", "deepseek_v32")) else 52):
         reference, folder = checkpoint(name, tmp_path / str(seed), seed)
         reference.to(torch.bfloat16).save_pretrained(folder)
@@ -147,12 +155,10 @@ def test_bfloat16_checkpoints_are_exact_in_float32_and_close_in_bfloat16(name, t
         upcast = AutoModelForCausalLM.from_pretrained(folder, **eager(name), dtype=torch.float32)
         exact = hf_reference.logits(upcast, tokens)
         assert relative_error(load_hf(folder)(tokens), exact) <= BAR
-        ours.append(relative_error(load_hf(folder, dtype=jnp.bfloat16)(tokens), exact))
-        theirs.append(relative_error(low, exact))
-    # Rounding is all that differs: our error is of the size of theirs. Where two experts nearly tie, rounding
-    # decides, and one such token is most of a mean.
-    middle = np.median if name.startswith(("nemotron_h", "deepseek_v32")) else np.mean
-    assert middle(ours) <= 2 * middle(theirs) + 0.01
+        ours.append(error(np.asarray(load_hf(folder, dtype=jnp.bfloat16)(tokens)), exact))
+        theirs.append(error(low, exact))
+    # Rounding is all that differs: our error is of the size of theirs.
+    assert np.mean(ours) <= 2 * np.mean(theirs) + 0.01
 
 
 @pytest.mark.parametrize(
