@@ -188,3 +188,20 @@ def chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = Tr
     check_text(text, "the conversation")
     # The template writes every special token itself.
     return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def text_ids(model: Model, text: str, special_tokens: bool = True) -> list[int]:
+    """The token ids of a text. Raises InputError for one that the model's tokenizer has no tokens for.
+
+    special_tokens: whether the tokenizer adds those that begin or end a text; a chat template has its own.
+
+    >>> import kvjax
+    >>> text_ids(kvjax.load("recall-tiny"), "<bos> 17")
+    [1, 93]
+    """
+    try:
+        return model.tokenizer.encode(text, add_special_tokens=special_tokens).ids
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(
+            f"the tokenizer of {model.name} cannot read {text[-60:]!r} ({error}): use words that it knows"
+        ) from error

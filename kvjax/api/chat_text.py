@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvjax.base.checks import check_text
 from kvjax.base.errors import InputError
 from kvjax.models.model import Model
-from kvjax.models.tokenizer import render_chat
+from kvjax.models.tokenizer import render_chat, text_ids
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -54,12 +54,16 @@ def ahead(model: Model, messages: Messages, said: Said | None) -> NextTurn:
     check_text(text, "the conversation")
     rest = None if said is None else added(model, text, said)
     if rest is None:
-        return NextTurn(text, _encoded(model, text), said is not None)
+        return NextTurn(text, text_ids(model, text, special_tokens=False), said is not None)
     assert said is not None
     # After the token that precedes it, a text is tokenised as within the whole text.
     before = "" if said.stop is None else model.tokenizer.id_to_token(said.stop)
-    ids = _encoded(model, before + rest)
-    return NextTurn(text, ids[1:] if before and ids[:1] == [said.stop] else _encoded(model, rest), False)
+    ids = text_ids(model, before + rest, special_tokens=False)
+    return NextTurn(
+        text,
+        ids[1:] if before and ids[:1] == [said.stop] else text_ids(model, rest, special_tokens=False),
+        False,
+    )
 
 
 def added(model: Model, text: str, said: Said) -> str | None:
@@ -80,16 +84,6 @@ def added(model: Model, text: str, said: Said) -> str | None:
     ends = model.tokenizer.id_to_token(said.stop)
     rest = rest.lstrip()
     return rest[len(ends) :] or None if rest.startswith(ends) else None
-
-
-def _encoded(model: Model, text: str) -> list[int]:
-    """The ids of a template's text, which contains all special tokens itself."""
-    try:
-        return model.tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(
-            f"the tokenizer of {model.name} cannot read {text[-60:]!r} ({error}): use words that it knows"
-        ) from error
 
 
 def first_messages(system: Any) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from kvjax.api.sampling import Sampler
 from kvjax.base.checks import check_text
 from kvjax.base.errors import InputError
 from kvjax.models.model import Model
-from kvjax.models.tokenizer import render_chat
+from kvjax.models.tokenizer import render_chat, text_ids
 from kvjax.serve.device.jobs import Prompt
 
 # What a body may not ask for: by name, the only values that are taken.
@@ -121,18 +121,10 @@ def encoded(model: Model, text: str) -> list[int]:
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer: send the prompt as token ids")
     check_text(text, "the prompt")
-    ids = _ids(model, text)
+    ids = text_ids(model, text)
     if not ids:
         raise InputError("prompt is empty, expected at least one token")
     return ids
-
-
-def _ids(model: Model, text: str, **options: bool) -> list[int]:
-    """The token ids of a text; InputError for one that the tokenizer has no tokens for."""
-    try:
-        return model.tokenizer.encode(text, **options).ids
-    except Exception as error:  # the library's own class is Exception itself
-        raise InputError(f"the tokenizer of {model.name} cannot read {text[-60:]!r} ({error})") from error
 
 
 def _chat(model: Model, body: dict[str, Any]) -> list[int]:
@@ -145,7 +137,7 @@ def _chat(model: Model, body: dict[str, Any]) -> list[int]:
     said = [{"role": one["role"], "content": _content(one.get("content"))} for one in rows]
     text = render_chat(model, said)
     check_text(text, "the conversation")
-    return _ids(model, text, add_special_tokens=False)
+    return text_ids(model, text, special_tokens=False)
 
 
 def _content(given: Any) -> str:
