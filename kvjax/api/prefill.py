@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import steps
-from kvjax.api.chunks import Size, bucket, plan
+from kvjax.api.chunks import bucket, plan
 from kvjax.api.fit_arrays import check_fits
 from kvjax.api.memory import check_memory
 from kvjax.api.nan_checks import check_scores, refuse_prompt
 from kvjax.api.prepare import made
 from kvjax.api.program_limit import bound_programs
+from kvjax.api.read_chunks import (
+    PaddedTokens,
+    chunk_keep,
+    question_tokens,
+    read_chunks,
+    read_with_two_caches,
+)
 from kvjax.api.rollback import Added, more_added
 from kvjax.api.turns import padded_to, plan_turn, turn_width
 from kvjax.api.types import Lengths, TokenIds, has_verbs, refuse
@@ -50,13 +53,6 @@ from kvjax.steps import Run
 
 # How many tokens a cache can hold beyond its prompt by default.
 ROOM = 128
-
-
-class PaddedTokens(NamedTuple):
-    """Right-padded tokens on the host, with their lengths."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
 
 
 def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> PaddedTokens:
@@ -227,14 +223,16 @@ def read_prompt(
     if cache is not None and is_shared(cache):
         cache = _apart_to_choose(run, params, cache, compress, len(before))
     cache = None if cache is None else bare_cache(cache)
+    last = question_tokens(run.method, before + batch.lengths) if compress else 0
     if turn:
         most = last_position(chosen, model.config)
         cache, size = plan_turn(run, params, cache, batch.tokens.shape, tokens=longest, room=room, most=most)
-        sizes = [size]
+        logits, cache, lost = read_chunks(run, params, batch, cache, [size], width, compress, last)
+    elif last and chunk is not None and (chunks := chunk_keep(run.method)) is not None:
+        logits, cache, lost = read_with_two_caches(run, chunks, params, batch, cache, width, room, last)
     else:
         cache, sizes = plan(run, params, cache, batch.lengths, width=width, room=room, compress=compress)
-    last = _question_tokens(run.method, before + batch.lengths) if compress else 0
-    logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
+        logits, cache, lost = read_chunks(run, params, batch, cache, sizes, width, compress, last)
     unranked, broken = fetch((lost, jnp.isnan(logits).any(-1)))
     check_scores(chosen.id, np.any(unranked, 0))
     # Over a cache, one row that overflowed before does not affect others.
@@ -286,57 +284,6 @@ def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, row
     return apart(cache) if chooses else cache
 
 
-def _read_chunks(
-    run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[Size], width: int,
-    compress: bool, last: int,
-) -> tuple[Float[Array, "B V"], Cache, list[Array]]:  # fmt: skip
-    """Logits [B, V] at each row's last token, the cache, and per chunk the layers and rows with NaN scores.
-
-    last: how many tokens of the prompt's end a probe reads after every chunk.
-    """
-    call = partial(steps.prefill, compress=compress, watched=True)
-    call = steps.prefill_apart if compress and steps.chooses(run.method) else call
-    logits, lost = None, []
-    for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
-        new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
-        ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
-        here, cache, unranked = call(run, params, *new, cache, **size._asdict(), **ahead)
-        lost.append(unranked)
-        # A row that ended in an earlier chunk keeps the logits of its own last token.
-        logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
-    assert logits is not None and cache is not None
-    return logits, cache, lost
-
-
-def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
-    """How many tokens of a prompt's end a method's probe reads after every chunk; 0 without a probe.
-
-    InputError if they do not fit the budget of rows of the final length.
-    """
-    keep = method.keep
-    last = 0 if keep is None else getattr(keep.probe, "last", 0)
-    if keep is None or not last:
-        return 0
-    for length in lengths.tolist():
-        if (n := keep.budget.capacity(length)) < min(last, length):
-            raise InputError(
-                f"{method.id}: the last {last} of {length} tokens are the question and must stay, more than "
-                f"the budget of {n} slots (budget={keep.budget.amount!r}): raise it, or lower question="
-            )
-    return last
-
-
-def _question(batch: PaddedTokens, last: int, read: int) -> tuple[Array, Array] | None:
-    """The last tokens of rows longer than `read` tokens, and their number; None if there are no such rows."""
-    ahead = batch.lengths > read
-    if not ahead.any():
-        return None
-    start = np.maximum(batch.lengths - last, 0)[:, None]
-    index = np.minimum(start + np.arange(last), batch.tokens.shape[1] - 1)
-    asked = np.take_along_axis(batch.tokens, index, axis=1)
-    return jnp.asarray(asked), jnp.asarray(np.where(ahead, np.minimum(batch.lengths, last), 0), jnp.int32)
-
-
 def check_room(model: Model, room: int, method: Method | None = None) -> int:
     """`room` as an int; InputError unless the model's positions allow so many tokens."""
     return whole_number("room", room, 0, "further tokens", max(ROOM, last_position(method, model.config)))
@@ -385,12 +332,3 @@ def method_of(model: Model, method: Method | str | None, cache: Cache | None) ->
             "a cache continues with its own method; leave method= out"
         )
     return cache.method or Method()
-
-
-def _chunks(batch: PaddedTokens, chunk: int) -> list[PaddedTokens]:
-    out = []
-    for start in range(0, int(batch.lengths.max()), chunk):
-        part = batch.tokens[:, start : start + chunk]
-        part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
-        out.append(PaddedTokens(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
-    return out

@@ -15,7 +15,7 @@ from kvjax.keep.prompts.narrow import Narrow
 from kvjax.keep.scores.chunk_wise import EntropyGated
 from kvjax.keep.scores.lookahead import Lookahead, LookaheadAttention
 from kvjax.keep.scores.passages import InPassages
-from kvjax.keep.scores.question import ChunkStays, Question, QuestionAttention
+from kvjax.keep.scores.question import ChunkAttention, ChunkStays, Question, QuestionAttention
 from kvjax.keep.scores.score import Position, WindowAttention
 from kvjax.keep.scores.tokens import TokensOf
 from kvjax.methods.papers import Press, paper
@@ -131,22 +131,32 @@ def laq(budget: Amount, *, ahead: Window = 8, window: Window = 8, kernel: Kernel
     family="selection-static",
     exact="deviates",
 )
-def citrus(budget: Amount, *, question: Window = 32) -> Method:
-    """CItruS (Bai et al., 2024, arXiv:2406.12018), one cache of both kinds: selection by the instruction.
+def citrus(
+    budget: Amount, *, question: Window = 32, variant: Literal["single", "double"] = "single"
+) -> Method:
+    """CItruS (Bai et al., 2024, arXiv:2406.12018): older tokens that a prompt's instruction attends to stay.
 
     The last `question` tokens of a prompt are its instruction, which is read after every chunk (`prefill(...,
     chunk=)`) and then dropped. A layer keeps the chunk, if the budget holds it, and of older tokens those
     with the largest attention from the instruction, the mean over its queries and the layer's heads: one set
-    for all heads. At the end of the prompt, the instruction stays in place of the chunk. Kept keys are
-    rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the instruction is
-    read after the chunk, where the code reads it after the slots kept before. The form with two caches
-    (`instruction_aware_double`) is not available here, because kvjax's slots are visible to every query up to
-    some position, and there the instruction attends to slots that the chunks before it do not. In it, chunks
-    attend to slots that chunks chose, and answers to slots that the instruction chose, in a second cache, so
-    twice the slots are held during prefill. A prompt of two chunks keeps the same as in this form; from the
-    third on, keys, values and hence slots differ, because chunks attended to other slots.
+    for all heads. Kept keys are rotated by their ranks.
+
+    "single", the default, because it needs no second cache: one cache for chunks and instruction, the
+    authors' `instruction_aware_single`. At the end of the prompt, the instruction stays in place of the
+    chunk. "double": their `instruction_aware_double`. Chunks attend to a cache of their own, of which the
+    chunk's queries keep the best (mean over them and the layer's heads), and the instruction to one of what
+    it chose itself, to which every chunk's keys and values are added. At the end the instruction is read over
+    this cache alone, and the other is dropped; a further turn starts both from it. While the prompt is read,
+    twice the slots are held. Without chunk= there is no cache that a chunk could attend to, and both forms
+    are the same.
+
+    Deviations: the budget holds chunk and older slots together, where the code adds the chunk to it; the
+    instruction is read after the chunk, where the code reads it after the slots kept before.
     """
-    probe = Question(question)
+    chunks = None
+    if variant == "double":
+        chunks = Keep(ChunkStays(ChunkAttention()), Budget(budget), Uniform(), phase=ByRank())
+    probe = Question(question, chunks)
     score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)
     return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
 

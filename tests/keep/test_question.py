@@ -16,6 +16,7 @@ ASKED, CHUNK, SLOTS = 4, 16, 19
 FINCH = kvjax.method("finch", budget=0.5, question=ASKED)
 PER_HEAD = kvjax.method("finch", budget=0.5, question=ASKED, variant="kvpress")
 CITRUS = kvjax.method("citrus", budget=SLOTS, question=ASKED)
+DOUBLE = kvjax.method("citrus", budget=SLOTS, question=ASKED, variant="double")
 
 
 def asked(row, tokens, weight=lambda before: before):
@@ -30,6 +31,11 @@ def asked(row, tokens, weight=lambda before: before):
                     total[layer][i].setdefault(slot["pos"], 0.0)
                     total[layer][i][slot["pos"]] += slot["now"] * weight(len(slots) - 1)
     return total
+
+
+def alike(before):
+    """All queries count the same."""
+    return 1.0
 
 
 def for_all(total):
@@ -73,8 +79,44 @@ def finch_per_head(tokens):
 
 def citrus(tokens):
     """The chunk stays, and the best for all heads of what stood before it."""
-    judge = lambda row, question: for_all(asked(row, question, lambda before: 1.0))  # noqa: E731
+    judge = lambda row, question: for_all(asked(row, question, alike))  # noqa: E731
     return questioned(tokens, judge, lambda end: SLOTS, chunk_stays=True)
+
+
+def citrus_double(tokens):
+    """Chunks attend to slots that chunks chose, the instruction to slots that it chose, and answers to these.
+
+    The keys and values of a chunk are those that it has where it attends to the first of the two.
+    """
+    text, question = tokens[:-ASKED], tokens[-ASKED:]
+    over = answers = None
+    for start in range(0, len(text), CHUNK):
+        new = text[start : start + CHUNK]
+        if over is None:
+            prompt = Prompt(decoder("4/2"), new)
+            over = Row(prompt, [np.ones((len(k), len(new)), bool) for k in prompt.k], "rank")
+            answers = copy.deepcopy(over)
+        else:
+            given = asked(over, new, alike)
+            _cut(over, for_all(given), start)
+            for layer, lists in enumerate(answers.slots):
+                for i, slots in enumerate(lists):
+                    slots += [copy.deepcopy(s) for s in over.slots[layer][i] if s["pos"] >= start]
+            answers.next = over.next
+        _cut(answers, for_all(asked(copy.deepcopy(answers), question, alike)), start)
+    total = asked(answers, question, alike)
+    _cut(answers, for_all(total), len(text))
+    return answers
+
+
+def _cut(row, total, first):
+    """Only SLOTS slots stay: those from position `first` on, and of older ones the best."""
+    for layer, lists in enumerate(row.slots):
+        gone = []
+        for slots, found in zip(lists, total[layer], strict=True):
+            score = [np.inf if s["pos"] >= first else found[s["pos"]] for s in slots]
+            gone.append(np.flatnonzero(~best(np.array(score), SLOTS)))
+        row.remove(layer, gone)
 
 
 def infinipot(tokens):
@@ -92,7 +134,7 @@ def infinipot(tokens):
             found = [row.step(token) for token in new]
         told = [-np.log(softmax(x)[token]) for x, token in zip(found, new[1:], strict=False)]
         surprise |= dict(zip(range(start, end), [0.0, *told], strict=True))
-        total = asked(copy.deepcopy(row), PREFIX, lambda before: 1.0)
+        total = asked(copy.deepcopy(row), PREFIX, alike)
         for layer, lists in enumerate(row.slots):
             gone = []
             for slots, given in zip(lists, total[layer], strict=True):
@@ -113,6 +155,14 @@ INFINIPOT = kvjax.method("infinipot", budget=0.5, share=0.5, prefix=PREFIX)
         pytest.param(FINCH, finch, (44, 27), id="finch"),
         pytest.param(PER_HEAD, finch_per_head, (44, 27), id="finch per head", marks=pytest.mark.rotating),
         pytest.param(CITRUS, citrus, (44, 27), id="citrus"),
+        pytest.param(DOUBLE, citrus_double, (52, 43), id="citrus: two caches"),
+        pytest.param(
+            DOUBLE,
+            citrus_double,
+            (20, 11, 52),
+            id="citrus: two, short",
+            marks=pytest.mark.rotating,
+        ),
         pytest.param(INFINIPOT, infinipot, (44, 27), id="infinipot", marks=pytest.mark.rotating),
     ],
 )

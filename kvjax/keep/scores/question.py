@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -12,10 +12,13 @@ from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, View
 from kvjax.keep.algebra import Made, Word
-from kvjax.keep.observations.observe import Queries
+from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.probe import Probe
 from kvjax.keep.scores.score import probabilities
 from kvjax.ops.attention.union import NEG_INF, Keys, logits
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep
 
 
 class QuestionQueries(NamedTuple):
@@ -30,10 +33,13 @@ class QuestionQueries(NamedTuple):
 class Question(Probe):
     """The last `last` tokens of a prompt, read after every chunk but the one that contains them.
 
-    The function that reads the prompt passes these tokens to each chunk (FINCH, arXiv:2408.00167).
+    The function that reads the prompt passes these tokens to each chunk (FINCH, arXiv:2408.00167). chunks:
+    a keep with which chunks attend to a cache of their own, which it compresses after each of them; None has
+    chunks attend to the slots that the method keeps.
     """
 
     last: int
+    chunks: Keep | None = None
     keys = True
 
     @property
@@ -107,14 +113,31 @@ class NewTokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkAttention(Word):
+    """The attention that slots receive from all queries of the current chunk, averaged over a layer's heads.
+
+    score[j] = mean_h sum_i p_hij (CItruS, arXiv:2406.12018): one set of slots for all heads.
+    """
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("sum")})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        mass = seen.of(Mass("sum"))
+        return jnp.broadcast_to(mass.mean(1, keepdims=True), mass.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class ChunkStays(Made):
     """inf for the tokens of the current chunk while more chunks follow, `score` for all others.
 
-    If the chunk exceeds the budget, `score` ranks all slots (CItruS, arXiv:2406.12018).
+    If the chunk exceeds the budget, `score` ranks all slots (CItruS, arXiv:2406.12018). probe: the question
+    that is read after each chunk but the last; without one, every chunk stays.
     """
 
     score: Score
-    probe: Question
+    probe: Question | None = None
 
     @property
     def parts(self) -> tuple[Score, ...]:
@@ -126,7 +149,8 @@ class ChunkStays(Made):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         score, new = scored(self.score, view, seen), seen.of(NewTokens())
-        stays = jnp.where(~_ends(self.probe, seen) & (new <= seen.n), new, 0)
+        follows = True if self.probe is None else ~_ends(self.probe, seen)
+        stays = jnp.where(follows & (new <= seen.n), new, 0)
         return jnp.where(view.pos >= (seen.length - stays)[:, None, None], jnp.inf, score)
 
 
