@@ -9,7 +9,7 @@ from kvjax.grammar import Method
 from kvjax.methods import as_method
 from kvjax.models.axes import spread_params
 from kvjax.models.model import Model, check_single
-from kvjax.place.pairs import groups_apart
+from kvjax.place.layer_pairs import groups_apart
 
 
 def prepare(model: Model, method: Method | str) -> Model:

@@ -18,7 +18,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.to_text import written
 from kvjax.io.load import SHIPPED, load
 from kvjax.place.trim import counted
-from kvjax.plan.cache_sizes import Sizes, sizes_of
+from kvjax.plan.cache_sizes import CacheSizes, sizes_of
 from kvjax.state.cache import heavier
 
 _COLUMNS = 110
@@ -105,7 +105,7 @@ def weight(method: Method, config: Any, tokens: int, dtype: str) -> list[str]:
     if heavy := heavier(held, full, "such a cache"):
         why = "what comes beside the slots, such as statistics, pages and sums, is more than is saved"
         lines.append(f"Note: {heavy}: {why}.")
-    if method.read is not None and isinstance(sizes, Sizes):
+    if method.read is not None and isinstance(sizes, CacheSizes):
         read = sizes.read_bytes(method)
         lines.append(f"A step reads {size(read)} of it, {share(read, full)} of the full cache.")
     return lines

@@ -20,7 +20,7 @@ from kvjax.models.axes import check_rules, left_whole, weight_shardings, without
 from kvjax.models.config import Config
 from kvjax.models.params import plan
 from kvjax.models.placement import leaves
-from kvjax.plan.cache_sizes import Sizes, abstract_params
+from kvjax.plan.cache_sizes import CacheSizes, abstract_params
 from kvjax.plan.prompts import in_words
 from kvjax.state.shardings import described
 
@@ -44,7 +44,9 @@ def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | Non
     chosen = build(0.5 if build.takes_budget else None)
     rows, out = on.devices("batch"), console()
     with out.status(f"sizing a cache of {tokens} tokens"):
-        cache = dataclasses.replace(Sizes(config, dtype, tokens, [chosen], rows).cache(chosen), method=chosen)
+        cache = dataclasses.replace(
+            CacheSizes(config, dtype, tokens, [chosen], rows).cache(chosen), method=chosen
+        )
     whole, each = _weights(config, dtype, on)
     words = ", ".join(f"{axis} over {name}" for axis, name in on.rules.used() if name in axes)
     out.print(

@@ -15,7 +15,7 @@ from kvjax.grammar.calls import shaped
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.place.pairs import pairs_of
+from kvjax.place.layer_pairs import pairs_of
 from kvjax.state.codes import BELOW, at_layer, taught
 
 

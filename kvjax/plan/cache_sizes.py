@@ -28,21 +28,22 @@ from kvjax.steps import Run
 
 def sizes_of(
     config: Config | BlockConfig, dtype: DTypeLike, tokens: int, methods: list[Method]
-) -> Sizes | BlockTransformerSizes:
+) -> CacheSizes | BlockTransformerSizes:
     """The sizes of a model's caches, of one decoder or two."""
     if isinstance(config, BlockConfig):
         return BlockTransformerSizes(config, dtype, tokens)
-    return Sizes(config, dtype, tokens, methods)
+    return CacheSizes(config, dtype, tokens, methods)
 
 
-class Sizes:
+class CacheSizes:
     """Shapes of the caches of `rows` rows after a prompt of `tokens` tokens, traced once for all `methods`.
 
     A method whose layers read only some tokens of a prompt, are merged, or differ within a stack, is traced
     separately, with unstacked layers; one that rewrites weights is traced with the new weights.
 
     >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
-    >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # 2 layers x 64 x (8 + 8 + 1) x 4 B, next
+    >>> sizes = CacheSizes(config, "float32", 64, [Method()])
+    >>> sizes.nbytes(Method())  # 2 layers x 64 slots x (8 + 8 + 1) x 4 B, and `next`
     8708
     """
 
@@ -99,11 +100,11 @@ class Sizes:
         jax.eval_shape(count, self.cache(method))
         return read[0]
 
-    def _made(self, method: Method) -> tuple[Sizes, Method]:
+    def _made(self, method: Method) -> tuple[CacheSizes, Method]:
         """The sizes of the model that a method rewrites, and the rest of the method."""
         made, dtype = config_of(method, self.config), self.params["norm"].dtype
         plain = dataclasses.replace(method, make=None)
-        return Sizes(made, dtype, self.tokens, [plain], self.rows), plain
+        return CacheSizes(made, dtype, self.tokens, [plain], self.rows), plain
 
     def _apart(self) -> Params:
         """The parameters with unstacked layers."""
@@ -144,7 +145,7 @@ def _fits(method: Method, config: Config) -> bool:
 
 
 class BlockTransformerSizes:
-    """`Sizes` of a Block Transformer: the same numbers, from a trace per method.
+    """`CacheSizes` of a Block Transformer: the same numbers, from a trace per method.
 
     >>> sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> blocks, tokens = Config(vocab=32, d_model=16, **sizes), Config(vocab=20, d_model=16, **sizes)
@@ -158,7 +159,7 @@ class BlockTransformerSizes:
         self.params = abstract_params(config, dtype)
 
     def cache(self, method: Method, room: int = 0) -> Cache:
-        """As `Sizes.cache`."""
+        """As `CacheSizes.cache`."""
         method = with_any_ids(method)
         check_block_transformer(method, self.config)
         ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
@@ -166,7 +167,7 @@ class BlockTransformerSizes:
         return jax.eval_shape(call, self.params, ids, length)[1]
 
     def nbytes(self, method: Method, room: int = 0) -> int:
-        """As `Sizes.nbytes`."""
+        """As `CacheSizes.nbytes`."""
         return nbytes(self.cache(method, room))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.plan.sizes import Sizes
+from kvjax.plan.sizes import DeviceSizes
 
 MOST_ROWS, MOST_TOKENS, TOKENS = 2**20, 2**27, 1024
 # How often an unconfirmed answer is searched again, and the relative precision of a context.
@@ -42,7 +42,7 @@ def beside(batch: int, context: int, found: dict[str, Any]) -> Overhead | None:
 class Search:
     """What fits, by size: memory beside weights and cache is assumed to grow like the cache."""
 
-    def __init__(self, sizes: Sizes, on: OnMesh, memory: int, measured: Overhead | None):
+    def __init__(self, sizes: DeviceSizes, on: OnMesh, memory: int, measured: Overhead | None):
         self.sizes, self.on, self.memory, self.measured = sizes, on, memory, measured
         self.weights = sizes.weights(on)
 

@@ -22,7 +22,7 @@ from kvjax.plan.largest import Overhead, Search, beside, largest_rows, largest_t
 from kvjax.plan.layouts import AUTO, Layout, check_preset, layout
 from kvjax.plan.prompts import in_words
 from kvjax.plan.roofline import NOTE
-from kvjax.plan.sizes import Sizes
+from kvjax.plan.sizes import DeviceSizes
 from kvjax.plan.topologies import Topology
 
 # The default budget if a method's text has none.
@@ -90,7 +90,7 @@ class Planner:
         if method.make is not None:
             config, method = config_of(method, config), dataclasses.replace(method, make=None)
         self.asked, self.config, self.method = asked, config, method
-        self.sizes = Sizes(config, method, asked.topology, asked.dtype)
+        self.sizes = DeviceSizes(config, method, asked.topology, asked.dtype)
 
         def here(on: Any) -> int:
             return self.sizes.weights(on) + self.sizes.cache(on, asked.batch, asked.context, roughly=True)

@@ -118,7 +118,7 @@ def cache_shapes(
         return jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)[1]
 
 
-class Sizes:
+class DeviceSizes:
     """Bytes on a device of a model's weights, and of a method's caches at any batch and context.
 
     A cache is traced once per context and number of devices that share a KV head's slots, for one row, since

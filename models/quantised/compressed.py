@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.files import Stored
 from kvjax.models.quantised.float8 import FLOAT_8
-from kvjax.models.quantised.matrices import Affine, Exponents, Float4, Matrix, Plain, Turned, Unpacked
+from kvjax.models.quantised.matrices import Affine, Exponents, Float4, Matrix, Plain, Transposed, Unpacked
 from kvjax.models.quantised.module import Module
 
 PARTS = (
@@ -62,7 +62,7 @@ def _packed(module: Module, words: Stored, args: Mapping[str, Any]) -> Affine:
         return Affine(codes, scales, module.spread(zero, shape, block, groups=order), half)
     groups = scales.numbers.shape[1]
     module.check(zero, ((-(-n * bits // 32), groups),))
-    numbers = Turned(Unpacked(Turned(Plain(zero)), bits, n))
+    numbers = Transposed(Unpacked(Transposed(Plain(zero)), bits, n))
     return Affine(codes, scales, scales._replace(numbers=numbers))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.models.files import Stored
-from kvjax.models.quantised.matrices import Affine, Matrix, Plain, Spread, Turned, Unpacked
+from kvjax.models.quantised.matrices import Affine, Matrix, Plain, Spread, Transposed, Unpacked
 from kvjax.models.quantised.module import Module
 from kvjax.models.quantised.settings import GPTQ_BITS, gptq_format
 
@@ -39,7 +39,7 @@ def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     zeros = module.check(module.need("qzeros"), ((groups, packed),), "I32")
     codes, held = (Unpacked(Plain(x), 4, 8 * packed, order=_AWQ_ORDER) for x in (words, zeros))
     return _grouped(
-        module, Turned(codes), scales, held, settings.get("group_size", settings.get("q_group_size"))
+        module, Transposed(codes), scales, held, settings.get("group_size", settings.get("q_group_size"))
     )
 
 
@@ -60,7 +60,7 @@ def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     if order is not None:
         module.check(order, ((k,),), "I32", "I64")
     held = _zeros(Unpacked(Plain(zeros), bits, n), zeros, settings)
-    codes = Unpacked(Turned(Plain(words)), bits, k)
+    codes = Unpacked(Transposed(Plain(words)), bits, k)
     return _grouped(module, codes, scales, held, settings.get("group_size"), order)
 
 
@@ -95,8 +95,8 @@ def _grouped(
             f"{scales.name} has scales for {groups} groups of inputs, expected {-(-k // size)} of {size}: "
             "fetch the checkpoint again, or correct group_size in the quantization_config of config.json"
         )
-    spread = Spread(Turned(Plain(scales)), (n, k), (1, size), order)
-    return Affine(codes, spread, spread._replace(numbers=Turned(zeros)))
+    spread = Spread(Transposed(Plain(scales)), (n, k), (1, size), order)
+    return Affine(codes, spread, spread._replace(numbers=Transposed(zeros)))
 
 
 # --- zero points of GPTQ -----------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Unpacked(NamedTuple):
         return out & np.uint32(2**self.bits - 1)
 
 
-class Turned(NamedTuple):
+class Transposed(NamedTuple):
     """The transpose of a matrix."""
 
     matrix: Matrix

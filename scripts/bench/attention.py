@@ -33,7 +33,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-class Sizes:
+class BenchSizes:
     """Shapes of a run; those of a smoke test only prove that the code works."""
 
     def __init__(self, smoke: bool):
@@ -54,7 +54,7 @@ def random_codes(key: Any, payload: str, shape: tuple[int, ...]) -> Any:
     return codes if payload == "int8" else (codes >> 4).astype(jnp.int4)
 
 
-def operands(payload: str, tokens: int, sizes: Sizes) -> tuple[Any, ...]:
+def operands(payload: str, tokens: int, sizes: BenchSizes) -> tuple[Any, ...]:
     """(q, pool, table, lengths, q_pos) with as many layers as exceed what stays in a cache."""
     key = jax.random.key(tokens)
     pages = sizes.kv_heads * tokens // sizes.page
@@ -84,7 +84,7 @@ def per_call(call: Any, first: Any, operands: Any, layers: int, moved: int, goal
     return median_seconds(lambda: jax.block_until_ready(many(first, operands)), 5) / times, begun
 
 
-def copied(size: int, sizes: Sizes) -> float:
+def copied(size: int, sizes: BenchSizes) -> float:
     """Bytes per second, read and written, of a copy of `size` bytes."""
     layers = max(1, sizes.resident // size)
     source = jnp.zeros((layers, size // 4), jnp.int32)
@@ -112,7 +112,7 @@ def kernel(smoke: bool) -> Any:
     return run
 
 
-def timed(call: Any, q: Any, operands: Any, layers: int, size: int, sizes: Sizes) -> dict[str, Any]:
+def timed(call: Any, q: Any, operands: Any, layers: int, size: int, sizes: BenchSizes) -> dict[str, Any]:
     """What a row says of one attention over the `size` bytes of a layer."""
     seconds, begun = per_call(call, q, operands, layers, size, sizes.moved)
     return {
@@ -123,7 +123,7 @@ def timed(call: Any, q: Any, operands: Any, layers: int, size: int, sizes: Sizes
     }
 
 
-def measure(payload: str, tokens: int, sizes: Sizes, run: Any, setting: Any) -> dict[str, Any]:
+def measure(payload: str, tokens: int, sizes: BenchSizes, run: Any, setting: Any) -> dict[str, Any]:
     q, pool, table, lengths, q_pos = operands(payload, tokens, sizes)
     layers = pool.words.shape[0]
     size = nbytes(pool) // layers
@@ -135,7 +135,7 @@ def measure(payload: str, tokens: int, sizes: Sizes, run: Any, setting: Any) -> 
     return timed(call, q, pool, layers, size, sizes)
 
 
-def dense(tokens: int, sizes: Sizes) -> dict[str, Any]:
+def dense(tokens: int, sizes: BenchSizes) -> dict[str, Any]:
     """What the decoder does without compression: attention over the dense cache of all layers."""
     key = jax.random.key(tokens)
     size = 4 * sizes.kv_heads * tokens * sizes.width
@@ -154,7 +154,7 @@ def dense(tokens: int, sizes: Sizes) -> dict[str, Any]:
     return timed(call, q, kv, layers, size, sizes)
 
 
-def error(payload: str, sizes: Sizes, run: Any) -> float:
+def error(payload: str, sizes: BenchSizes, run: Any) -> float:
     """Relative RMS of the kernel against the plain form, on this device."""
     x = operands(payload, sizes.tokens[0], sizes)
     at = jnp.zeros((), jnp.int32)
@@ -175,7 +175,7 @@ def best_setting(rows: Rows, key: dict[str, Any], name: str) -> Any:
 
 def main() -> None:
     args = child_arguments()
-    rows, until, sizes = Rows(args.rows), Deadline(args.until, 15.0), Sizes(args.smoke)
+    rows, until, sizes = Rows(args.rows), Deadline(args.until, 15.0), BenchSizes(args.smoke)
     run = kernel(args.smoke)
     key = dict(device=jax.devices()[0].device_kind, smoke=args.smoke, batch=1)
     tunes = args.smoke or jax.default_backend() == "gpu"

@@ -27,7 +27,7 @@ from kvjax.models.feed_forward import NoMLP
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_families import FAMILIES
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.plan.cache_sizes import Sizes
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.plan.named import named
 from kvjax.state.cache import nbytes
 from scripts.docs_tables import DOCS, data_text, write_table
@@ -105,7 +105,7 @@ def cache_bytes(config: Config, method: Method, tokens: int) -> dict[str, int]:
     out = dict.fromkeys(KINDS, 0)
     for (kind, one), count in layers_of(config).items():
         used = dataclasses.replace(method, keep=None) if kind == "states" else method
-        cache = Sizes(one, "bfloat16", tokens, [used]).cache(used)
+        cache = CacheSizes(one, "bfloat16", tokens, [used]).cache(used)
         out[kind] += count * (nbytes(cache.groups) + nbytes(cache.pools))
     return out
 

@@ -25,7 +25,7 @@ from kvjax.models.config import Config
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.plan.cache_sizes import Sizes
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.state.cache import nbytes
 from kvjax.steps import Run
 from tests.models import architectures
@@ -61,7 +61,7 @@ def test_sizes_are_those_of_the_prefill(id):
     run = Run(own, dataclasses.replace(made, make=None))
     call = partial(steps.prefill, run, tokens_bound=64, room=3, compress=True)
     _, cache = jax.eval_shape(call, params, ids, length, None)
-    assert Sizes(config, "float32", 60, [method("full"), made]).nbytes(made, room=3) == nbytes(cache)
+    assert CacheSizes(config, "float32", 60, [method("full"), made]).nbytes(made, room=3) == nbytes(cache)
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(140, marks=pytest.mark.rotating)])
@@ -80,7 +80,7 @@ def test_inspect_shows_a_model_and_its_caches(width, monkeypatch, capsys):
 def test_a_read_that_leaves_a_layer_alone_has_the_bytes_of_layers_one_by_one():
     made = method("magicpig", budget=0.5, skip_layers=1, newest=8, sinks=2)
     config = dataclasses.replace(CONFIG, layers=4, windows=(None,) * 4)
-    sizes = Sizes(config, "float32", 64, [method("full"), made])
+    sizes = CacheSizes(config, "float32", 64, [method("full"), made])
     _, cache = kvjax.prefill(Model(config, init(config, jax.random.key(0))), [[1] * 64], method=made, room=0)
     assert sizes.nbytes(made) == nbytes(cache)
     # What leaves most slots unread reads less than there is, and the tables of hashes are read.

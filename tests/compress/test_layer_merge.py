@@ -20,7 +20,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan, regroup
-from kvjax.place.pairs import pairs_of
+from kvjax.place.layer_pairs import pairs_of
 from kvjax.state.cache import kept_positions, nbytes
 from kvjax.state.code_forms import completed
 from kvjax.state.codes import dense

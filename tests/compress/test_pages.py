@@ -20,7 +20,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.decode.ragged_decode import refusal
-from kvjax.plan.cache_sizes import Sizes
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.state.cache import heavier, kept_positions, nbytes
 from kvjax.store.affine import Affine
 from tests.sweep import sweep
@@ -89,7 +89,7 @@ def test_page_on_a_tpu_is_one_that_the_kernel_reads(monkeypatch, tokens):
 @cache
 def deep_sizes(id):
     methods = [kvjax.method(id, budget=b) for b in BUDGETS]
-    return Sizes(DEEP, "bfloat16", TOKENS, [Method(), *methods]), methods
+    return CacheSizes(DEEP, "bfloat16", TOKENS, [Method(), *methods]), methods
 
 
 FREE = [i.id for i in in_pages() if takes_budget(i.id) and not i.training]
@@ -118,7 +118,7 @@ ALL = [i.id for i in in_pages() if takes_budget(i.id)]
 @pytest.mark.parametrize("id", sweep(ALL, "kvzip", "adakv"))
 def test_33_tokens_never_weigh_more_than_the_full_cache(id):
     methods = [ready(shipped(), kvjax.method(id, budget=b)) for b in (0.25, 0.5, 0.75)]
-    sizes = Sizes(shipped().config, "float32", 33, [Method(), *methods])
+    sizes = CacheSizes(shipped().config, "float32", 33, [Method(), *methods])
     for room in (0, 128):
         full = sizes.nbytes(Method(), room)
         assert all(not heavier(sizes.nbytes(m, room), full) for m in methods)
@@ -128,7 +128,7 @@ def test_33_tokens_never_weigh_more_than_the_full_cache(id):
 def test_lists_that_evict_have_no_pages_for_their_protected_window(id):
     tokens, window, page = 512, 256, 8
     method = ready(shipped(), kvjax.method(id, window=window, page=page))
-    cache = Sizes(shipped().config, "float32", tokens, [method]).cache(method)
+    cache = CacheSizes(shipped().config, "float32", tokens, [method]).cache(method)
     lists = shipped().config.layers * shipped().config.kv_heads
     assert {group.bodies[0].most * page for group in cache.groups} == {tokens - window}
     # A page has an owner, a list says where its pages begin and how many of their slots are in use.
@@ -154,7 +154,7 @@ def test_thresholds_weigh_no_more_than_the_full_cache_and_what_they_remember(id)
     method, config = ready(shipped(), kvjax.method(id)), shipped().config
     lists = config.layers * config.kv_heads
     for tokens in (33, 128, 512):
-        sizes = Sizes(config, "float32", tokens, [Method(), method])
+        sizes = CacheSizes(config, "float32", tokens, [Method(), method])
         held, full = sizes.cache(method), sizes.nbytes(Method())
         slot, remembered = full / lists / sizes.tokens, beside(held)
         page = next((pool.page_tokens for pool in held.pools), 1)
@@ -173,7 +173,7 @@ def test_queries_that_rows_carry_weigh_half_a_cache_of_so_many_tokens_and_more_b
     more = {"newest": 8} if id == "corm" else {}
     method, even = kvjax.method(id, budget=0.5, **more), queries * config.heads // kv_heads
     for tokens, above in ((33, True), (even * 9 // 10, True), (even * 11 // 10, False)):
-        sizes = Sizes(config, "bfloat16", tokens, [Method(), method])
+        sizes = CacheSizes(config, "bfloat16", tokens, [Method(), method])
         assert bool(heavier(sizes.nbytes(method), sizes.nbytes(Method()))) == above
 
 

@@ -10,7 +10,7 @@ from kvjax.api.sampling import Sampler
 from kvjax.base.errors import InputError
 from kvjax.eval.harness.rows import CacheBytes, Row, batches, full_bytes, written
 from kvjax.eval.harness.sampling import Writing, writing_of
-from kvjax.eval.harness.texts import Encoded, Marker, Texts
+from kvjax.eval.harness.texts import Encoded, HarnessTokenizer, Marker
 from kvjax.grammar import Method
 
 PROMPT = "<bos> the river <set> brave otter 17 4 52 <.> road <get> brave otter"
@@ -24,32 +24,32 @@ def model():
 
 def test_a_context_ends_at_the_last_marker_or_before_the_last_token(model):
     ids = model.tokenizer.encode(PROMPT).ids
-    assert Texts(model).prompt(PROMPT) == Encoded(ids, len(ids) - 1)
-    assert Texts(model, Marker("brave")).prompt(PROMPT) == Encoded(ids, len(ids) - 2)
-    assert Texts(model, Marker("<bos>")).prompt(PROMPT) == Encoded(ids, 1)
+    assert HarnessTokenizer(model).prompt(PROMPT) == Encoded(ids, len(ids) - 1)
+    assert HarnessTokenizer(model, Marker("brave")).prompt(PROMPT) == Encoded(ids, len(ids) - 2)
+    assert HarnessTokenizer(model, Marker("<bos>")).prompt(PROMPT) == Encoded(ids, 1)
     # A word over the border belongs to the question.
-    assert Texts(model, Marker("ave otter")).prompt(PROMPT) == Encoded(ids, len(ids) - 2)
+    assert HarnessTokenizer(model, Marker("ave otter")).prompt(PROMPT) == Encoded(ids, len(ids) - 2)
     marked = PROMPT.replace("<get>", "| <get>").replace("road", "| road")
-    dropped = Texts(model, Marker("| ", drop=True))
+    dropped = HarnessTokenizer(model, Marker("| ", drop=True))
     assert dropped.prompt(marked) == Encoded(ids, len(ids) - 3) and dropped.without_marker(marked) == PROMPT
 
 
 def test_texts_without_a_tokenizer_or_a_marker_are_refused(model):
     with pytest.raises(InputError, match="has no tokenizer, and tasks are texts"):
-        Texts(dataclasses.replace(model, tokenizer=None))
+        HarnessTokenizer(dataclasses.replace(model, tokenizer=None))
     with pytest.raises(InputError, match="names no token that begins or ends a text"):
-        Texts(dataclasses.replace(model, special_tokens={}))
+        HarnessTokenizer(dataclasses.replace(model, special_tokens={}))
     with pytest.raises(InputError, match="the marker is empty"):
-        Texts(model, Marker(""))
+        HarnessTokenizer(model, Marker(""))
     with pytest.raises(InputError, match="the marker 'Q:' is not in the context '<bos> the"):
-        Texts(model, Marker("Q:")).prompt(PROMPT)
+        HarnessTokenizer(model, Marker("Q:")).prompt(PROMPT)
     with pytest.raises(InputError, match="cannot read 'zzzz'"):
-        Texts(model).encode("zzzz")
+        HarnessTokenizer(model).encode("zzzz")
 
 
 def test_a_message_that_is_continued_ends_the_conversation(model):
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<.>{% endfor %}"
-    texts = Texts(dataclasses.replace(model, chat_template=template))
+    texts = HarnessTokenizer(dataclasses.replace(model, chat_template=template))
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": " river "}]
     assert texts.chat(messages, answer=False) == "[user] the<.>[assistant] river"
     assert texts.chat(messages, answer=True).endswith("river<.>")

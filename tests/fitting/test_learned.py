@@ -14,7 +14,7 @@ from kvjax.commands.texts import read_texts
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.fitting.gates.hidden_gate import GateBatch, guessed, read
 from kvjax.fitting.gates.retaining_heads import looked_at, missed
-from kvjax.fitting.gates.write_gates import Texts, distilled, kept
+from kvjax.fitting.gates.write_gates import TokenBatch, distilled, kept
 from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.merges.convolutions import drawn, surprise
 from kvjax.fitting.merges.residue import ResidueBatch, kept_before
@@ -114,7 +114,7 @@ def test_what_write_gates_change_and_let_through_is_what_it_is_by_hand():
         near = np.minimum(recent / np.arange(len(row), 0, -1), 1)
         through += (near + (1 - near) * (1 - (1 - g) ** 2)).mean((0, 1)).sum() / count
     tokens = jnp.asarray([r + [0] * (20 - len(r)) for r in rows], jnp.int32)
-    batch = Texts(tokens, jnp.asarray([20, 11], jnp.int32))
+    batch = TokenBatch(tokens, jnp.asarray([20, 11], jnp.int32))
     a = arrays_of(learned.WRITE_GATE)
     got = jax.jit(distilled, static_argnums=(0, 1))(m.config, recent, m.params, a, batch)
     assert error > 1e-4
@@ -262,7 +262,7 @@ def losses(name, m, rows):
         (scored,) = read(m, [rows], 1, iter)
         return lambda fitted: guessed(arrays_of(fitted), scored)
     tokens = jnp.asarray([r + [0] * (256 - len(r)) for r in rows], jnp.int32)
-    batch = Texts(tokens, jnp.asarray([len(r) for r in rows], jnp.int32))
+    batch = TokenBatch(tokens, jnp.asarray([len(r) for r in rows], jnp.int32))
 
     def loss(fitted):
         off, through = distilled(m.config, 16, m.params, arrays_of(fitted), batch)

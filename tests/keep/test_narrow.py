@@ -23,7 +23,7 @@ from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, OutputNorm, P
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention
 from kvjax.models.params import init, plan
-from kvjax.plan.cache_sizes import Sizes as Planned
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.steps import Run
 from tests.float64.reference import Prompt, best, pool, rope, softmax
 from tests.float64.reference import Row as Slotwise
@@ -224,7 +224,7 @@ def test_scores_stand_at_the_places_of_their_tokens():
 
 def test_a_size_that_is_planned_is_that_of_the_cache():
     m = model("deep")
-    planned = Planned(m.config, "float32", T, [Method(), FASTKV]).nbytes(FASTKV, room=ROOM)
+    planned = CacheSizes(m.config, "float32", T, [Method(), FASTKV]).nbytes(FASTKV, room=ROOM)
     cache = kvjax.prefill(m, [MAIN.first[0]], method=FASTKV, room=ROOM)[1]
     assert planned == kvjax.state.cache.nbytes(cache)
 

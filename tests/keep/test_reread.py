@@ -23,7 +23,7 @@ from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, LastLogits
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention
 from kvjax.models.params import init, plan
-from kvjax.plan.cache_sizes import Sizes as Planned
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.state.cache import kept_positions, nbytes
 from kvjax.steps import Run
 from tests.float64.reference import Prompt, best, pool, rope
@@ -117,7 +117,7 @@ def test_what_is_read_is_stored_as_a_chain_says():
 
 
 def test_a_size_that_is_planned_is_that_of_the_cache(first):
-    planned = Planned(model("deep").config, "float32", T, [GEMS]).nbytes(GEMS, room=ROOM)
+    planned = CacheSizes(model("deep").config, "float32", T, [GEMS]).nbytes(GEMS, room=ROOM)
     assert planned * B == nbytes(first[1])
 
 

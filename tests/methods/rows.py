@@ -23,7 +23,7 @@ THETA = Rope().theta
 HASH = dict(planes=3, tables=4, sinks=2, newest=4)
 
 
-class Sizes(NamedTuple):
+class PromptSizes(NamedTuple):
     """What bytes are a function of: rows, KV heads, query heads, head dim, layers, prompt tokens, room."""
 
     b: int
@@ -58,7 +58,7 @@ class Row:
     """What the battery knows about one configuration of a method.
 
     build: chain of (id, hyper-parameters). kept: prompt -> per layer, boolean [lists, T]; None keeps all.
-    nbytes: Sizes -> bytes of the cache. whole: hyper-parameters under which it keeps everything exactly.
+    nbytes: PromptSizes -> bytes of the cache. whole: hyper-parameters under which it keeps all exactly.
     error: what its logits may be off by, relative to the largest, once the kept tokens are given; None where
     no slots describe it (merging, reading in part). victim: what leaves at a decode step. leave: what that
     changes in the other slots (`tests.float64.reference.Row`). phase: what slots
@@ -75,7 +75,7 @@ class Row:
 
     label: str
     build: tuple[tuple[str, dict[str, Any]], ...]
-    nbytes: Callable[[Sizes], int]
+    nbytes: Callable[[PromptSizes], int]
     kept: Callable[[Prompt], list[np.ndarray]] | None = None
     whole: tuple[tuple[str, dict[str, Any]], ...] | None = None
     error: float | None = 3e-5
@@ -147,7 +147,7 @@ def chained(label, nbytes, *parts, **more):
 # --- bytes ---------------------------------------------------------------------------------------------
 
 
-def plain(s: Sizes) -> int:
+def plain(s: PromptSizes) -> int:
     """Bytes of a slot: float32 keys and values, an int32 position."""
     return 2 * s.h * 4 + 4
 
@@ -157,7 +157,7 @@ def dense(slots, heads=None, slot=plain, extra=0):
     return lambda s: s.layers * s.b * (heads or s.k) * slots(s) * (slot(s) + extra) + 4 * s.b
 
 
-def everything(s: Sizes) -> int:
+def everything(s: PromptSizes) -> int:
     return s.tokens + s.room
 
 
@@ -178,16 +178,16 @@ def minicache_bytes(direction):
     return total
 
 
-def half(s: Sizes) -> int:
+def half(s: PromptSizes) -> int:
     return count(s.tokens) + s.room
 
 
-def half_and_one(s: Sizes) -> int:
+def half_and_one(s: PromptSizes) -> int:
     """Evicting at every step: the budget of all that may come, and the token that is just attended."""
     return count(s.tokens + s.room) + 1
 
 
-def due_by_2(s: Sizes) -> int:
+def due_by_2(s: PromptSizes) -> int:
     """The budget of all that may come, and two tokens more, which are then given up."""
     return count(s.tokens + s.room) + 2
 
@@ -215,7 +215,7 @@ def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False, longe
     longest: of how many slots a list in pages consists at most.
     """
 
-    def total(s: Sizes) -> int:
+    def total(s: PromptSizes) -> int:
         lists = s.b * heads(s)
         slots = [s.b * kept_per_layer(s, i) for i in range(s.layers)]
         pools = [(sum(slots), lists * s.layers)] if one_pool else [(x, lists) for x in slots]
@@ -239,7 +239,7 @@ def window_paged(slot=plain):
 def split(slots, granule, residual, body_granule, body_slot):
     """An encoded body of whole granules and a tail of residual + granule plain slots."""
 
-    def total(s: Sizes) -> int:
+    def total(s: PromptSizes) -> int:
         granules = max((slots(s) - residual) // granule, 1)
         body = granules * (body_granule(s) + granule * body_slot(s))
         return s.layers * s.b * s.k * (body + (residual + granule) * plain(s)) + 4 * s.b
@@ -252,7 +252,7 @@ def coded(bits: int, groups: int = 1):
     return lambda s: 2 * (s.h * bits // 8 + 4 * groups) + 4
 
 
-def turboquant_bytes(s: Sizes) -> int:
+def turboquant_bytes(s: PromptSizes) -> int:
     """A slot of 4 bits: a key's words of 2, 1 and 1 bits and two float16, a value's of 4 bits and one."""
     key = sum(4 * -(-s.h * bits // 32) for bits in (2, 1, 1)) + 4
     return key + 4 * -(-s.h * 4 // 32) + 2 + 4
@@ -266,21 +266,21 @@ def kivi_bytes(bits, slots=everything, group=16, residual=16):
     )  # fmt: skip
 
 
-def holes_bytes(s: Sizes, group=4, residual=4) -> int:
+def holes_bytes(s: PromptSizes, group=4, residual=4) -> int:
     """KIVI's 8 bits under H2O: up to a granule of holes in the body, and a mass beside every slot."""
     slots = lambda s: half_and_one(s) + group - 1  # noqa: E731
     body, tail = (slots(s) - residual) // group * group, residual + group
     return kivi_bytes(8, slots, group, residual)(s) + s.layers * s.b * s.k * 4 * (body + tail)
 
 
-def granules_in_pages_bytes(s: Sizes, group=4, residual=4) -> int:
+def granules_in_pages_bytes(s: PromptSizes, group=4, residual=4) -> int:
     """KIVI's 8 bits in pages of PAGE slots; granules for the room, and a plain tail."""
     slot = lambda s: (s.h * (group + 4)) // group + s.h + 4 * (s.h // group) + 4  # noqa: E731
     pages = paged(lambda s, i: s.k * count(s.tokens), slot=slot)(s._replace(room=-(-s.room // group) * group))
     return pages + s.layers * s.b * s.k * (residual + group) * plain(s)
 
 
-def read_in_pages_bytes(s: Sizes) -> int:
+def read_in_pages_bytes(s: PromptSizes) -> int:
     """Quest's bounds of every 4 slots, in pages of PAGE slots and in granules for the room; a plain tail."""
     bounds = lambda s: 2 * s.h * 4 // 4  # noqa: E731
     slot = lambda s: plain(s) + bounds(s)  # noqa: E731
@@ -288,7 +288,7 @@ def read_in_pages_bytes(s: Sizes) -> int:
     return pages + s.layers * s.b * s.k * 4 * plain(s)
 
 
-def read_with_holes_bytes(s: Sizes) -> int:
+def read_with_holes_bytes(s: PromptSizes) -> int:
     """Quest's bounds of every 4 slots under H2O: up to a granule of holes, and a mass beside every slot."""
     body = (half_and_one(s) + 3) // 4 * 4
     each = body * (plain(s) + 4 + 2 * s.h * 4 // 4) + 4 * (plain(s) + 4)
@@ -305,27 +305,27 @@ def gear_bytes(bits, rank, group=16):
     )  # fmt: skip
 
 
-def mikv_bytes(s: Sizes) -> int:
+def mikv_bytes(s: PromptSizes) -> int:
     """Half of the tokens, and the one just attended, in 8 bits; the others in 4; all with their masses."""
     most = s.tokens + s.room
     first, second = half_and_one(s) * (coded(8)(s) + 4), (most - count(most)) * (coded(4, 2)(s) + 4)
     return s.layers * s.b * s.k * (first + second) + 4 * s.b
 
 
-def kvquant_bytes(s: Sizes) -> int:
+def kvquant_bytes(s: PromptSizes) -> int:
     """A row's first token as it is; of others 4 bits, an outlier of a key, two and a range of a value."""
     slot = 2 * (s.h * 4 // 8) + (4 + 1) + (2 * (4 + 1) + 4) + 4
     return s.layers * s.b * s.k * (plain(s) + (everything(s) - 1) * slot) + 4 * s.b
 
 
-def quest_bytes(s: Sizes) -> int:
+def quest_bytes(s: PromptSizes) -> int:
     """The first two layers as they are; the others in pages of 8 with two bounds per channel."""
     rest = s._replace(layers=s.layers - 2)
     first = dense(everything)(s._replace(layers=2))
     return first - 4 * s.b + split(everything, 8, 0, lambda s: 2 * s.h * 4, plain)(rest)
 
 
-def infllm_bytes(s: Sizes) -> int:
+def infllm_bytes(s: PromptSizes) -> int:
     """Blocks of 4 with a key each behind a tail of 8 and 4 more with a score each; copies on the device.
 
     The device has places for the blocks that a step reads: one of sinks, and half of all, 2 bytes more for
@@ -337,19 +337,19 @@ def infllm_bytes(s: Sizes) -> int:
     return split(everything, 4, 8, lambda s: s.h * 4, plain)(s) + near + s.layers * s.b * s.k * 12 * 4
 
 
-def sparq_bytes(s: Sizes) -> int:
+def sparq_bytes(s: PromptSizes) -> int:
     """Slots one by one, a tail of the newest 4 and one more, and a float32 sum of the values of each list."""
     sums = s.layers * s.b * s.k * s.h * 4
     return split(everything, 1, 4, lambda s: 0, plain)(s) + sums
 
 
-def magicpig_bytes(s: Sizes) -> int:
+def magicpig_bytes(s: PromptSizes) -> int:
     """Slots one by one, each with a word of 4 codes of 3 bits, a tail as SparQ's, a float32 centre a list."""
     centres = s.layers * s.b * s.k * s.h * 4
     return split(everything, 1, 4, lambda s: 4, plain)(s) + centres
 
 
-def mustafar_bytes(s: Sizes) -> int:
+def mustafar_bytes(s: PromptSizes) -> int:
     """Behind 4 whole tokens and one more, half of a slot's numbers, a bit for each, and its position."""
     slot = lambda s: 2 * (s.h // 2 * 4 + -(-s.h // 32) * 4) + 4  # noqa: E731
     return split(everything, 1, 4, lambda s: 0, slot)(s)

@@ -1,7 +1,7 @@
 """One row per method: how it is built, what it must keep, what it must cost. `test_battery.py` does the rest.
 
 A new method needs one `Row` in ROWS. Give it the numbers of its paper: `kept` as numpy over a float64 prompt
-(see `tests/float64/reference.py`), `nbytes` as arithmetic over `Sizes`. What does not apply stays at its
+(see `tests/float64/reference.py`), `nbytes` as arithmetic over `PromptSizes`. What does not apply keeps its
 default.
 """
 

@@ -18,7 +18,7 @@ from kvjax.api.prepare import made
 from kvjax.grammar.fitted import with_fitted
 from kvjax.models.params import init, plan, regroup
 from kvjax.ops.base.memory import there
-from kvjax.plan.cache_sizes import Sizes
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.state.cache import Slots, nbytes
 from kvjax.steps import Run
 from tests.float64.reference import Row as Slotwise
@@ -327,7 +327,7 @@ def test_bytes_are_planned_before_running(label):
         with_fitted(m.params, row.method()), shape((B, T), jnp.int32), shape((B,), jnp.int32),
     )  # fmt: skip
     # What `kvjax explain` and `inspect` say, of layers that are stacked.
-    told = Sizes(model(row.model).config, "float32", T, [row.method()], rows=B)
+    told = CacheSizes(model(row.model).config, "float32", T, [row.method()], rows=B)
     assert told.nbytes(row.method(), ROOM) == nbytes(planned) == nbytes(cache)
 
 

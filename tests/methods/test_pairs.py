@@ -8,7 +8,7 @@ import kvjax
 from kvjax import steps
 from kvjax.steps import Run
 from tests.methods.battery import model
-from tests.methods.pairs import PROMPTS, answers, apart, exact, talked
+from tests.methods.method_pairs import PROMPTS, answers, apart, exact, talked
 from tests.sweep import sweep
 
 SINKS = exact(sinks=2)

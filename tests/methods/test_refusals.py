@@ -12,7 +12,7 @@ from kvjax.keep.merges.merge import ZipMerge
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.state.cache import host_nbytes
 from kvjax.store.affine import Affine
-from tests.methods.pairs import answers, apart, exact, unchecked
+from tests.methods.method_pairs import answers, apart, exact, unchecked
 from tests.sweep import sweep
 
 

@@ -30,7 +30,7 @@ from tests.methods.battery import (
     positions,
     step,
 )
-from tests.methods.rows import WINDOW, Sizes, at_budget, count
+from tests.methods.rows import WINDOW, PromptSizes, at_budget, count
 from tests.methods.table import BY_LABEL, ROWS
 
 TWIN = len(PACKED) - 1
@@ -151,7 +151,7 @@ def test_a_row_answers_the_same_behind_other_companions(label):
 def test_bytes_are_those_of_the_claim(label):
     row = BY_LABEL[label]
     c = model(row.model).config
-    sizes = Sizes(len(PACKED), c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
+    sizes = PromptSizes(len(PACKED), c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
     assert nbytes(packed(label).cache) == row.nbytes(sizes)
 
 

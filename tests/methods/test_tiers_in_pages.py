@@ -37,7 +37,7 @@ from tests.methods.battery import (
     prompt_of,
     step,
 )
-from tests.methods.rows import SNAP, Sizes, coded, count, paged
+from tests.methods.rows import SNAP, PromptSizes, coded, count, paged
 from tests.methods.table import BY_LABEL
 from tests.store.test_affine import affine_by_hand
 from tests.sweep import sweep
@@ -232,7 +232,7 @@ def test_bytes_are_those_of_two_pools(label):
     run, read = Run(c, tiered(label, LOW, EIGHT)), observed(row.model)
     sizes = dict(tokens=T, room=ROOM, compress=True)
     cache = jax.eval_shape(lambda p, x: settle(run, p, x, None, **sizes), params(row.model), read)
-    s = Sizes(len(PACKED), c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
+    s = PromptSizes(len(PACKED), c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
     first = paged(lambda s, i: s.k * count(s.tokens), slot=coded(8), one_pool=one)(s)
     left = lambda s, i: s.k * (s.tokens - count(s.tokens))  # noqa: E731
     # The room and the rows' next positions are there once.

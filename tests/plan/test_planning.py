@@ -18,7 +18,7 @@ from kvjax.plan.largest import Search, beside, largest_rows, largest_tokens, las
 from kvjax.plan.layouts import abstract
 from kvjax.plan.picture import curve, tokens_in_words
 from kvjax.plan.planning import Planner, PlanRequest
-from kvjax.plan.sizes import Sizes
+from kvjax.plan.sizes import DeviceSizes
 from kvjax.plan.topologies import topology_of
 
 CONFIG = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=16, d_ff=64, max_positions=1024)
@@ -102,7 +102,7 @@ def test_the_last_that_fits_is_found():
 def test_what_is_largest_fits_by_sizes_and_the_next_does_not():
     topology = topology_of("v5e:4x4")._replace(memory=40 * MIB)
     on = abstract(topology, {"data": 8, "model": 2}, as_rules("tensor", ("data", "model")))
-    sizes = Sizes(CONFIG, Method(), topology, "bfloat16")
+    sizes = DeviceSizes(CONFIG, Method(), topology, "bfloat16")
     search = Search(sizes, on, 40 * MIB, None)
     rows = search.rows(4096)
     assert rows % 8 == 0 and search.needs(rows, 4096) <= 40 * MIB < search.needs(rows + 8, 4096)
@@ -116,7 +116,7 @@ def test_what_is_largest_fits_by_sizes_and_the_next_does_not():
 def test_an_answer_that_the_compiler_refuses_is_looked_for_again():
     topology = topology_of("v5e:4x4")._replace(memory=40 * MIB)
     on = abstract(topology, {"data": 8, "model": 2}, as_rules("tensor", ("data", "model")))
-    sizes, tried = Sizes(CONFIG, Method(), topology, "bfloat16"), []
+    sizes, tried = DeviceSizes(CONFIG, Method(), topology, "bfloat16"), []
 
     def compile(batch, context):
         """As if temporaries were as large as the cache."""

@@ -18,7 +18,7 @@ from kvjax.models.params import init
 from kvjax.ops.base.memory import in_host
 from kvjax.plan.layouts import abstract, layout, read_rules
 from kvjax.plan.named import named
-from kvjax.plan.sizes import ROOM, Sizes, cache_shapes, placed_cache, tree_bytes
+from kvjax.plan.sizes import ROOM, DeviceSizes, cache_shapes, placed_cache, tree_bytes
 from kvjax.plan.topologies import topology_of
 from kvjax.steps import Run
 
@@ -55,7 +55,7 @@ def test_sizes_are_sums_over_the_shards_of_a_device(text):
     rules = as_rules("tensor", mesh.axis_names)
     model = kvjax.spread(Model(CONFIG, init(CONFIG, jax.random.key(0))), mesh, rules)
     _, held = kvjax.prefill(model, [[1] * (CONTEXT - ROOM)] * 8, method=method(text), room=ROOM)
-    sizes, on = Sizes(CONFIG, method(text), EIGHT, "float32"), OnMesh(mesh, rules)
+    sizes, on = DeviceSizes(CONFIG, method(text), EIGHT, "float32"), OnMesh(mesh, rules)
     assert sizes.weights(on) == on_first(model.params)
     # A prompt is padded to a bucket; here it fills one.
     whole = held.groups, held.pools, held.next
@@ -69,7 +69,7 @@ def test_sizes_are_sums_over_the_shards_of_a_device(text):
 )
 def test_rows_scale_what_one_row_takes(text):
     on = abstract(EIGHT, {"data": 4, "model": 2}, as_rules("tensor", ("data", "model")))
-    sizes = Sizes(CONFIG, method(text), EIGHT, "float32")
+    sizes = DeviceSizes(CONFIG, method(text), EIGHT, "float32")
     run = Run(CONFIG, method(text), None, on)
     for rows in (4, 12):
         direct = placed_cache(cache_shapes(run, sizes.params, rows, 256, on.mesh), on)
@@ -79,7 +79,7 @@ def test_rows_scale_what_one_row_takes(text):
 def test_the_best_mesh_splits_slots_only_where_memory_is_short():
     method = Method()
     config = dataclasses.replace(named("llama-3-70b").config, layers=3)
-    sizes = Sizes(config, method, SIXTEEN, "bfloat16")
+    sizes = DeviceSizes(config, method, SIXTEEN, "bfloat16")
 
     def best(memory, preset="auto"):
         size = lambda on: sizes.weights(on) + sizes.cache(on, 4, 2**17, True)  # noqa: E731

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.atoms import dictionary
 from kvjax.grammar.fitted import Fitted
 from kvjax.store.atoms import Atoms, Pursuit
@@ -38,7 +38,7 @@ def test_rows_of_zeros_and_large_numbers_stay_finite():
 
 def test_fitted_atoms_come_closer_than_drawn_rows_and_find_those_that_rows_were_made_of(rng):
     fitted = kvjax.fit(model("4/2"), "csr:atoms=2", TEXTS, size=32).arrays
-    for of, x in zip(("key", "value"), read_numbers(model("4/2"), [TEXTS]), strict=True):
+    for of, x in zip(("key", "value"), read_keys_values(model("4/2"), [TEXTS]), strict=True):
         for atoms, rows in zip(
             fitted[f"{of} atoms"].astype(float), x.reshape(2, -1, 16).astype(float), strict=True
         ):

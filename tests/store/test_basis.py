@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.fitting.loops.bases import rounded
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import Fitted
 from kvjax.state.code_forms import meet
@@ -68,7 +68,7 @@ def test_smooth_keys_are_those_of_a_model_in_whose_weights_the_scales_are_folded
     m = model("4/2")
     fitted = kvjax.fit(m, "qserve", TEXTS)
     by = np.einsum("lkhh->lkh", fitted.arrays["key matrix"])
-    most = np.abs(read_numbers(m, [TEXTS]).k).max(2)
+    most = np.abs(read_keys_values(m, [TEXTS]).k).max(2)
     np.testing.assert_allclose(by, np.sqrt(np.maximum(most, np.roll(most, 8, -1))), rtol=1e-5)
     of_q, of_k = (np.repeat(by, n, 1).reshape(2, 1, 1, -1) for n in (2, 1))
     each = enumerate(m.params["layers"])
@@ -107,7 +107,7 @@ def lost(found, x):
 
 def test_a_basis_learnt_through_codes_comes_back_closer_than_a_rotation_and_than_none():
     m, code = model("4/2"), affine(2, 16)
-    x = read_numbers(m, [TEXTS]).k.astype(float)
+    x = read_keys_values(m, [TEXTS]).k.astype(float)
     got = through(kvjax.fit(m, "flatquant:bits=2", TEXTS), "key", x, code)
     turn = Rotate().matrix(16)
     for other in (code(x), code(x @ turn.T) @ turn):
@@ -119,7 +119,7 @@ def test_a_basis_learnt_through_codes_comes_back_closer_than_a_rotation_and_than
 
 def test_orders_and_main_directions_are_those_of_the_texts():
     m = model("4/2")
-    x = read_numbers(m, [TEXTS]).k.astype(float)
+    x = read_keys_values(m, [TEXTS]).k.astype(float)
     order = kvjax.fit(m, "skvq:group=8", TEXTS).arrays["key inverse"]
     spread = np.ptp(x @ order, axis=2)
     assert (np.diff(spread, axis=-1) >= 0).all() and set(np.unique(order)) == {0.0, 1.0}
@@ -131,7 +131,7 @@ def test_orders_and_main_directions_are_those_of_the_texts():
 
 def test_spinquant_learns_a_rotation_by_which_values_come_back_closer():
     m, code = model("4/2"), affine(2, 16)
-    x = read_numbers(m, [TEXTS]).v.astype(float)
+    x = read_keys_values(m, [TEXTS]).v.astype(float)
     fitted = kvjax.fit(m, "spinquant:bits=2", TEXTS)
     assert set(fitted.arrays) == {"value matrix", "value inverse"}
     turn = fitted.arrays["value inverse"].astype(float)
@@ -148,7 +148,7 @@ def test_spinquant_learns_a_rotation_by_which_values_come_back_closer():
 def test_learnt_scales_and_shifts_bring_channels_back_closer(id, group):
     m, code = model("4/2"), affine(2, group)
     fitted = kvjax.fit(m, f"{id}:bits=2" + (f",group={group}" if id == "wkvquant" else ""), TEXTS)
-    for of, x in read_numbers(m, [TEXTS])._asdict().items():
+    for of, x in read_keys_values(m, [TEXTS])._asdict().items():
         of = {"k": "key", "v": "value"}[of]
         scales = np.einsum("lkhh->lkh", fitted.arrays[f"{of} matrix"])
         np.testing.assert_array_equal(fitted.arrays[f"{of} matrix"], scales[..., None] * np.eye(16))

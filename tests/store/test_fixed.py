@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import Fitted
 from kvjax.store.fixed import Fixed, OfRange
@@ -19,7 +19,7 @@ TEXTS = [list(range(1, 40)), list(range(40, 10, -1))]
 
 def test_smoothquant_takes_the_largest_number_of_a_layer():
     fitted = kvjax.fit(model("4/2"), "smoothquant", TEXTS).arrays
-    for of, x in zip(("key", "value"), read_numbers(model("4/2"), [TEXTS]), strict=True):
+    for of, x in zip(("key", "value"), read_keys_values(model("4/2"), [TEXTS]), strict=True):
         most = np.abs(x).max((1, 2, 3))
         np.testing.assert_allclose(fitted[f"{of} step"], np.repeat(most[:, None] / 127, 2, 1), rtol=1e-6)
         np.testing.assert_allclose(fitted[f"{of} low"], -128 * fitted[f"{of} step"], rtol=1e-6)
@@ -28,7 +28,7 @@ def test_smoothquant_takes_the_largest_number_of_a_layer():
 def test_q_int4_finds_the_step_of_least_error_of_rotated_numbers():
     fitted = kvjax.fit(model("4/2"), "q-int4:block=8", TEXTS).arrays
     turn = np.kron(np.eye(2), Rotate().matrix(8))
-    for of, x in zip(("key", "value"), read_numbers(model("4/2"), [TEXTS]), strict=True):
+    for of, x in zip(("key", "value"), read_keys_values(model("4/2"), [TEXTS]), strict=True):
         for layer, rows in enumerate(x.astype(float) @ turn.T):
             lost = lambda step: np.square(of_range(-8 * step, step, 4)(rows) - rows).sum()  # noqa: E731, B023
             step = float(fitted[f"{of} step"][layer, 0])

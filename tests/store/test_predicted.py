@@ -6,7 +6,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compress.below import decoded
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar.fitted import Fitted, with_fitted
 from kvjax.steps import Run
 from kvjax.steps.shared.fitted_arrays import taught_groups
@@ -60,7 +60,7 @@ def test_without_codes_between_them_layers_predict_no_difference():
 def test_a_fit_leaves_less_of_the_texts_numbers_than_they_are():
     m = model("4/2")
     maps = {n: x.astype(float) for n, x in kvjax.fit(m, "aqua-kv:bits=4", TEXTS).arrays.items()}
-    read = read_numbers(m, [TEXTS], raw=True)
+    read = read_keys_values(m, [TEXTS], raw=True)
     flat = lambda x: np.moveaxis(x, 0, 1).reshape(x.shape[1], -1)  # noqa: E731
     below = directions(4)(read.k[0].astype(float)), directions(4)(read.v[0].astype(float))
     rest = flat(read.k[1]) - flat(below[0]) @ maps["key weights"][1] - maps["key bias"][1]

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import kvjax
-from kvjax.plan.cache_sizes import Sizes
+from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.state.cache import nbytes
 from scripts.docs_tables import DOCS, with_table
 from scripts.studies.family_bytes import FILE, KINDS, cache_bytes, tables
@@ -23,7 +23,7 @@ def test_layers_one_by_one_are_the_cache_of_the_whole_model():
     config = dataclasses.replace(TABLE["jamba"].config, layers=2, windows=(None, 6))
     full = kvjax.method("full")
     found = cache_bytes(config, full, 64)
-    cache = Sizes(config, "bfloat16", 64, [full]).cache(full)
+    cache = CacheSizes(config, "bfloat16", 64, [full]).cache(full)
     assert sum(found.values()) == nbytes(cache.groups) and found.keys() == {*KINDS}
     assert found["states"] and found["windows"] and not found["all tokens"]
 

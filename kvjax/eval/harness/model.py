@@ -29,7 +29,7 @@ from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_budget
 from kvjax.eval.harness.rows import CacheBytes, Row, batches, written
 from kvjax.eval.harness.sampling import Writing, writing_of
-from kvjax.eval.harness.texts import Marker, Texts
+from kvjax.eval.harness.texts import HarnessTokenizer, Marker
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.grammar import Method
 from kvjax.io.load import load
@@ -84,7 +84,7 @@ class KvjaxLM(TemplateLM):
         self.model = load(model, dtype=dtype, mesh=mesh, rules=rules) if isinstance(model, str) else model
         check_single(self.model, "load one for lm-evaluation-harness")
         self.method = method_of(self.model, self.method, None)
-        self.texts = Texts(self.model, mark)
+        self.texts = HarnessTokenizer(self.model, mark)
         most = self.model.config.max_positions
         self.max_length = whole_number("max_length", max_length or most, 2, "tokens", most)
         self.bytes = CacheBytes.newest = CacheBytes()

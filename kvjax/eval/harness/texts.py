@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
     context: int
 
 
-class Texts:
+class HarnessTokenizer:
     """A model's tokenizer as the `hf` backend uses it. InputError if the model has none."""
 
     def __init__(self, model: Model, marker: Marker | None = None):

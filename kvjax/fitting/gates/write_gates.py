@@ -23,7 +23,7 @@ from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys, weigh
 
 
-class Texts(NamedTuple):
+class TokenBatch(NamedTuple):
     """A batch of texts."""
 
     tokens: Int[Array, "B T"]
@@ -54,12 +54,12 @@ def fit_write_gate(
     check_whole(model, "gates")
     arrays = drawn(model.config, hidden or 4 * model.config.head_dim, seed)
 
-    def loss(arrays: Arrays, batch: Texts, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: TokenBatch, params: Params) -> Float[Array, ""]:
         missed, through = distilled(model.config, recent, params, arrays, batch)
         return missed + penalty * through
 
     given = (padded(model, one, None) for one in progress([one for _ in range(epochs) for one in batches]))
-    texts = (Texts(jnp.asarray(one.tokens), jnp.asarray(one.lengths)) for one in given)
+    texts = (TokenBatch(jnp.asarray(one.tokens), jnp.asarray(one.lengths)) for one in given)
     return Fitted(descended(loss, arrays, texts, model.params, rate=rate), "WriteGate", model.signature)
 
 
@@ -77,7 +77,7 @@ def drawn(config: Config, hidden: int, seed: int) -> Arrays:
 
 
 def distilled(
-    config: Config, recent: int, params: Params, arrays: Arrays, batch: Texts
+    config: Config, recent: int, params: Params, arrays: Arrays, batch: TokenBatch
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The mean squared change by the gates of the last normalised hidden states, and the admitted share."""
     whole, _ = _hidden(config, recent, params, None, batch)
@@ -102,7 +102,7 @@ def kept(g: Float[Array, "B K T"], lengths: Int[Array, "B"], recent: int) -> Flo
 
 
 def _hidden(
-    config: Config, recent: int, params: Params, arrays: Arrays | None, batch: Texts
+    config: Config, recent: int, params: Params, arrays: Arrays | None, batch: TokenBatch
 ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
     """The last hidden states after the norm, with gates or without, and the share that the gates admit."""
     at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.levels import only_slots, words_of
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -39,7 +39,7 @@ def fit_atoms(
     only_slots(model, "dictionaries")
     (count,) = {word.count for word in words_of(method) if isinstance(word, Atoms)}
     raw = method.store is not None and method.store.unrotated
-    read = read_numbers(model, batches, progress, raw)
+    read = read_keys_values(model, batches, progress, raw)
     rng, found = np.random.RandomState(seed), {}
     for of, x in (("key", read.k), ("value", read.v)):
         layers, heads, tokens, width = x.shape

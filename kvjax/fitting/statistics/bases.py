@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.asked_bases import by_attention
 from kvjax.fitting.statistics.basis_rules import Meant, Numbers, paired, scaled
 from kvjax.fitting.statistics.learnt_bases import flat, rotated, scaled_keys, shifted
@@ -40,7 +40,7 @@ def fit_basis(
         if one.word.by not in RULES:
             raise InputError(f"no rule is known for the basis of {one.word.by}, expected {', '.join(RULES)}")
     raw = method.store is not None and method.store.unrotated
-    read = read_numbers(model, batches, progress, raw)
+    read = read_keys_values(model, batches, progress, raw)
     rope = Run(model.config, Method()).attention_spec(0).rope
     queries = None
     if any(one.word.by in ASKING for one in held):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.levels import only_slots
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted, sees_below
@@ -39,7 +39,7 @@ def fit_predictors(
     store = method.store
     if store is None or not sees_below((store.keys, store.values)):
         raise InputError(f"{method.id} encodes no layer by the one below it: give aqua-kv")
-    read = read_numbers(model, batches, progress, raw=store.unrotated)
+    read = read_keys_values(model, batches, progress, raw=store.unrotated)
     layers, heads, _, width = read.k.shape
     size = heads * width
     out = {

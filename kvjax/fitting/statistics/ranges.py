@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.numbers import read_numbers
+from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.levels import only_slots
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -40,7 +40,7 @@ def fit_ranges(
     only_slots(model, "ranges")
     store, width = method.store, model.config.head_dim
     assert store is not None
-    read = read_numbers(model, batches, progress, store.unrotated)
+    read = read_keys_values(model, batches, progress, store.unrotated)
     found: dict[str, np.ndarray] = {}
     for of, codec, x in (("key", store.keys, read.k), ("value", store.values, read.v)):
         if codec is None or not isinstance(inner := span_of(codec, width).codec, Fixed):

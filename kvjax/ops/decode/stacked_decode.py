@@ -31,7 +31,7 @@ KEPT_NUMBERS = 3 * 2**20
 
 
 # Factors on the keys and the values of every slot of the layer, [B, K, S] each.
-Sizes = tuple[Array | None, Array | None]
+Factors = tuple[Array | None, Array | None]
 
 
 class Coded(NamedTuple):
@@ -52,7 +52,7 @@ def stacked_decode(
     scale: float,
     pos: Int[Array, "L B K S"] | None = None,
     bias: Float[Array, "L B K S"] | None = None,
-    sizes: Sizes = (None, None),
+    sizes: Factors = (None, None),
     turn: KeyRotation | None = None,
     values: int | None = None,
     first: int | None = None,
@@ -114,7 +114,7 @@ def rows_of(x: Array | Coded) -> Array:
 
 def sides_of(
     k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
-    sizes: Sizes = (None, None), turn: KeyRotation | None = None,
+    sizes: Factors = (None, None), turn: KeyRotation | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Per-slot numbers, [1 or L, B, K, S], by the names of the kernel."""
     given = {"pos": pos, "bias": bias}
@@ -129,7 +129,7 @@ def sides_of(
 
 def refusals(
     q: Array, k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
-    sizes: Sizes = (None, None), turn: KeyRotation | None = None, *, mass: bool = False,
+    sizes: Factors = (None, None), turn: KeyRotation | None = None, *, mass: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """Why the kernel of each platform cannot take these operands."""
     rows = (rows_of(k), None if v is None else rows_of(v))
@@ -237,7 +237,7 @@ def stacked_append(
 def _reference(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None, bias: Array | None, mass: bool, sizes: Sizes, turn: KeyRotation | None,
+    pos: Array | None, bias: Array | None, mass: bool, sizes: Factors, turn: KeyRotation | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
     heads, slots, dtype = *rows_of(k).shape[2:4], wide(q)
@@ -273,7 +273,7 @@ def _plain(x: Array | Coded, size: Array | None, layer: Array, dtype: Any) -> Ar
 
 def _on_gpu(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    pos: Array | None, bias: Array | None, sizes: Sizes, turn: KeyRotation | None, **options: Any,
+    pos: Array | None, bias: Array | None, sizes: Factors, turn: KeyRotation | None, **options: Any,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     layers, b, heads, slots, _ = rows_of(k).shape
     keys, rows = (None if x is None else rows_of(x).reshape(layers, b * heads * slots, -1) for x in (k, v))
@@ -288,7 +288,7 @@ def _on_gpu(
 def tpu_stacked_decode(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None = None, bias: Array | None = None, sizes: Sizes = (None, None),
+    pos: Array | None = None, bias: Array | None = None, sizes: Factors = (None, None),
     turn: KeyRotation | None = None, mass: bool = False, block: int | None = None, cores: int | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip

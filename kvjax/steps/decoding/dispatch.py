@@ -10,7 +10,7 @@ from kvjax.models.mixer import Layer, Projected
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
-from kvjax.ops.decode.stacked_decode import Coded, Sizes, refusals
+from kvjax.ops.decode.stacked_decode import Coded, Factors, refusals
 from kvjax.ops.decode.turning import KeyRotation
 from kvjax.place.common import lists_of
 from kvjax.state.cache import Paged, Pages, Slots
@@ -70,7 +70,7 @@ def _refusals(
     read: Read | None,
     slots: Slots,
     q: Array,
-    sizes: Sizes,
+    sizes: Factors,
     turn: KeyRotation | None,
 ) -> dict[str, str]:
     """Why no kernel can read slots that are attended separately from all others, by platform."""

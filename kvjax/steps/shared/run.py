@@ -23,7 +23,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Take
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
-from kvjax.place.pairs import pairs_of
+from kvjax.place.layer_pairs import pairs_of
 from kvjax.state.cache import GroupState, Slots
 
 

@@ -17,7 +17,7 @@ from kvjax.models.transformer import forward
 from kvjax.train.losses import distilled
 
 Choice = TypeVar("Choice")
-Texts = Sequence[Sequence[int]]
+TokenRows = Sequence[Sequence[int]]
 # Texts of one step.
 ROWS = 2
 
@@ -27,7 +27,7 @@ def learn(
     build: Callable[[Choice, Array], Params],
     made: Config,
     original: tuple[Params, Config],
-    texts: Texts,
+    texts: TokenRows,
     steps: int,
     *,
     rate: float = 1e-2,
@@ -66,7 +66,7 @@ def learn(
     return run((start, rule.init(start)))[0]  # pyright: ignore[reportArgumentType]
 
 
-def padded(texts: Texts) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+def padded(texts: TokenRows) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
     """Texts as rows padded to one length, and the number of tokens of each."""
     rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(rows, texts, strict=True):

@@ -50,7 +50,7 @@ from kvjax.train.conversion.two_decoders import to_blocks
 # The share of all channels that is kept.
 Share = Annotated[float, Range(0, 1, above=True)]
 Made = tuple[Params, Config | BlockConfig]
-Texts = Sequence[Sequence[int]]
+TokenRows = Sequence[Sequence[int]]
 
 
 def _gqa(params: Params, config: Config, *, kv_heads: Count) -> Made:
@@ -135,13 +135,13 @@ def _linear(
     keep: Whole | None = None,
     mixer: str = "GatedDelta",
     steps: Whole = 200,
-    texts: Texts | None = None,
+    texts: TokenRows | None = None,
 ) -> Made:
     """Linear-attention layers, each distilled from the attention that it replaces."""
     return to_linear(params, config, texts or (), layers=layers, keep=keep, mixer=mixer, steps=steps)
 
 
-def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
+def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: TokenRows | None = None) -> Made:
     """Groups of like heads, of any size, found by a search (AsymGQA, arXiv:2406.14963)."""
     found = activation_products(params, config, _rows(texts)) if texts else weight_products(params, config)
     groups = [asymgqa(layer.k + layer.v, kv_heads) for layer in found]
@@ -149,14 +149,14 @@ def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | 
 
 
 def _wgqa(
-    params: Params, config: Config, *, kv_heads: Count, steps: Whole = 100, texts: Texts | None = None
+    params: Params, config: Config, *, kv_heads: Count, steps: Whole = 100, texts: TokenRows | None = None
 ) -> Made:
     """GQA by weighted sums of neighbouring heads with trained weights (WGQA, arXiv:2407.10855)."""
     return weighted_groups(params, config, kv_heads, texts or (), steps)
 
 
 def _dha(
-    params: Params, config: Config, *, heads: Count, steps: Whole = 100, texts: Texts | None = None
+    params: Params, config: Config, *, heads: Count, steps: Whole = 100, texts: TokenRows | None = None
 ) -> Made:
     """Similar key heads and similar value heads are shared, `heads` of both in all (DHA, arXiv:2406.06567).
 
@@ -175,7 +175,7 @@ def _qcqa(params: Params, config: Config, *, heads: Count) -> Made:
     return group_heads(params, config, within(group_layers(options), heads).groupings)
 
 
-def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
+def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: TokenRows | None = None) -> Made:
     """Fewer KV heads, assigned to query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454).
 
     A query head may attend to another group than its own, so the function is unchanged only if all heads are
@@ -188,7 +188,7 @@ def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | No
     return group_heads(pooled, smaller, [kdgqa(layer, config.heads, least=1) for layer in norms])
 
 
-def _rows(texts: Texts) -> np.ndarray:
+def _rows(texts: TokenRows) -> np.ndarray:
     """Texts as one array, truncated to the shortest."""
     length = min(map(len, texts))
     return np.asarray([list(text[:length]) for text in texts], np.int32)
@@ -200,7 +200,7 @@ def _drop(
     *,
     layers: tuple[Whole, ...] | None = None,
     count: Count | None = None,
-    texts: Texts | None = None,
+    texts: TokenRows | None = None,
 ) -> Made:
     """Attention dropped from some layers, or from the `count` that change their input least (AttnDrop)."""
     if (layers is None) == (count is None):
@@ -239,7 +239,7 @@ def _matryoshkakv(
     *,
     rank: Count,
     steps: Whole = 200,
-    texts: Texts | None = None,
+    texts: TokenRows | None = None,
     moments: Moments | None = None,
 ) -> Made:
     """Latents of every head in orthogonal bases trained for truncation (MatryoshkaKV, arXiv:2410.14731)."""
@@ -271,7 +271,7 @@ def _recurformer(
     kv_heads: Count,
     near: Count = 16,
     steps: Whole = 200,
-    texts: Texts | None = None,
+    texts: TokenRows | None = None,
 ) -> Made:
     """`kv_heads` KV heads of every layer stay, those that look nearby are Mamba-2 (arXiv:2410.12850)."""
     return to_recurrent_heads(params, config, texts or (), kv_heads, near, steps)
@@ -286,7 +286,7 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
 }  # fmt: skip
 
 
-def convert(model: Model, spec: str, texts: Texts | Callable[[], Texts] | None = None) -> Model:
+def convert(model: Model, spec: str, texts: TokenRows | Callable[[], TokenRows] | None = None) -> Model:
     """Converts a model by a conversion such as "gqa:kv_heads=2".
 
     texts: as ids, or a function that returns them if they are needed; singular values then take into account

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
-from kvjax.train.conversion.by_predictions import Texts, learn
+from kvjax.train.conversion.by_predictions import TokenRows, learn
 from kvjax.train.conversion.convert import Grouping, group_heads, pool_heads
 
 # [layer, KV head i, KV head j]: the weight of head j's projection in head i's.
@@ -18,7 +18,7 @@ Fusion = Float[Array, "L K K"]
 
 
 def weighted_groups(
-    params: Params, config: Config, kv_heads: int, texts: Texts, steps: int
+    params: Params, config: Config, kv_heads: int, texts: TokenRows, steps: int
 ) -> tuple[Params, Config]:
     """WGQA (arXiv:2407.10855): every new KV head is a weighted sum of its group, with trained weights.
 
@@ -45,7 +45,7 @@ def weighted_groups(
 
 
 def fused_groups(
-    params: Params, config: Config, groupings: list[Grouping], texts: Texts, steps: int
+    params: Params, config: Config, groupings: list[Grouping], texts: TokenRows, steps: int
 ) -> tuple[Params, Config]:
     """DHA's linear fusion (arXiv:2406.06567): the heads of a group converge during training.
 

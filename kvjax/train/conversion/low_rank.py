@@ -19,7 +19,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
 from kvjax.ops.base.solve import one_by_one
-from kvjax.train.conversion.by_predictions import Texts, learn
+from kvjax.train.conversion.by_predictions import TokenRows, learn
 from kvjax.train.conversion.latents import Moments
 
 # The columns of a layer's key, or value, heads: the basis [L, K, H, H] of every head.
@@ -94,7 +94,7 @@ def to_progressive(
 
 
 def to_nested(
-    params: Params, config: Config, rank: int, texts: Texts, steps: int, moments: Moments | None
+    params: Params, config: Config, rank: int, texts: TokenRows, steps: int, moments: Moments | None
 ) -> tuple[Params, Config]:
     """MatryoshkaKV (arXiv:2410.14731): every head's keys and values in an orthogonal basis, nested by rank.
 

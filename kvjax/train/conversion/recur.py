@@ -18,12 +18,12 @@ from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import run_layers
 from kvjax.ops.base.rope import angles, rotate
-from kvjax.train.conversion.by_predictions import Texts, padded
+from kvjax.train.conversion.by_predictions import TokenRows, padded
 from kvjax.train.conversion.linear import around, learn_layer, seen_by, started
 
 
 def to_recurrent_heads(
-    params: Params, config: Config, texts: Texts, kv_heads: int, near: int, steps: int
+    params: Params, config: Config, texts: TokenRows, kv_heads: int, near: int, steps: int
 ) -> tuple[Params, Config]:
     """RecurFormer (arXiv:2410.12850): keeps `kv_heads` KV heads per layer; the others become Mamba-2.
 
@@ -78,7 +78,7 @@ def _side_by_side(config: Config, few: Attention, word: Mamba2) -> Config:
     )
 
 
-def _check(config: Config, texts: Texts, kv_heads: int, near: int) -> None:
+def _check(config: Config, texts: TokenRows, kv_heads: int, near: int) -> None:
     if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)) or config.inputs:
         raise ValueError("heads become recurrent in models whose layers are all plain attention")
     if config.norms != "pre" or config.qk_norm == "full":

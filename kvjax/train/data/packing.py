@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.base.errors import InputError
-from kvjax.train.data.texts import Texts, is_held_out
+from kvjax.train.data.texts import TextSource, is_held_out
 
 
 class Rows(NamedTuple):
@@ -55,7 +55,7 @@ class Stream:
     """
 
     def __init__(
-        self, texts: Texts, encode: Encode, end: int, *, held_out: float, segments: bool,
+        self, texts: TextSource, encode: Encode, end: int, *, held_out: float, segments: bool,
         seed: int, place: Place | None = None,
     ):  # fmt: skip
         self.texts, self.encode, self.end = texts, encode, end
@@ -135,7 +135,7 @@ class HeldOut(NamedTuple):
 
 
 def held_out_rows(
-    texts: Texts, encode: Encode, end: int, length: int, rows: int, *, share: float, segments: bool
+    texts: TextSource, encode: Encode, end: int, length: int, rows: int, *, share: float, segments: bool
 ) -> HeldOut | None:
     """The first held-out rows, in the order of the texts; None if no text is held out.
 

@@ -23,7 +23,7 @@ BOM = "\ufeff"
 
 
 @runtime_checkable
-class Texts(Protocol):
+class TextSource(Protocol):
     """Texts by number; those of `datasets` stay on disk until they are used."""
 
     def __len__(self) -> int: ...
@@ -59,7 +59,7 @@ class Files:
         return self.paths[index].read_text(encoding="utf-8-sig")
 
 
-def read_texts(data: Data) -> Texts:
+def read_texts(data: Data) -> TextSource:
     """The texts that a run's settings name; empty ones are counted and skipped.
 
     Raises InputError if a file is missing or not UTF-8 (with its line), if a row lacks the field (with its

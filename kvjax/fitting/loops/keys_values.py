@@ -22,19 +22,19 @@ from kvjax.models.model import Model
 from kvjax.steps import Run
 
 
-class Texts(NamedTuple):
+class KeysAndValues(NamedTuple):
     """The keys and values of all tokens of all texts, concatenated."""
 
     k: Float[np.ndarray, "L K T H"]
     v: Float[np.ndarray, "L K T V"]
 
 
-def read_numbers(
+def read_keys_values(
     model: Model,
     batches: list[list[list[int]]],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     raw: bool = False,
-) -> Texts:
+) -> KeysAndValues:
     """The keys and values of texts, in one pass over the texts. raw: keys before RoPE."""
     run, k, v = Run(model.config, Method()), [], []
     for rows in progress(batches):
@@ -43,7 +43,7 @@ def read_numbers(
         read = _read(run, raw, model.params, jnp.asarray(given.tokens), jnp.asarray(given.lengths))
         for held, x in zip((k, v), read, strict=True):
             held.append(np.moveaxis(np.asarray(x, np.float32), 1, 2)[:, :, live])
-    return Texts(np.concatenate(k, 2), np.concatenate(v, 2))
+    return KeysAndValues(np.concatenate(k, 2), np.concatenate(v, 2))
 
 
 @partial(jax.jit, static_argnames=("run", "raw"))

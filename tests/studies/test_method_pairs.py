@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scripts.studies.pairs import BEFORE, Pair, reason, table
+from scripts.studies.method_pairs import BEFORE, Pair, reason, table
 
 
 def test_a_reason_is_the_same_whichever_words_and_numbers_it_names():

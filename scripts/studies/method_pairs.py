@@ -1,8 +1,8 @@
 """How many pairs of methods with different verbs make one sentence, and why the others do not.
 
-    python -m scripts.studies.pairs                # the tables
-    python -m scripts.studies.pairs --why WORDS    # every pair that is refused for a reason with these words
-    python -m scripts.studies.pairs --write        # the tables into docs/pairs.md
+    python -m scripts.studies.method_pairs                # the tables
+    python -m scripts.studies.method_pairs --why WORDS    # pairs refused for a reason with these words
+    python -m scripts.studies.method_pairs --write        # the tables into docs/pairs.md
 
 Methods have the budget 0.5 where they take one, and their defaults; nothing is run.
 """
