@@ -108,9 +108,6 @@ def run_load(args: argparse.Namespace) -> int:
     load_name, by = args.trace or args.synthetic, done.outcome.costs
     figures: dict[str, Any] = {"system": args.system, "simulated": False, "costs": by, "load": load_name}
     figures |= {"pages": done.pages, "methods": methods, **metrics(done.outcome, slo)}
-    if methods != ["full"]:
-        # It counts a slot for every token, and methods evict some.
-        del figures["waste"]
     figures["failed"] = sum(answer.state == "failed" for answer in done.answers)
     if args.check:
         figures |= _compared(model, requests, done.answers)

@@ -67,7 +67,9 @@ class Entry:
     prompt's pages. spans: [first iteration, how many] of the iterations that gave it a token. since: `stored`
     when decoding began. matched: tokens found in the tree. computed: tokens that were prefilled. preempted:
     how often it was preempted. idle: iterations in which its row stood idle after it finished. evicted:
-    stored tokens that hold no slot, because its method evicted them at the end of the prompt.
+    stored tokens that hold no slot in its longest list, because its method evicted them at the end of the
+    prompt. shorter: slots by which its lists are shorter than the longest, on average. outside: whether its
+    slots lie outside the pool, in a cache of its own.
     """
 
     request: Request
@@ -83,6 +85,8 @@ class Entry:
     preempted: int = 0
     idle: int = 0
     evicted: int = 0
+    shorter: float = 0.0
+    outside: bool = False
 
     @property
     def slots(self) -> int:

@@ -16,9 +16,10 @@ from kvjax.serve import Prompt, System, run
 from kvjax.serve.device import engine as engines
 from kvjax.serve.device import lanes, paged_step, write
 from kvjax.serve.device.jobs import job_of
-from kvjax.serve.device.pages import pages_refusal
+from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.grammar import words
 from kvjax.serve.ledger.audit import audit
+from kvjax.serve.load.metrics import metrics
 from kvjax.serve.load.synth import synthetic
 from kvjax.serve.load.texts import scaled
 from kvjax.serve.load.texts import texts as texts_of
@@ -170,6 +171,31 @@ def test_what_a_method_evicts_is_free_for_others():
     asked = [entry.request for entry in done.outcome.entries]
     costs = Costs("by hand", 0.01, 0.0, 2e-6, 1e-5, 0.0, 1e-5, 1e6, 1.0)
     assert len(done.outcome.ends) < len(simulate(system, asked, costs, pages=PAGES).ends)
+
+
+def test_waste_is_what_the_lists_of_pages_hold_and_do_not_use(monkeypatch):
+    """Counted from the lists on the device at every step; what lies in lanes is in no page."""
+    counted, used, held = Pages._steps, [], []
+
+    def watched(self, jobs, tokens, n):
+        before = {job.id: self.lists[job.id].copy() for job in jobs}
+        found = counted(self, jobs, tokens, n)
+        for lists in before.values():
+            for step in range(1, found.count + 1):
+                used.append((lists + step).sum())
+                held.append(lists.size * PAGE * -(-int(lists.max() + step) // PAGE))
+        return found
+
+    monkeypatch.setattr(Pages, "_steps", watched)
+    methods = (None, *(BY_LABEL[label].method() for label in ("adakv", "keydiff", "h2o")))
+    for some in (methods[:3], methods):
+        used.clear(), held.clear()
+        done = run(battery.model("4/2"), crowd(some), SYSTEMS["iterations"])
+        assert metrics(done.outcome)["waste"] == pytest.approx(1 - sum(used) / sum(held))
+        assert 0 < sum(used) < sum(held)
+    assert [entry.outside for entry in done.outcome.entries] == [i % 4 == 3 for i in range(9)]
+    lanes_alone = run(battery.model("4/2"), crowd(methods[3:])[:2], SYSTEMS["iterations"])
+    assert "waste" not in metrics(lanes_alone.outcome)
 
 
 def test_methods_in_lanes_beside_pages_are_answered_alone(monkeypatch):

@@ -1,6 +1,7 @@
 """Traces are read or refused by line and field; drawn requests are like them; figures are vLLM's."""
 
 import csv
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -15,8 +16,8 @@ from kvjax.serve.load.metrics import Slo, metrics, pages_up_to, waste
 from kvjax.serve.load.synth import fit, statistics, synthetic
 from kvjax.serve.load.traces import read_trace
 from kvjax.serve.requests import Request
-from kvjax.serve.sim import Costs, read_costs, simulate
-from tests.serve.test_loop import COSTS, crowd
+from kvjax.serve.sim import Compression, Costs, read_costs, simulate
+from tests.serve.test_loop import COSTS, clean, crowd
 
 TRACES = Path(os.environ.get("KVJAX_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 SAMPLE = Path(__file__).parent / "sample.jsonl"
@@ -166,6 +167,71 @@ def test_waste_is_what_is_held_and_not_stored_step_by_step():
     # Two steps of the first and five of the second; the first one's row then stands still for three.
     stored = (6 + 7) + (8 + 9 + 10 + 11 + 12)
     assert waste(out) == pytest.approx(1 - stored / (32 * (2 + 3 + 5)))
+    # A reservation that was too short is doubled when its 8 + 4 slots are full.
+    place = words.Lanes("predicted", page=4)
+    out = simulate(System(place), [Request(0, 0.0, 8, 7, predicted=3)], COSTS, pages=64)
+    assert waste(out) == pytest.approx(1 - sum(range(9, 15)) / (4 * 12 + 2 * 16))
+
+
+def test_what_a_method_evicts_is_neither_held_nor_read_and_counts_as_no_waste():
+    costs = Costs("by hand", 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1e6, 1.0)
+    system, quarter = System(words.Blocks(4)), Compression(slots=0.25)
+    out = simulate(system, [Request(0, 0.0, 24, 4)], costs, pages=8, compression=quarter)
+    # The prompt's 24 slots, and then 6 of them with the tokens that are written.
+    assert np.diff([0.0, *out.ends]).tolist() == [24, 7, 8, 9]
+    assert waste(out) == pytest.approx(1 - (7 + 8 + 9) / (8 + 8 + 12))
+    assert metrics(out)["waste"] == waste(out)
+
+
+def test_who_gives_way_leaves_with_its_slots_and_keeps_what_it_wrote():
+    costs = Costs("by hand", 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1e6, 1.0)
+    two, half = [Request(i, 0.0, 8, 20) for i in range(2)], Compression(slots=0.5)
+    for preempt in (words.Swap(), words.Recompute()):
+        away, system = set(), System(words.Blocks(4), preempt=preempt)
+
+        def watch(loop, away=away):
+            clean(loop)
+            away |= {entry.slots for entry in loop.away}
+
+        out = simulate(system, two, costs, pages=8, compression=half, watch=watch)
+        assert [entry.slots for entry in out.entries] == [4 + 19, 4 + 19]
+        assert [entry.preempted for entry in out.entries] == [0, 1]
+        # Both have written 12 of 20 when 8 pages of 4 slots are full.
+        assert away == ({4 + 12} if preempt == words.Swap() else set()) and out.moved == 2 * sum(away)
+        assert metrics(out)["recomputed_tokens"] == (0 if away else 8 + 13)
+
+
+def test_a_method_that_reads_a_prompt_again_is_charged_for_it():
+    costs = Costs("by hand", 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1e6, 1.0)
+    one = [Request(0, 0.0, 10, 2)]
+    batch = words.Chunked(6, 4)
+    ends = [
+        simulate(System(batch=batch), one, costs, compression=Compression(again=again)).ends
+        for again in (0, 1)
+    ]
+    assert [e.tolist() for e in ends] == [[6, 10, 11], [12, 20, 21]]
+    # Each of 10 tokens meets those up to itself, and then all 10.
+    costs = dataclasses.replace(costs, token=0.0, pair=1.0)
+    out = simulate(System(batch=batch), one, costs, compression=Compression(again=1))
+    assert out.ends[1] == 55 + 100
+
+
+def test_prefixes_are_shared_where_every_slot_stays():
+    requests = synthetic("tree:requests=20,groups=1,prefix=64,suffix=8,output=4,rate=1")
+    system = System(share=words.Tree(), evict=words.LRU(), order=words.LongestPrefix())
+    hits = {
+        how: metrics(simulate(system, requests, COSTS, pages=100, compression=how))["hit_rate"]
+        for how in (None, Compression(bytes=0.5), Compression(slots=0.5))
+    }
+    assert hits[None] == hits[Compression(bytes=0.5)] > 0.4 and hits[Compression(slots=0.5)] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(bytes=0), dict(slots=0), dict(slots=1.5), dict(slots=-3), dict(again=-1)]
+)
+def test_a_compression_out_of_range_is_refused(wrong):
+    with pytest.raises(kvjax.InputError, match="expected a share above 0"):
+        Compression(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE, Written
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Blocks
 from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
 from kvjax.serve.requests import AWAY, Entry, Request
 
@@ -76,7 +75,7 @@ class Given:
 class Engine:
     """Carries out what a loop asks for.
 
-    jobs: those under way, by id. ends: seconds at which every iteration ended. moved: tokens to and from host
+    jobs: those under way, by id. ends: seconds at which every iteration ended. moved: slots to and from host
     memory. computed: tokens through the model, rows that stood still included. gone: ids of those whose asker
     left.
     """
@@ -155,11 +154,11 @@ class Engine:
         for entry in move.out:
             if entry.state == AWAY:
                 self._job(entry).place.leave(entry.request.id)
-                self.moved += entry.stored
+                self.moved += entry.slots
         for entry in move.back:
             job = self._job(entry)
             job.place.come_back(job, list(self.loop.ledger.tables[job.id]))
-            self.moved += entry.stored
+            self.moved += entry.slots
 
     def _run(self, run: Run) -> Done:
         self._look()
@@ -189,13 +188,14 @@ class Engine:
         ended = [entry for entry in ended if id(entry) not in left]
         return Done(now, steps, ended, self.source.arrived(), gone, kept)
 
-    def _kept(self, entry: Entry) -> list[tuple[Entry, int]]:
+    def _kept(self, entry: Entry) -> list[tuple[Entry, int, float]]:
         """The slots that a method left of a prompt in pages; nothing where that is all of it."""
-        blocks = isinstance(self.loop.system.place, Blocks)
-        if self.pages is None or not blocks or self._job(entry).place is not self.pages:
+        entry.outside = self._job(entry).place is not self.pages
+        if self.pages is None or entry.outside:
             return []
-        slots = int(self.pages.lists[entry.request.id].max())
-        return [(entry, slots)] if slots < entry.goal else []
+        lists = self.pages.lists[entry.request.id]
+        mean = float(lists.mean())
+        return [(entry, int(lists.max()), mean)] if mean < entry.goal else []
 
     def _write(self, run: Run, ended: list[Entry], failed: list[Entry]) -> int:
         """Writes with every row until somebody ends; how many steps that were."""

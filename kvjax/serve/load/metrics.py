@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.serve.grammar.words import Blocks
+from kvjax.serve.grammar.words import Blocks, Place
 from kvjax.serve.policies.room import pages
-from kvjax.serve.requests import ENDED, Entry
+from kvjax.serve.requests import ENDED, Entry, Request
 from kvjax.serve.sim import Outcome
 
 PERCENTILES = (50, 90, 99)
@@ -47,7 +47,10 @@ def times(out: Outcome) -> Times:
 
 
 def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
-    """All metrics of a run, by name; in milliseconds if the name ends in _ms. Goodput only with an SLO."""
+    """All metrics of a run, by name; in milliseconds if the name ends in _ms.
+
+    Goodput only with an SLO; waste only where requests lie in the pool.
+    """
     found, done = times(out), ended(out)
     # The run lasts from the first arrival to the last token.
     first = min((entry.request.arrived for entry in done), default=0.0)
@@ -66,8 +69,9 @@ def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
         "recomputed_tokens": sum(entry.computed + entry.matched - entry.request.prompt for entry in done),
         "moved_tokens": out.moved,
         "hit_rate": _per(sum(entry.matched for entry in done), prompts),
-        "waste": waste(out),
     }
+    if not done or not all(entry.outside for entry in done):
+        figures["waste"] = waste(out)
     if slo is not None:
         kept = (found.ttft <= slo.ttft) & (found.tpot <= slo.tpot)
         figures |= {
@@ -90,18 +94,32 @@ def ended(out: Outcome) -> list[Entry]:
 
 
 def waste(out: Outcome) -> float:
-    """1 - stored / held slots, over all iterations with decoding or idle requests; ignores sharing."""
-    stored = held = 0
-    place, page = out.system.place, out.system.page
+    """1 - used / held slots of the pool, over all iterations with decoding or idle requests; ignores sharing.
+
+    A slot is used if it holds a token that its method kept. Requests outside the pool are left out.
+    """
+    used, held, place = 0.0, 0, out.system.place
     for entry in ended(out):
-        first, last = entry.request.prompt, entry.request.most
-        stored += sum_up_to(last) - sum_up_to(first)
-        if isinstance(place, Blocks):
-            held += pages_up_to(last, page) - pages_up_to(first, page)
-        else:
-            room = page * pages(place, entry.request, first)
-            held += room * (last - first + entry.idle)
-    return 1 - stored / held if held else 0.0
+        if entry.outside:
+            continue
+        first, last = (count - entry.evicted for count in (entry.request.prompt, entry.request.most))
+        used += sum_up_to(last) - sum_up_to(first) - entry.shorter * (last - first)
+        held += _held(place, entry.request, first, last) + entry.idle * _room(place, entry.request, last)
+    return 1 - used / held if held else 0.0
+
+
+def _held(place: Place, request: Request, first: int, last: int) -> int:
+    """Slots that a request holds when it stores first + 1, ... `last` slots, summed up."""
+    if isinstance(place, Blocks):
+        return pages_up_to(last, place.page) - pages_up_to(first, place.page)
+    if place.room == "predicted":
+        return sum(_room(place, request, slots) for slots in range(first + 1, last + 1))
+    return (last - first) * _room(place, request, last)
+
+
+def _room(place: Place, request: Request, slots: int) -> int:
+    """Slots of the pages that a request holds when it stores `slots`."""
+    return place.page * pages(place, request, slots)
 
 
 def sum_up_to(count: int) -> int:

@@ -35,8 +35,9 @@ class Done(NamedTuple):
     """An interpreter's reply: the time, iterations run, finished requests, and new arrivals.
 
     arrived is None when no more requests will arrive. gone: requests that are removed unfinished, because the
-    client is gone or something failed; not after a Move, whose iteration is planned already. kept: slots of
-    requests whose prompt ended, where their method left fewer slots than tokens.
+    client is gone or something failed; not after a Move, whose iteration is planned already. kept: requests
+    whose prompt ended and left fewer slots than tokens, each with the slots of its longest list, and of all
+    its lists on average.
     """
 
     now: float
@@ -44,7 +45,7 @@ class Done(NamedTuple):
     ended: list[Entry] = []
     arrived: list[Request] | None = []
     gone: list[Entry] = []
-    kept: list[tuple[Entry, int]] = []
+    kept: list[tuple[Entry, int, float]] = []
 
 
 Effect = Wait | Move | Run

@@ -193,7 +193,7 @@ class Loop:
             entry.state = AWAY
             insort(self.away, entry, key=lambda one: one.age)
         else:
-            entry.stored = entry.evicted = 0
+            entry.stored, entry.evicted, entry.shorter = 0, 0, 0.0
             self._wait(entry)
 
     def _release(self, entry: Entry) -> None:
@@ -218,8 +218,8 @@ class Loop:
             entry.computed += count
             if entry.stored == entry.goal and entry not in done.gone:
                 self._begin(entry, first)
-        for entry, slots in done.kept:
-            entry.evicted = entry.stored - slots
+        for entry, longest, mean in done.kept:
+            entry.evicted, entry.shorter = entry.stored - longest, longest - mean
             self._trim(entry)
         for entry in done.ended:
             self._end(entry)

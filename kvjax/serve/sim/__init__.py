@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvjax.serve.sim.calendar import Outcome, simulate
+from kvjax.serve.sim.compression import Compression
 from kvjax.serve.sim.costs import Costs, read_costs
 
-__all__ = ["Costs", "Outcome", "read_costs", "simulate"]
+__all__ = ["Compression", "Costs", "Outcome", "read_costs", "simulate"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,13 +12,14 @@ from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
 from kvjax.serve.loop import Done, Loop, Move, Run, Wait
 from kvjax.serve.requests import Entry, Request
+from kvjax.serve.sim.compression import Compression
 from kvjax.serve.sim.costs import Costs
 
 
 class Outcome(NamedTuple):
     """The results of a simulation: the progress of requests, the ends of iterations, and what was moved.
 
-    ends: seconds, [iterations]. moved: tokens to and from host memory. computed: tokens through the model,
+    ends: seconds, [iterations]. moved: slots to and from host memory. computed: tokens through the model,
     and idle rows of static batches. costs: the source of the timings.
     """
 
@@ -31,7 +33,8 @@ class Outcome(NamedTuple):
 
 def simulate(
     system: System, requests: Iterable[Request], costs: Costs, *, pages: int | None = None,
-    steps: int | None = None, watch: Callable[[Loop], None] | None = None,
+    compression: Compression | None = None, steps: int | None = None,
+    watch: Callable[[Loop], None] | None = None,
 ) -> Outcome:  # fmt: skip
     """Serves requests in simulated time.
 
@@ -40,6 +43,7 @@ def simulate(
         requests: in any order; each has its arrival time.
         costs: the seconds of iterations and moves.
         pages: the size of the pool (default: all of the memory of `costs`).
+        compression: of every request's cache (default: none). Where slots are evicted, no prefix is shared.
         steps: the most iterations at a time. It changes no result, only how long the simulation takes.
         watch: called with the loop before every effect.
 
@@ -54,6 +58,10 @@ def simulate(
     [1.0, 2.0, 3.0]
     """
     queue = sorted(requests, key=lambda one: (one.arrived, one.id))
+    how = compression or Compression()
+    costs = costs.compressed(how.bytes)
+    if not how.keeps_all:
+        queue = [dataclasses.replace(one, keys=(), span=0) for one in queue]
     count = costs.pages(system.page) if pages is None else pages
     if count < 1:
         raise InputError(
@@ -62,7 +70,7 @@ def simulate(
         )
     if len({one.id for one in queue}) < len(queue):
         raise InputError("two requests have one id, expected an id for each: number them anew")
-    calendar, loop = _Calendar(queue, costs, steps or 1 << 62), Loop(system, count)
+    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62), Loop(system, count)
     effects = loop.run()
     effect = next(effects)
     try:
@@ -79,8 +87,8 @@ def simulate(
 class _Calendar:
     """Now, and who comes next."""
 
-    def __init__(self, queue: list[Request], costs: Costs, steps: int):
-        self.queue, self.costs, self.steps = queue, costs, steps
+    def __init__(self, queue: list[Request], costs: Costs, how: Compression, steps: int):
+        self.queue, self.costs, self.how, self.steps = queue, costs, how, steps
         self.now, self.next, self.moved, self.computed = 0.0, 0, 0, 0
         self.ends: list[float] = []
 
@@ -89,9 +97,9 @@ class _Calendar:
         if isinstance(effect, Run):
             return self._run(effect)
         if isinstance(effect, Move):
-            tokens = sum(entry.stored for entry in (*effect.out, *effect.back))
-            self.moved += tokens
-            self.now += tokens * self.costs.move
+            slots = sum(entry.slots for entry in (*effect.out, *effect.back))
+            self.moved += slots
+            self.now += slots * self.costs.move
         elif self.next < len(self.queue):
             self.now = max(self.now, self.queue[self.next].arrived)
         return Done(self.now, arrived=self._arrived())
@@ -105,17 +113,17 @@ class _Calendar:
         return self.queue[first : self.next]
 
     def _run(self, run: Run) -> Done:
-        """Runs iterations until a request finishes or arrives. Every row attends to all its stored tokens."""
+        """Runs iterations until a request finishes or arrives. Every row attends to all its slots."""
         rows, write = len(run.write), run.write
         left = min((entry.request.output - entry.written for entry in write), default=1)
         most = min(run.steps, left, self.steps)
         comes = self.queue[self.next].arrived if self.next < len(self.queue) else float("inf")
-        slots = sum(entry.stored for entry in write) + rows
-        pairs, tokens = slots, rows + run.standing
+        slots = sum(entry.slots for entry in write) + rows
+        pairs, tokens, again = slots, rows + run.standing, self.how.again
         for entry, count in run.read:
-            slots += entry.stored + count
-            pairs += count * entry.stored + count * (count + 1) // 2
-            tokens += count
+            slots += entry.stored + count + again * entry.goal
+            pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal
+            tokens += (1 + again) * count
         seconds, done = self.costs.seconds, 0
         while done < most:
             self.now += seconds(tokens, slots, pairs)
@@ -126,13 +134,23 @@ class _Calendar:
             if comes <= self.now:
                 break
         self.computed += done * tokens
-        return Done(self.now, done, _ended(run, done), self._arrived())
+        kept = [] if self.how.keeps_all else [self._kept(*one) for one in run.read if _reads_all(*one)]
+        return Done(self.now, done, _ended(run, done), self._arrived(), [], kept)
+
+    def _kept(self, entry: Entry, _: int) -> tuple[Entry, int, float]:
+        """The slots that stay at the end of a prompt, and what was written before a preemption."""
+        slots = self.how.left(entry.request.prompt) + entry.written
+        return entry, slots, float(slots)
 
 
 def _ended(run: Run, done: int) -> list[Entry]:
     """Those to whom the iterations gave their last token."""
     ended = [entry for entry in run.write if entry.written + done == entry.request.output]
     for entry, count in run.read:
-        if entry.stored + count == entry.goal and entry.written + 1 == entry.request.output:
+        if _reads_all(entry, count) and entry.written + 1 == entry.request.output:
             ended.append(entry)
     return ended
+
+
+def _reads_all(entry: Entry, count: int) -> bool:
+    return entry.stored + count == entry.goal
