@@ -18,6 +18,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import Group, layer_shapes
 from kvjax.models.placement import map_leaves
+from kvjax.models.streams import STREAMS, stream_axes, stream_shapes
 from kvjax.state.axes import axes_of_state
 
 _E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
@@ -147,8 +148,9 @@ def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[
     yield "embed", _TOP["embed"], (config.vocab, config.d_model), {}
     if not config.tied:
         yield "unembed", _TOP["unembed"], (config.d_model, config.vocab), {}
-    for name, shape in top_shapes(config).items():
-        yield name, _TOP[name], shape, {}
+    top = _TOP | stream_axes(config)
+    for name, shape in (top_shapes(config) | stream_shapes(config)).items():
+        yield name, top[name], shape, {}
     for i in range(config.layers):
         heads = heads_of(config, i)
         for name, shape in layer_shapes(config, i).items():
@@ -156,10 +158,11 @@ def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[
 
 
 def part_of(config: Config, layer: int, name: str) -> LayerPart:
-    """The mixer, the feed-forward or the embeddings that a parameter belongs to."""
+    """The mixer, the feed-forward, the embeddings or the streams that a parameter belongs to."""
     mlp = mlp_of(config, layer)
-    if name in LAYER_EMBEDDINGS.shapes(config):
-        return LAYER_EMBEDDINGS
+    for part in (LAYER_EMBEDDINGS, STREAMS):
+        if name in part.shapes(config):
+            return part
     return mlp if name in mlp.shapes(config) else mixer_of(config, layer)
 
 
@@ -168,10 +171,11 @@ def weight_shardings(
 ) -> Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding]:
     """The sharding of every parameter, by path and shape; InputError as of `check_rules`."""
     check_rules(config, on)
+    top = _TOP | stream_axes(config)
 
     def place(path: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
         if not path.startswith("layers."):
-            return on.sharding(_TOP[path], shape)
+            return on.sharding(top[path], shape)
         _, group, name = path.split(".")
         first = groups[int(group)].first
         axes = axes_of(part_of(config, first, name), name, shape[1:])

@@ -32,8 +32,11 @@ class Config:
     (LayerNorm without a bias). qk_norm: "" or "head" (RMSNorm over H) or "full" (over all heads together).
     query_scale: the factor on attention logits. residual_scale: the factor on what mixers and feed-forwards
     add to the hidden state, logit_scale: the factor on the last logits (Granite; muP, arXiv:2203.03466).
-    layer_embeddings: channels of a vector that every layer has of every token, layer_scales: whether the
-    output of a layer is multiplied by a learned number (Gemma 4; `kvjax.models.layer_embeddings`).
+    layer_embeddings: channels of a vector that every layer has of every token, layer_vocab: how many tokens
+    have one (0: all), layer_scales: whether the output of a layer is multiplied by a learned number (Gemma 4;
+    `kvjax.models.layer_embeddings`). streams: the parts of a hidden state, of which a layer computes the
+    first and predicts the others, laurel: the rank of a map beside attention, 0 for none (Gemma 3n;
+    `kvjax.models.streams`).
 
     mixers: the mixer of each layer, words of `kvjax.models.mixers`; empty means attention with the heads
     above in every layer. mlps: the feed-forward of each layer, words of `kvjax.models.feed_forward`; empty
@@ -67,6 +70,9 @@ class Config:
     logit_scale: Positive = dataclasses.field(default=1.0, metadata=ADDED)
     layer_embeddings: Whole = dataclasses.field(default=0, metadata=ADDED)
     layer_scales: bool = dataclasses.field(default=False, metadata=ADDED)
+    layer_vocab: Whole = dataclasses.field(default=0, metadata=ADDED)
+    streams: Count = dataclasses.field(default=1, metadata=ADDED)
+    laurel: Whole = dataclasses.field(default=0, metadata=ADDED)
     query_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
@@ -102,6 +108,8 @@ class Config:
                 raise ValueError(f"layer {i} has no mixer, with which its feed-forward would share a norm")
             if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):
                 raise ValueError(f"layer {i} has neither a mixer nor a feed-forward: leave it out")
+        if (self.streams > 1 or self.laurel) and (self.inputs or self.norms == "parallel"):
+            raise ValueError("streams and laurel are of layers one above the other: leave inputs out")
         for i, at in enumerate(self.inputs):
             if at is not None and not 0 <= at < i:
                 raise ValueError(f"layer {i} takes the input of layer {at}, expected one below")

@@ -41,7 +41,6 @@ from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.hf_experts import experts_apart
 from kvjax.models.hf_fetch import fetcher
 from kvjax.models.hf_tensors import (
-    TRANSPOSED,
     Part,
     View,
     check_layers,
@@ -52,6 +51,7 @@ from kvjax.models.hf_tensors import (
     short_name,
     tensors,
     top_names,
+    transposed,
     view,
 )
 from kvjax.models.layers import Params
@@ -259,7 +259,7 @@ def _read_leaf(
     out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
     if not path.startswith("layers."):
         [(tensor, part)] = places[path, None, None]
-        _copy(out, tensor, part, index, transpose=path in TRANSPOSED)
+        _copy(out, tensor, part, index, transpose=transposed(path))
         return out
     _, group, name = path.split(".")
     layers = range(groups[int(group)].first, groups[int(group)].first + shape[0])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.models.hf_tensors import TRANSPOSED, Part, short_name, tensors
+from kvjax.models.hf_tensors import Part, short_name, tensors, transposed
 from kvjax.models.model import Model
 
 
@@ -19,7 +19,7 @@ def fetcher(model: Model) -> Callable[[str], np.ndarray]:
     def part(part: Part) -> np.ndarray:
         if part.layer is None:
             value = np.asarray(params[part.leaf])
-            return value.T if part.leaf in TRANSPOSED else value
+            return value.T if transposed(part.leaf) else value
         group, i = layer_at[part.layer]
         value = group[part.leaf][i] if part.expert is None else group[part.leaf][i, part.expert]
         return np.asarray(value[..., part.columns]).T

@@ -17,8 +17,10 @@ from kvjax.models.config import Config
 from kvjax.models.files import DTYPES, Stored
 from kvjax.models.hf_families import FAMILIES
 from kvjax.models.hf_family import Piece
+from kvjax.models.layer_embeddings import top_shapes
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes, shapes
+from kvjax.models.streams import stream_shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
 # Up to this many missing layers are listed tensor by tensor.
@@ -27,12 +29,11 @@ _NO_PARAMETERS = ("rotary_emb.inv_freq",)
 # Where families keep what predicts further tokens, if not in layers above the last.
 _FURTHER = ("mtp.", "mtp_")
 _LAYER_EMBEDDINGS = {
-    "embed_tokens_per_layer.weight": "layer_embed",
-    "per_layer_model_projection.weight": "layer_map",
-    "per_layer_projection_norm.weight": "layer_embed_norm",
+    "layer_embed": "embed_tokens_per_layer.weight",
+    "layer_map": "per_layer_model_projection.weight",
+    "layer_embed_norm": "per_layer_projection_norm.weight",
 }
-TRANSPOSED = ("unembed", "layer_map")
-"""Parameters outside the layers that lie in a checkpoint as matrices from the left."""
+_STREAMS = {"in": "altup_projections", "out": "altup_unembed_projections"}
 
 
 class Part(NamedTuple):
@@ -110,9 +111,12 @@ def tensors(config: Config) -> dict[str, Tensor]:
         embed: Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
         norm: Tensor(top["norm"], (Part("norm", None, 0, config.d_model),)),
     }
-    for name, leaf in _LAYER_EMBEDDINGS.items() if config.layer_embeddings else ():
-        table = Tensor(top[leaf], (Part(leaf, None, 0, config.vocab),))
-        out[name] = table if leaf == "layer_embed" else _stack((leaf,), None, top)
+    for leaf in top_shapes(config):
+        table = Tensor(top[leaf], (Part(leaf, None, 0, top[leaf][0]),))
+        out[_LAYER_EMBEDDINGS[leaf]] = _stack((leaf,), None, top) if transposed(leaf) else table
+    for leaf in stream_shapes(config):
+        _, way, i = leaf.split("_")
+        out[f"{_STREAMS[way]}.{int(i) - 1}.weight"] = _stack((leaf,), None, top)
     if not config.tied:
         out["lm_head.weight"] = _stack(("unembed",), None, {"unembed": top["unembed"]})
     pieces_of = FAMILIES[config.family].pieces
@@ -130,6 +134,11 @@ def tensors(config: Config) -> dict[str, Tensor]:
             halve = FAMILIES[config.family].paired and len(leaves) == 1
             out[f"layers.{i}.{name}"] = _in_halves(tensor, config) if halve else tensor
     return out
+
+
+def transposed(leaf: str) -> bool:
+    """Whether a parameter outside the layers lies in a checkpoint as a matrix from the left."""
+    return leaf in ("unembed", "layer_map") or leaf.startswith("stream_")
 
 
 def top_names(config: Config) -> tuple[str, str]:

@@ -41,11 +41,15 @@ class LayerEmbeddings(LayerPart):
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], embedded: Float[Array, "B T P"] | None, config: Config
     ) -> Float[Array, "B T D"]:
-        if embedded is not None:
-            y = ACTIVATIONS[config.activation](linear(p, "embed_gate", x)) * embedded
-            y = rms_norm(linear(p, "embed_up", y), p["embed_post_norm"], config.norm_eps, config.norm_offset)
-            x = x + y
+        x = x if embedded is None else x + self.said(p, x, embedded, config)
         return x * p["layer_scale"][None, None] if "layer_scale" in p else x
+
+    def said(
+        self, p: Params, x: Float[Array, "B T D"], embedded: Float[Array, "B T P"], config: Config
+    ) -> Float[Array, "B T D"]:
+        """What is added to the hidden state: norm(up(act(x gate) * e))."""
+        y = ACTIVATIONS[config.activation](linear(p, "embed_gate", x)) * embedded
+        return rms_norm(linear(p, "embed_up", y), p["embed_post_norm"], config.norm_eps, config.norm_offset)
 
 
 LAYER_EMBEDDINGS = LayerEmbeddings()
@@ -55,7 +59,8 @@ def top_shapes(config: Config) -> Shapes:
     """Name and shape of the parameters outside the layers; empty where there are no such embeddings."""
     width = config.layer_embeddings
     all_layers = config.layers * width
-    tables: Shapes = {"layer_embed": (config.vocab, all_layers), "layer_map": (config.d_model, all_layers)}
+    rows = config.layer_vocab or config.vocab
+    tables: Shapes = {"layer_embed": (rows, all_layers), "layer_map": (config.d_model, all_layers)}
     return tables | {"layer_embed_norm": (width,)} if width else {}
 
 
@@ -64,7 +69,8 @@ def layer_embeddings(
 ) -> Float[Array, "B T L P"] | None:
     """Every layer's vectors of tokens: (table[token] sqrt(P) + norm(x W / sqrt(D))) / sqrt(2).
 
-    x: the tokens' embeddings. None where the model has none. InputError where tokens come as vectors.
+    x: the tokens' embeddings. A token beyond the table has the row of token 0. None where the model has none.
+    InputError where tokens come as vectors.
     """
     width = config.layer_embeddings
     if not width:
@@ -75,6 +81,8 @@ def layer_embeddings(
             "of tokens: use a method without prompts or memory of its own"
         )
     ids: Int[Array, "B T"] = tokens
+    if config.layer_vocab:
+        ids = jnp.where(ids < config.layer_vocab, ids, 0)
     shape = (*ids.shape, config.layers, width)
     table = params["layer_embed"]
     said = table[ids].reshape(shape) * jnp.asarray(math.sqrt(width), table.dtype)

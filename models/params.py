@@ -16,6 +16,7 @@ from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, top_shapes
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.streams import STREAMS, stream_shapes
 
 
 class Group(NamedTuple):
@@ -82,7 +83,7 @@ def layer_shapes(config: Config, layer: int = 0) -> Shapes:
         shapes |= {"attn_norm": (config.d_model,)}
     if config.norms in ("post", "both"):
         shapes |= {f"{half}_post_norm": (config.d_model,) for half in halves}
-    return shapes | LAYER_EMBEDDINGS.shapes(config)
+    return shapes | LAYER_EMBEDDINGS.shapes(config) | STREAMS.shapes(config)
 
 
 def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
@@ -90,7 +91,7 @@ def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
     tree: Params = {"embed": (config.vocab, config.d_model), "norm": (config.d_model,)}
     if not config.tied:
         tree["unembed"] = (config.d_model, config.vocab)
-    tree |= top_shapes(config)
+    tree |= top_shapes(config) | stream_shapes(config)
     tree["layers"] = tuple(
         {n: (g.size, *s) for n, s in layer_shapes(config, g.first).items()} for g in groups or plan(config)
     )

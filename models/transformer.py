@@ -19,6 +19,7 @@ from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
 from kvjax.models.feed_forward import FeedForward, fed, mlp_of
+from kvjax.models.fewer_tokens import ends_early, last_only, narrowed
 from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, layer_embeddings
 from kvjax.models.layers import Params, stream_norm
 from kvjax.models.mixer import (
@@ -34,6 +35,7 @@ from kvjax.models.mixer import (
     Take,
 )
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.streams import STREAMS, joined, split
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_offsets
@@ -85,7 +87,10 @@ def block(
         return y if config.residual_scale == 1 else y * jnp.asarray(config.residual_scale, y.dtype)
 
     left: Left = {}
-    read = added = given = None
+    read = added = given = predicted = None
+    if config.streams > 1:
+        predicted = STREAMS.predicted(p, x, config)
+        x = predicted[:, :, 0]
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
@@ -98,12 +103,17 @@ def block(
             x = x + added
             if "perturbation" in p:
                 x = x + p["perturbation"]
+            if config.laurel:
+                x = STREAMS.beside(p, x, read, config)
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
             normed = norm("mlp_norm", x) if read is None or config.norms != "parallel" else read
             given = x if mlp.normalises else normed
             x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
-    x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
+    if predicted is None:
+        x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
+    else:
+        x = STREAMS.corrected(p, predicted, x, layer.embedded, config)
     if memory.look is not None:
         left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left
@@ -126,6 +136,7 @@ def stack(
     if x.ndim == 2:
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     embedded = layer_embeddings(params, tokens, x, config)
+    x = split(params, x, config)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
     publishes = published(config, memory.takes)
@@ -140,7 +151,7 @@ def stack(
         if "input" in names:
             things[Take("input", first)] = x
         if memory.last is not None and ends_early(config, first):
-            (x, embedded), memory = _last_only((x, embedded), memory)
+            (x, embedded), memory = last_only((x, embedded), memory)
         mixer, mlp = mixer_of(config, first), mlp_of(config, first)
         kind = Layer(
             g, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
@@ -171,57 +182,8 @@ def stack(
         collected.append(out)
         first += size
         if memory.narrow is not None and first > memory.narrow.after:
-            (x, embedded), memory, collected = _narrowed((x, embedded), memory, collected, first)
-    return Ran(x, tuple(new_states), tuple(collected), things, memory.pos)
-
-
-def ends_early(config: Config, first: int) -> bool:
-    """Whether layers `first` and above can run for the last token alone, if only its logits are needed.
-
-    They can if all of them read slots from below, or project keys and values from the input of layer `first`
-    or of one below it (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
-    """
-    mixers = [mixer_of(config, i) for i in range(first, config.layers)]
-    below = ((m.source_of("slots"), m.source_of("kv input")) for m in mixers)
-    return all(any(at is not None and at <= first for at in pair) for pair in below)
-
-
-# The hidden states of some tokens [B, T, D], and their per-layer embeddings [B, T, L, P] or None.
-Rows = tuple[Array, Array | None]
-
-
-def _last_only(rows: Rows, memory: Memory) -> tuple[Rows, Memory]:
-    last = memory.last
-    assert last is not None
-    pos = jnp.take_along_axis(memory.pos, last[:, None], axis=1)
-    return _some(rows, last[:, None]), memory._replace(pos=pos, last=None)
-
-
-def _some(rows: Rows, index: Int[Array, "B M"]) -> Rows:
-    def one(y: Array) -> Array:
-        return jnp.take_along_axis(y, index.reshape(*index.shape, *(1,) * (y.ndim - 2)), axis=1)
-
-    return jax.tree.map(one, rows)
-
-
-def _narrowed(rows: Rows, memory: Memory, collected: list[Any], first: int) -> tuple[Rows, Memory, list[Any]]:
-    """The tokens that go on to layer `first` and above, and the matching part of what all groups collected.
-
-    ValueError if stacked layers extend beyond the narrowing.
-    """
-    narrow = memory.narrow
-    assert narrow is not None
-    after = narrow.after
-    if first != after + 1:
-        raise ValueError(
-            f"the prompt gets narrower behind layer {after}, inside stacked layers that end at {first - 1}: "
-            f"narrow it behind layer {first - 1}, or give layers that are not stacked"
-        )
-    index, used = narrow.choose(collected[-1], memory.pos)
-    pos = jnp.where(used, jnp.take_along_axis(memory.pos, index, axis=1), -1)
-    below = narrow.below
-    left = collected if below is None else [below(one, index) for one in collected]
-    return _some(rows, index), memory._replace(pos=pos, narrow=narrow.then), left
+            (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, first)
+    return Ran(joined(params, x, config), tuple(new_states), tuple(collected), things, memory.pos)
 
 
 def decode_layers(

@@ -16,6 +16,7 @@ from kvjax.models.hf_mixed.deepseek import (
     write_glm4_moe_lite,
     write_indexed,
 )
+from kvjax.models.hf_mixed.gemma3n import gemma3n, read_gemma3n, spell_gemma3n, write_gemma3n
 from kvjax.models.hf_mixed.gemma4 import gemma4, read_gemma4, spell_gemma4, write_gemma4
 from kvjax.models.hf_mixed.glm4_moe import glm4_moe, read_glm4_moe, write_glm4_moe
 from kvjax.models.hf_mixed.gpt_oss import gpt_oss, read_gpt_oss, write_gpt_oss
@@ -192,6 +193,14 @@ _NEMOTRON_H = _COMMON | {
     "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "norm_topk_prob": True,
     "routed_scaling_factor": 1.0, "n_group": 1,
 }  # fmt: skip
+_GEMMA_3N = _COMMON | {
+    "vocab_size": 262400, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "sliding_window": 512,
+    "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144, "altup_active_idx": 0, "altup_correct_scale": True,
+    "altup_num_inputs": 4, "laurel_rank": 64,
+}  # fmt: skip
 _GEMMA_4 = _COMMON | {
     "vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "sliding_window": 512,
@@ -282,6 +291,16 @@ MIXED: dict[str, Family] = {
         "Lfm2ForCausalLM", _LFM_2, read_lfm2, write_lfm2, lfm2, spell_lfm2,
         top=("model", "embed_tokens", "embedding_norm"),
         title="LFM2 (dense)", special="short convolutions, and attention in few layers",
+    ),
+    "gemma3n_text": Family(
+        "Gemma3nForCausalLM", _GEMMA_3N, read_gemma3n, write_gemma3n, gemma3n, spell_gemma3n,
+        windows=in_layers(lambda data, i: (i + 1) % 5 != 0), local_rope="own", activation="hidden_activation",
+        within=("gemma3n",), ignored=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+        title="Gemma 3n (text)",
+        special=(
+            "windows in four of five layers; upper layers read the keys and values of lower ones; per-layer "
+            "embeddings; a hidden state of four streams; sparse gates"
+        ),
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM", _GEMMA_4, read_gemma4, write_gemma4, gemma4, within=("gemma4",),

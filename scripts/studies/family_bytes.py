@@ -87,7 +87,8 @@ def alone(config: Config, layer: int) -> Config:
     """A model of one layer, whose cache is that layer's."""
     windows = (config.window(layer),) if config.windows else ()
     one = dict(layers=1, vocab=32, mixers=(mixer_of(config, layer),), mlps=(NoMLP(),), windows=windows)
-    return dataclasses.replace(config, inputs=(), layer_embeddings=0, layer_scales=False, norms="pre", **one)
+    plain = dict(inputs=(), layer_embeddings=0, layer_scales=False, layer_vocab=0, streams=1, laurel=0)
+    return dataclasses.replace(config, norms="pre", **plain, **one)
 
 
 def layers_of(config: Config) -> dict[tuple[str, Config], int]:

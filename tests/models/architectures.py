@@ -16,6 +16,7 @@ from kvjax.models.feed_forward import (
     LatentMoE,
     MoE,
     NoMLP,
+    SparseMLP,
 )
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
@@ -223,6 +224,13 @@ TABLE = {
             layer_scales=True, norms="both", mlps=(),
         ),
         2 * 2 * 6, 2,
+    ),
+    "streams": Row(
+        with_layers(
+            Attention(value_norm=True), Attention(source=0), layer_embeddings=4, layer_vocab=30, streams=3,
+            laurel=5, norms="both", qk_norm="head", mlps=(SparseMLP(20, 0.7), GatedMLP()),
+        ),
+        KV, 2,
     ),
     "side by side": Row(dataclasses.replace(SMALL, layers=1, norms="parallel", centred=True), KV, 2),
     "lfm2": Row(with_layers(ShortConv(3, bias=True), Attention()), KV, 2, 3 * 16),

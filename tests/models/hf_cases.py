@@ -436,4 +436,17 @@ CASES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1, index_topk=64, index_head_dim=6, index_n_heads=3, rope_theta=1000.0,
         indexer_types=["full", "shared", "full"],
     ),
+    "gemma3n_text": _case(
+        "gemma3n_text", **_WHOLE, hidden_size_per_layer_input=6, vocab_size_per_layer_input=80,
+        num_kv_shared_layers=2, sliding_window=6, hidden_activation="gelu_pytorch_tanh",
+        layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+        altup_num_inputs=3, laurel_rank=5, activation_sparsity_pattern=[0.8, 0.0, 0.6, 0.0, 0.0],
+        final_logit_softcapping=4.0, rope_theta=5000.0, rope_local_base_freq=500.0,
+    ) | {"num_hidden_layers": 5, "intermediate_size": [28, 28, 28, 20, 20]},
+    "gemma3n_plain": _case(
+        "gemma3n_text", **_WHOLE, hidden_size_per_layer_input=5, vocab_size_per_layer_input=80,
+        num_kv_shared_layers=0, sliding_window=9, hidden_activation="gelu_pytorch_tanh",
+        altup_num_inputs=2, laurel_rank=4, tie_word_embeddings=False, rope_theta=1000.0,
+        rope_local_base_freq=500.0, attention_bias=True,
+    ) | {"num_hidden_layers": 5},
 }  # fmt: skip

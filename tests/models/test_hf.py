@@ -71,6 +71,7 @@ FAMILIES = (
     "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
     "granite", "granitemoehybrid", "lfm2_bias", "gemma4_text", "gemma4_experts",
     "llama4_text", "cohere2", "jamba", "bamba", "nemotron_h", "lfm2_moe", "ernie4_5_moe", "glm_moe_dsa",
+    "gemma3n_text",
 )  # fmt: skip
 
 

@@ -1,10 +1,12 @@
-"""Config files of Gemma 4, Llama 4, Nemotron-H and Jamba: other spellings, published sizes, refusals."""
+"""Config files of Gemma, Llama 4, Nemotron-H and Jamba: other spellings, published sizes, refusals."""
 
+import numpy as np
 import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.commands.inspect_model import acts_on, model_rows
-from kvjax.models.hf import load_hf
+from kvjax.models.feed_forward import GatedMLP, SparseMLP
+from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.key_as_value import KeyAsValue
@@ -44,9 +46,52 @@ def test_full_layers_have_heads_of_their_own_size_and_store_one_array():
     assert "a share of what 10 of 60 layers keep" in acts_on(config)
 
 
+def test_gemma_3n_has_the_published_sizes_and_shares_the_slots_of_two_layers():
+    sizes = dict(model_type="gemma3n_text", hidden_size=2048, intermediate_size=[8192] * 30)
+    sizes |= dict(
+        num_hidden_layers=30, num_kv_shared_layers=10, activation_sparsity_pattern=[0.95] * 10 + [0.0] * 20
+    )
+    config = config_from_hf({"model_type": "gemma3n", "text_config": sizes})
+    assert config.d_ff == 8192 and config.streams == 4 and config.laurel == 64
+    assert config.mlps[9:11] == (SparseMLP(sparsity=0.95), GatedMLP())
+    assert config.windows[3:6] == (512, None, 512)
+    assert [m.takes["slots"].layer for m in config.mixers[20:25]] == [18, 18, 18, 18, 19]
+    assert config.rope.theta == 1e6 and config.layer_rope(0).theta == 1e4
+    # 4 full layers of 2 heads with 256 channels keep keys and values of all tokens.
+    rows = dict(model_rows(config, None, "bfloat16"))
+    assert rows["KV per token"].startswith("8.0 KiB in bfloat16: 2 x 4 layers x 2 heads x 256 channels")
+
+
+def test_a_token_without_a_per_layer_embedding_has_that_of_token_0(tmp_path):
+    """As in `Gemma3nModel.get_per_layer_inputs`; the tokenizer's last ids stand for images and sounds."""
+    fixture = hf_fixtures.read("gemma3n_text")
+    name = "model.embed_tokens_per_layer.weight"
+    table = fixture.weights[name].copy()
+    few = fixture._replace(
+        config=fixture.config | {"vocab_size_per_layer_input": 70},
+        weights=fixture.weights | {name: table[:70].copy()},
+    )
+    table[70:] = table[0]
+    same = fixture._replace(weights=fixture.weights | {name: table})
+    found, expected = (
+        load_hf(hf_fixtures.write(one, tmp_path / str(i)))(fixture.tokens)
+        for i, one in enumerate((few, same))
+    )
+    assert (fixture.tokens >= 70).any()
+    np.testing.assert_array_equal(found, expected)
+    save_hf(load_hf(tmp_path / "0"), tmp_path / "again")
+    np.testing.assert_array_equal(load_hf(tmp_path / "again")(fixture.tokens), found)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("gemma3n_text", {"altup_correct_scale": False}, "altup_correct_scale = false is not supported"),
+        ("gemma3n_text", {"num_kv_shared_layers": 5}, "leave layers without keys"),
+        ("gemma3n_text", {"intermediate_size": [28, 28]}, "one for each of 5 layers"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "a share for each of 5 layers"),
+        ("gemma3n_text", {"activation_sparsity_pattern": 1.5}, "sparsity must be above 0 and below 1"),
+        ("gemma3n_text", {"vocab_size_per_layer_input": 81}, "expected at most the vocab_size of 80"),
         ("gemma4_text", {"attention_k_eq_v": True}, "attention_k_eq_v beside num_kv_shared_layers"),
         ("gemma4_text", {"vocab_size_per_layer_input": 79}, "vocab_size_per_layer_input is 79, expected"),
         ("gemma4_text", {"num_kv_shared_layers": 5}, "leave layers without keys"),
