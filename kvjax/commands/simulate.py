@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ EXAMPLE = """examples:
   kvjax simulate --system vllm --synthetic azure-conv:requests=500
   kvjax simulate --system vllm --system "sarathi(tokens=256)" --synthetic azure-conv --slo ttft=1,tpot=0.05
   kvjax simulate --system vllm --trace trace.csv --requests 2000 --compress 0.25 --memory 12
+  kvjax simulate --system vllm --synthetic azure-conv --method full --method "kvzip(budget=0.25)"
   kvjax simulate --system sglang --synthetic tree:groups=64,rate=20 --costs costs.json
 
 Nothing is measured: iterations cost what a costs file says, or a roofline of --model on --device."""
@@ -57,9 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="h100", metavar="NAME", help="one device, as h100 or v5p (default: %(default)s)")
     add("--dtype", default="bfloat16", choices=DTYPES, help="of weights and cache (default: %(default)s)")
     add("--memory", type=float, metavar="GIB", help="for the cache (default: what the weights leave)")
-    add(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--method", action="append", metavar="METHOD",
+        help="as int8 or snapkv(budget=0.25), on --model; give it again for more (default: the full cache)",
+    )  # fmt: skip
+    how.add_argument(
         "--compress", type=float, default=1.0, metavar="SHARE",
-        help="the cache has this share of its bytes, as under int8 (0.5) or int4 (0.25) (default: 1)",
+        help="the cache has this share of its bytes (default: 1)",
     )  # fmt: skip
     add("--slo", metavar="ttft=S,tpot=S", help="seconds that a request may take to count as goodput")
     add("--json", action="store_true", help="print every figure as JSON instead")
@@ -77,14 +84,15 @@ def run(args: argparse.Namespace) -> None:
     check_file(args.write_costs)
     systems, slo = {text: system(text) for text in args.system}, slo_of(args.slo)
     requests = read_trace(args.trace, args.requests) if args.trace else synthetic(args.synthetic)
-    costs = costs_of(args)
+    costs, methods = costs_of(args), methods_of(args)
     if args.write_costs:
         write_named(args.write_costs, (json.dumps(vars(costs), indent=1) + "\n").encode())
     load = args.trace or args.synthetic
     rows = []
-    for text, one in systems.items():
-        figures = metrics(simulate(one, requests, costs), slo)
-        rows.append({"system": text, "simulated": True, "costs": costs.by, "load": load, **figures})
+    for (text, one), (method, how) in itertools.product(systems.items(), methods.items()):
+        figures = metrics(simulate(one, requests, costs, compression=how), slo)
+        about = {"system": text, "method": method, "simulated": True, "costs": costs.by, "load": load}
+        rows.append(about | figures)
     if args.json:
         print(json.dumps(rows, indent=1))
     else:
@@ -97,18 +105,31 @@ def show(rows: list[dict[str, Any]], count: int) -> None:
 
     from kvjax.commands.terminal import BOX, console
 
-    table = Table("system", box=BOX)
+    several = any(row["method"] != "full" for row in rows)
+    table = Table("system", *(["method"] if several else []), box=BOX)
     columns = {name: known for name, known in COLUMNS.items() if known[0] in rows[0]}
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row["system"], *(form.format(row[field]) for field, form in columns.values()))
+        names = [row["system"], row["method"]][: 1 + several]
+        table.add_row(*names, *(form.format(row[field]) for field, form in columns.values()))
     out = console()
     out.print(table)
     out.print(f"Simulated, not measured. Costs: {rows[0]['costs']}.", highlight=False)
     out.print(f"{count} requests of {rows[0]['load']}; TTFT and TPOT in ms.", highlight=False, style="dim")
     if most := max(row["refused"] for row in rows):
         out.print(f"Up to {most} requests need more tokens than the pool has and were refused.")
+
+
+def methods_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the methods that were asked for change, by their texts."""
+    from kvjax.serve.sim import Compression
+
+    if not args.method:
+        return {"full": Compression()}
+    from kvjax.plan.serving import serving_compression
+
+    return {one: Compression(**serving_compression(args.model, one, args.dtype)) for one in args.method}
 
 
 def costs_of(args: argparse.Namespace) -> Costs:

@@ -1,4 +1,4 @@
-"""Costs of a server's iteration at published rates: a costs file for `kvjax simulate`."""
+"""What `kvjax simulate` takes: costs of an iteration at published rates, and what a method changes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 from kvjax.aot.hardware import DEVICES, GPUS
 from kvjax.base.errors import InputError
+from kvjax.grammar import Method
+from kvjax.keep.observations.probe import RepeatContext
+from kvjax.methods import as_method
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, mlp_of
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import plan, shapes
+from kvjax.plan.cache_sizes import sizes_of
 from kvjax.plan.named import named
 from kvjax.plan.sizes import bits
 from kvjax.plan.topologies import GIB, MEMORY
@@ -23,6 +27,8 @@ OF_MEMORY, OF_PRODUCTS, HOST_SECONDS = 0.8, 0.55, 1.5e-3
 TO_HOST = 0.8 * 32e9
 # The share of a device's memory left for activations and programs.
 LEFT = 0.1
+# Of the prompt whose cache says how many bytes a slot has.
+TOKENS = 4096
 
 
 def serving_costs(model: str, device: str, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -94,3 +100,33 @@ def _slots(config: Config) -> tuple[float, float]:
         numbers += shape.heads * (shape.key + (0 if shape.shared else shape.value))
         pairs += mixer.query_heads(config) * (shape.key + shape.value)
     return numbers, pairs
+
+
+def serving_compression(
+    model: str, method: Method | str, dtype: str = "bfloat16", tokens: int = TOKENS
+) -> dict[str, Any]:
+    """The fields of `kvjax.serve.sim.Compression` for a method on a model of `kvjax plan --list`.
+
+    Bytes are those of the method's cache of `tokens` tokens, scales and positions included.
+
+    Raises InputError for a method that is more than fewer bytes per slot and one choice at a prompt's end.
+
+    >>> serving_compression("llama-3.1-8b", "snapkv(budget=0.25)")
+    {'bytes': 1.0, 'slots': 0.25, 'again': 0}
+    """
+    config, found = named(model).config, as_method(method)
+    keep, store = found.keep, Method(store=found.store)
+    elsewhere = found.host, found.make, found.read, found.reread, found.stack
+    if keep is not None:
+        elsewhere += keep.merge, keep.lower, keep.narrow, keep.restore, keep.skip_layers, keep.per_query_head
+    if found.layers or any(elsewhere) or (keep is not None and keep.when.in_steps):
+        raise InputError(
+            f"{found!r} does more than a simulation has, expected a method that stores slots in fewer "
+            "bytes or evicts some once, at the end of a prompt: give such a one, or a share with --compress"
+        )
+    sizes = sizes_of(config, dtype, tokens, [Method(), store])
+    return {
+        "bytes": sizes.nbytes(store) / sizes.nbytes(Method()),
+        "slots": 1.0 if keep is None else keep.budget.amount,
+        "again": int(keep is not None and isinstance(keep.probe, RepeatContext)),
+    }

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+import kvjax
 from kvjax.commands.main import main
-from kvjax.plan.serving import OF_MEMORY, serving_costs
+from kvjax.plan.serving import OF_MEMORY, serving_compression, serving_costs
 
 COSTS = {
     "by": "a test", "base": 1e-3, "weights": 5e-3, "slot": 1e-8, "token": 1e-5, "pair": 0, "move": 1e-6,
@@ -39,6 +40,45 @@ def test_figures_as_json_say_the_same_and_less_memory_preempts(costs, capsys, tm
     assert found["little"]["refused"] > 0 and "0.0025 GiB" in found["little"]["costs"]
     assert found["half"]["preemptions"] < found["all"]["preemptions"]
     assert found["half"]["mean_e2el_ms"] < found["all"]["mean_e2el_ms"]
+
+
+def by_hand(bits, scales):
+    """Bytes of a key and a value of 128 numbers, their scales and zeros (bfloat16), and a position."""
+    return 2 * 128 * bits / 8 + 2 * scales + 4
+
+
+def test_methods_have_the_bytes_of_their_codes_and_the_slots_of_their_budgets():
+    full = by_hand(16, 0)
+    for method, bytes_, slots, again in (
+        ("full", full, 1.0, 0),
+        ("int8", by_hand(8, 4), 1.0, 0),
+        ("int4", by_hand(4, 2 * 2 * 4), 1.0, 0),
+        ("snapkv(budget=0.25)", full, 0.25, 0),
+        ("keydiff(budget=512)", full, 512, 0),
+        ("kvzip(budget=0.5)+int8", by_hand(8, 4), 0.5, 1),
+    ):
+        found = serving_compression("llama-3.1-8b", method)
+        assert found == {"bytes": pytest.approx(bytes_ / full, rel=1e-5), "slots": slots, "again": again}
+
+
+@pytest.mark.parametrize(
+    "method", ["h2o(budget=0.5)", "quest(budget=64)", "offloaded", "d2o(budget=0.5)", "minicache", "palu"]
+)
+def test_methods_that_are_more_than_bytes_and_one_choice_are_not_simulated(method):
+    with pytest.raises(kvjax.InputError, match="does more than a simulation has"):
+        serving_compression("llama-3.1-8b", method)
+
+
+def test_methods_are_rows_beside_systems(costs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    words = ["simulate", "--system", "vllm", "--synthetic", "azure-conv:requests=60,rate=9", "--costs", costs]
+    words += ["--memory", "0.003", "--method", "full", "--method", "snapkv(budget=0.25)", "--method", "int8"]
+    assert main([*words, "--json"]) == 0
+    full, snapkv, int8 = json.loads(capsys.readouterr().out)
+    assert (full["method"], snapkv["method"]) == ("full", "snapkv(budget=0.25)")
+    assert full["mean_e2el_ms"] > int8["mean_e2el_ms"] and full["mean_e2el_ms"] > snapkv["mean_e2el_ms"]
+    assert main(words) == 0 and "snapkv(budget=0.25)" in capsys.readouterr().out
+    assert main([*words, "--compress", "0.5"]) == 2 and "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
