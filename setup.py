@@ -1,4 +1,4 @@
-"""Lists the packages: the rooms beside `kvjax/` import from inside it. The rest is in pyproject.toml."""
+"""Lists the packages: the folders beside `kvjax/` are installed inside it. The rest is in pyproject.toml."""
 
 import sys
 
@@ -7,8 +7,8 @@ from setuptools import find_packages, setup
 FOLDER = {"kvjax": "kvjax"} | {f"kvjax.{room}": room for room in ("configs", "models", "pallas_kernels")}
 
 if "editable_wheel" in sys.argv:
-    # A single folder is put onto Python's path, before a clone `kvjax` beside a script, which is
-    # no package. For several folders a hook is installed, which Python asks last.
+    # With one folder an editable install is a path entry, which comes before a clone named `kvjax` beside a
+    # script. With several folders it would be an import hook, which Python asks last.
     setup(package_dir={"": "scripts/editable"}, packages=["kvjax"])
 else:
     setup(

@@ -1,4 +1,4 @@
-"""kvjax: KV-cache compression for decoders, in JAX. Every method a short sentence in one grammar.
+"""kvjax: KV-cache compression for decoders, in JAX. Every method is a short sentence in one grammar.
 
 One alphabet names every dimension, in einsums, annotations and docstrings:
 B batch, T new tokens, S slots, N query heads, K KV heads, G = N / K, H head dim, V values' dim or vocabulary,

@@ -108,7 +108,7 @@ def _write_exaone4(config: Config) -> dict[str, Any]:
 
 
 def _spell_exaone4(data: Json) -> dict[str, Any]:
-    """Since transformers 5.24 a pattern of 0 means no windows."""
+    """Since transformers 5.24, a pattern of 0 means no windows."""
     return {"sliding_window_pattern": 1} if data["sliding_window_pattern"] == 0 else {}
 
 

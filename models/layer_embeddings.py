@@ -21,7 +21,7 @@ TOP_AXES: dict[str, Axes] = {
 
 
 class LayerEmbeddings(LayerPart):
-    """What a layer does with its vector e of a token, behind its feed-forward, and its learned scale s.
+    """Adds a layer's vector e of a token after the feed-forward, and multiplies by a learned scale s.
 
         x = s (x + norm(up(act(x gate) * e)))
 
@@ -56,7 +56,7 @@ LAYER_EMBEDDINGS = LayerEmbeddings()
 
 
 def top_shapes(config: Config) -> Shapes:
-    """Name and shape of the parameters outside the layers; empty where there are no such embeddings."""
+    """Name and shape of the parameters outside the layers; empty without such embeddings."""
     width = config.layer_embeddings
     all_layers = config.layers * width
     rows = config.layer_vocab or config.vocab
@@ -69,8 +69,8 @@ def layer_embeddings(
 ) -> Float[Array, "B T L P"] | None:
     """Every layer's vectors of tokens: (table[token] sqrt(P) + norm(x W / sqrt(D))) / sqrt(2).
 
-    x: the tokens' embeddings. A token beyond the table has the row of token 0. None where the model has none.
-    InputError where tokens come as vectors.
+    x: the tokens' embeddings. A token beyond the table has the row of token 0. None if the model has none.
+    InputError if tokens are given as vectors.
     """
     width = config.layer_embeddings
     if not width:

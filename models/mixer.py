@@ -211,9 +211,9 @@ class Memory(NamedTuple):
 class Mixer(LayerPart):
     """The interface of mixers, which are frozen dataclasses that override what they need.
 
-    grows: the parts of its state with an entry per token, [B, S, ...]: they get room like slots, and the part
-    "count" says how much is used. untaught: parameters without a gradient, because they are learned in
-    another way.
+    grows: the parts of its state with an entry per token, [B, S, ...]: they get free entries like slots, and
+    the part "count" says how much is used. untaught: parameters without a gradient, because they are learned
+    in another way.
 
     state_axes: one logical axis, or None, for the axes of every part of `state`, the first ones at least; ()
     for a part that every device holds whole. A name has the same axes in all mixers.
@@ -311,7 +311,7 @@ class Mixer(LayerPart):
             )
 
     def note(self, config: Config) -> str:
-        """How a loaded layer differs from its authors', which a warning says; empty where it does not."""
+        """How a loaded layer differs from its authors', as a warning says; empty if it does not."""
         return ""
 
     def shapes(self, config: Config) -> Shapes:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 def halves(words: Any) -> tuple[Any, Any]:
     """(low, high) halves of words as float32: short numbers of `kvjax.ops.base.bit_packing.short`.
 
-    A NaN there becomes some finite number here.
+    A NaN becomes some finite number.
 
     The low half must not be negative. It holds scales, which are not, and ignoring its sign saves
     instructions.

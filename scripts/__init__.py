@@ -1,1 +1,1 @@
-"""What is run from a checkout: `python -m scripts.studies.NAME`, `scripts.fixtures.NAME`, `scripts.bench`."""
+"""Scripts of a checkout: `python -m scripts.studies.NAME`, `scripts.fixtures.NAME`, `scripts.bench`."""

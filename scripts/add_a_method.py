@@ -1,11 +1,11 @@
-"""Adds a selection method to a fresh clone, as CONTRIBUTING.md tells, and runs lint and tests there.
+"""Adds a selection method to a fresh clone, as CONTRIBUTING.md describes, and runs lint and tests there.
 
     python scripts/add_a_method.py                        # the whole plain suite: several minutes
     python scripts/add_a_method.py tests/methods          # what is named after it goes to pytest
     python scripts/add_a_method.py -k valuenorm -m "not slow" tests
 
-A method is its function and its row in the tests' table: the change is two files, and nothing may turn red.
-The clone is of HEAD, in a temporary folder with an environment of its own, and is removed at the end.
+A method is a function and a row in the tests' table, so two files change, and all checks must pass. HEAD is
+cloned to a temporary folder with its own environment, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROW = """    row(
     ),
 """
 SCORE = "from kvjax.keep.scores.score import ValueNorm\n"
-# (file, text before which something is inserted, what)
+# (file, text before which the addition is inserted, the addition)
 EDITS = (
     ("kvjax/methods/selection_static_keys.py", "", FUNCTION),
     ("kvjax/methods/selection_static_keys.py", "from kvjax.keep.scores.score", SCORE),
@@ -47,7 +47,7 @@ EDITS = (
 
 
 def add(clone: Path) -> list[str]:
-    """Writes function and row; returns the files that changed."""
+    """Writes the function and the row; returns the files that changed."""
     for name, before, text in EDITS:
         file = clone / name
         old = file.read_text()

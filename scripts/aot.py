@@ -1,4 +1,4 @@
-"""The records of what compilers say of the kernels (tests/aot/*.json), and the summary in docs/kernels.md.
+"""Records compiler reports on the kernels (tests/aot/*.json), and summarises them in docs/kernels.md.
 
     kvjax aot --all --json aot.json && python scripts/aot.py aot.json --write
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.aot import record
 
-# One case of every kernel, for the page.
+# One case of each kernel, for the page.
 OF_TPU = [
     "paged_decode-bfloat16-h128", "paged_decode-int8-h128", "paged_decode-kivi2-h128",
     "stacked_decode-bfloat16-h128", "stacked_decode-uint8-h128", "ragged_decode-bfloat16-h128",
@@ -49,10 +49,10 @@ def header(*columns: str) -> list[str]:
 
 
 def put(report: Mapping[str, Any]) -> None:
-    """Puts a report's rows into the records, beside rows of the same compilers and other cases.
+    """Adds a report's rows to the records, which keep rows of other cases by the same compilers.
 
-    Small programs only have to compile and are left out. Exits where one did not compile, or where a record
-    would mix compilers.
+    Small programs are not recorded, since they only have to compile. Exits if one did not compile, or if a
+    record would hold rows of different compilers.
     """
     found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for row in report["cases"]:
@@ -84,7 +84,7 @@ def devices_of(rows: record.Rows) -> list[str]:
 
 
 def summary() -> str:
-    """For the page: the least time of one case of every kernel, and what it waits for."""
+    """The page's summary: the shortest time of one case of each kernel, and what bounds it."""
     versions, rows = record.read("baseline")
     devices = devices_of(rows)
     lines = [f"TPUs; libtpu {versions['libtpu']}, jax {versions['jax']}."]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# Instead of this folder, in which the package `bench` lies beside this file.
+# The package `bench` is in this folder, so this script's own folder must not come first on the path.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 if __name__ == "__main__":

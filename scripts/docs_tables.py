@@ -1,4 +1,4 @@
-"""What scripts share that make a table of a page in docs/: its data, and the table between two marks."""
+"""Shared by scripts that make tables for docs/: the data files, and tables between two marks in a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def write_table(page: str, name: str, table: str) -> None:
-    """Puts `table` into docs/`page` between the marks of `name`."""
+    """Writes `table` into docs/`page`, between the marks of `name`."""
     from kvjax.base.atomic_files import write_atomic
 
     write_atomic(DOCS / page, with_table((DOCS / page).read_text(), name, table).encode())
@@ -24,7 +24,7 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def data_text(value: Any, depth: int = 1) -> str:
-    """JSON whose entries down to `depth` levels have a line each.
+    """JSON text in which every entry down to `depth` levels has a line of its own.
 
     >>> print(data_text({"h2o": {"seconds": 2, "bytes": [1, 3]}, "tova": {}}))
     {

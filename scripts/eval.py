@@ -4,8 +4,8 @@
     python -m scripts.eval --gin mine.gin --out runs/mine --resume # goes on with a run that was cut
     python -m scripts.eval --gin pilot --out runs/pilot --minutes 60 # stops in time; --resume goes on
 
-A file binds arguments of `kvjax.compare`, as `compare.samples = 8`. One with seeds is a board, which runs in
-shards and leaves out what docs/real-model-board.jsonl has (`scripts.studies.board`).
+A file binds arguments of `kvjax.compare`, such as `compare.samples = 8`. A file with seeds describes a board,
+which runs in shards and skips what docs/real-model-board.jsonl holds (`scripts.studies.board`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What compilers say of one decode step of every class of layout: tests/aot/layouts.json, and its table.
+"""Compiler reports on one decode step of every layout class: tests/aot/layouts.json, and its table.
 
 python scripts/layouts.py                               # prints the table
 python scripts/layouts.py --write                       # puts it into docs/kernels.md
@@ -27,7 +27,7 @@ COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
 
 
 def compile_all(targets: list[str], glob: str) -> None:
-    """Compiles what matches, one by one, and keeps every row as soon as it is known."""
+    """Compiles all matching cases one by one, and saves every row as soon as it is known."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from kvjax.aot.cases.layouts import CASES
@@ -49,7 +49,7 @@ def compile_all(targets: list[str], glob: str) -> None:
 
 
 def table() -> str:
-    """Per class, in MiB: the cache of two layers, and what each compiler moves and needs beside it."""
+    """Per class, in MiB: the cache of two layers, and by compiler the bytes moved and extra memory."""
     from kvjax.aot.cases.layouts import SENTENCES
     from kvjax.compat.layout_class import layout_class
 

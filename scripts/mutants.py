@@ -5,9 +5,9 @@
     python scripts/mutants.py --targeted        all, but none of the tests that are not said to find them
     python scripts/mutants.py --write           all, and their table into CONTRIBUTING.md
 
-Some of the faults were made once and mended since; the others are planted. The tests that should find a fault
-run first; the whole plain suite runs only where they do not, and never with `--targeted`. Exit status 1 if a
-fault lives.
+Some of the faults have occurred in the library; the others are invented. The tests that should find a fault
+run first; the whole plain suite runs only if they do not find it, and never with `--targeted`. The exit
+status is 1 if a fault is not found.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rich.progress import track
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- mutants: written by scripts/mutants.py --write -->", "<!-- end of mutants -->"
-# As the wheel lays them out, so that the copy is imported and nothing else.
+# The layout of the wheel, so that the copy is imported and nothing else.
 INSIDE = ("models", "pallas_kernels", "configs")
 
 
 class Mutant(NamedTuple):
-    """A fault: in `file`, the one place `old` becomes `new`; `tests` should find it.
+    """A fault: the only occurrence of `old` in `file` becomes `new`; `tests` should find it.
 
-    made: it was in the library once.
+    made: whether it has occurred in the library.
     """
 
     name: str
@@ -153,7 +153,7 @@ MUTANTS = [
 
 
 def copied(folder: Path) -> None:
-    """The tree without its history, laid out as the wheel is."""
+    """Copies the tree without its history, laid out as in the wheel."""
     shutil.copytree(
         ROOT, folder, ignore=shutil.ignore_patterns(".git", "*.egg-info", "__pycache__", ".venv", "build")
     )
@@ -163,7 +163,7 @@ def copied(folder: Path) -> None:
 
 
 def killer(mutant: Mutant, folder: Path, targeted: bool) -> str | None:
-    """The first test that fails once the fault is planted in the copy; None where it lives."""
+    """The first test that fails with the fault planted in the copy; None if no test finds it."""
     file = folder / mutant.file
     text = file.read_text()
     if text.count(mutant.old) != 1:

@@ -1,4 +1,4 @@
-"""Trains a decoder as a gin file says; the same as `kvjax train`.
+"""Trains a decoder by the settings of a gin file; the same as `kvjax train`.
 
 python scripts/train.py --gin bytes --out runs/bytes
 """

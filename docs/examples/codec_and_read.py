@@ -1,4 +1,4 @@
-"""A codec and a read of one's own: how slots are encoded, and which of them a query attends to.
+"""A user's own codec and read: how slots are encoded, and which of them a query attends to.
 
     kvjax compare --methods docs/examples/codec_and_read.py:float16 docs/examples/codec_and_read.py:largest \
         --tasks get --samples 2
@@ -19,7 +19,7 @@ from kvjax.words import Amount, Budget, Method, RankedSlots, Slots, Store, Token
 
 @dataclasses.dataclass(frozen=True)
 class Float16:
-    """16 bits a number, each by itself."""
+    """Stores every number in 16 bits, each token by itself."""
 
     granule = 1
 
@@ -31,16 +31,16 @@ class Float16:
 
 
 def float16() -> Method:
-    """Keys and values as float16."""
+    """Stores keys and values as float16."""
     return Method(store=Store(keys=Float16(), values=Float16()))
 
 
 @dataclasses.dataclass(frozen=True)
 class LargestProducts(RankedSlots):
-    """Slots whose keys have the largest product with the queries, summed over the heads of a group."""
+    """Selects the slots whose keys have the largest product with the queries, summed over a group's heads."""
 
     def score(self, q: Float[Array, "B N 1 H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
-        k = dense(body.layer(layer).k).astype(jnp.float32)  # [B, K, S, H]; dense() decodes what is in codes
+        k = dense(body.layer(layer).k).astype(jnp.float32)  # [B, K, S, H]; dense() decodes codes
         group = q.astype(jnp.float32).reshape(k.shape[0], k.shape[1], -1, k.shape[-1]).sum(2)
         return jnp.einsum("bkh,bksh->bks", group, k)
 

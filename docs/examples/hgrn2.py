@@ -1,4 +1,4 @@
-"""HGRN2's layer: the worked example of docs/how-to/own-architecture.md."""
+"""HGRN2's layer, the example of docs/how-to/own-architecture.md."""
 
 from __future__ import annotations
 

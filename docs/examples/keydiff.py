@@ -1,4 +1,4 @@
-"""KeyDiff as a method of one's own: a score, a sentence, nothing else.
+"""KeyDiff as a user's own method: a score, and the sentence that uses it.
 
     kvjax compare --methods docs/examples/keydiff.py:keydiff snapkv --budgets 0.5 0.25
 

@@ -1,4 +1,4 @@
-"""Some tokens of a joined past read again, with attention to all texts before them (CacheBlend)."""
+"""Reads some tokens of joined texts again, with attention to all texts before them (CacheBlend)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ALL = frozenset({RawKeys()})
 def check_texts(
     model: Model, caches: Sequence[Cache], texts: Any, recompute: float
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """The tokens [B, T] of whole rows and their numbers [B]; InputError for texts that caches are not of."""
+    """The tokens [B, T] and lengths [B] of whole rows; InputError for texts that the caches do not hold."""
     finite_number("recompute", recompute, 0.0, 1.0)
     if texts is None or len(texts) != len(caches):
         given = "no texts" if texts is None else f"texts for {len(texts)} caches"
@@ -81,9 +81,10 @@ def _check_layers(model: Model) -> None:
 def blended(
     model: Model, cache: Cache, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"], share: float
 ) -> Cache:
-    """The cache after floor(share * tokens) of every row are read again, those that contexts change most.
+    """Reads floor(share * tokens) of every row's tokens again, those that their context changes most.
 
-    The first layers read all tokens, up to `CHECK`, whose new values are compared with those in the cache.
+    The first layers, up to `CHECK`, read all tokens, and their new values are compared with those in the
+    cache. Returns the cache with the new keys and values.
     """
     counts = np.floor(share * lengths + 1e-9).astype(np.int32)
     most = int(counts.max())
@@ -143,14 +144,14 @@ def _first_layers(groups: Sequence[Any], layers: int) -> list[Any]:
 
 
 def _shown(slots: Fresh | Slots) -> Float[Array, "Lg B K S H"]:
-    """Values, or the latents that stand for both keys and values."""
+    """Values; the latents, if latents stand for both keys and values."""
     found = slots.k if slots.v is None else slots.v
     assert isinstance(found, jax.Array)
     return found
 
 
 def _values(cache: Cache, layer: int) -> Float[Array, "B K S H"]:
-    """The values that the cache holds of a layer."""
+    """The values of a layer in the cache."""
     for group in cache.groups:
         assert group.tail is not None
         size = group.tail.pos.shape[0]

@@ -41,7 +41,7 @@ class Drafting(Protocol):
     """A source of draft tokens for each text of a batch."""
 
     def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
-        """At most `most` tokens, and k, to follow each text; keys: one per row."""
+        """Proposes tokens to follow each text: at most k, and at most `most`. keys: one per row."""
         ...
 
 

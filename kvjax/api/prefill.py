@@ -183,8 +183,8 @@ def read_prompt(
 ) -> tuple[Float[Array, "B V"], Cache]:  # fmt: skip
     """`prefill`; with turn=True, with the doubling sizes of a conversation (`kvjax.api.turns`).
 
-    cut: whether lists whose lengths the data decides are cut to what is in use; else shapes are the same for
-    all prompts of a width.
+    cut: if only the data says how many slots a KV head keeps, cuts arrays to what is in use; otherwise shapes
+    are the same for all prompts of one width.
     """
     if has_verbs(model):
         options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}

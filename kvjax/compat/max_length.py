@@ -21,9 +21,9 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
     (If slots are evicted at the end of prompts alone, generated tokens come on top: `positions_left`.)
-    Contexts at the same positions leave others free. None of this holds if any layer uses positions after
-    all: one that keeps everything, one that is not plain attention, or frequencies that depend on the length
-    of the text.
+    Contexts that share positions let the text be longer by as many tokens. None of this holds if any layer
+    uses positions after all: one that keeps everything, one that is not plain attention, or frequencies that
+    depend on the length of the text.
     """
     most, keep = config.max_positions, None if method is None else method.keep
     if method is not None and method.restore is not None:

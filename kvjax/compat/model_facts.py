@@ -32,12 +32,12 @@ class LayerFacts(NamedTuple):
 
     @property
     def latent(self) -> bool:
-        """Whether a layer stores one list that is both its keys and its values."""
+        """Whether a layer stores one array that is both its keys and its values."""
         return any(s.shared for s in self.slots)
 
     @property
     def lent(self) -> bool:
-        """Whether several layers read the slots of one."""
+        """Whether several layers read the slots of one layer."""
         return "slots" in self.takes
 
 

@@ -32,7 +32,8 @@ def check_fit(method: Method, config: Config) -> None:
     Its words must also fit together, which was not checked before for a method that was not built by name.
     Codecs must be able to encode every kind of key, value and state; scores that read keys need keys that a
     query can attend to; merged layers must have slots; and a model without slots has nothing to keep or to
-    read. A context is left alone. An encoder, whose tokens attend to later ones, has no cache.
+    read. A context is neither scored nor evicted. An encoder, whose tokens attend to later ones, has no
+    cache.
     """
     try:
         check(method)

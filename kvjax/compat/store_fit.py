@@ -79,7 +79,7 @@ def _check_codecs(method: Method, config: Config) -> None:
         codec = taught(codec, arrays)
         words += learns(codec)
         for width in _stored_widths(config, name, states=not words):
-            # What was fitted is of the heads that lead a row's tokens.
+            # Fitted arrays have an axis of KV heads, so the rows that are tried need that axis, too.
             lists = (1, config.kv_heads) if words else ()
             one = jax.ShapeDtypeStruct((*lists, codec.granule, width), jnp.float32)
             try:

@@ -124,7 +124,7 @@ class GroupMethod:
 
     @cached_property
     def meetings(self) -> tuple[Meeting, ...]:
-        """What is computed from slots and new queries for the traces."""
+        """The numbers that are computed from slots and new queries together, for the traces."""
         asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
         return tuple(sorted(asked, key=key_of))
 
@@ -134,7 +134,7 @@ class GroupMethod:
         if self.keep is None or not self.evicting:
             return ()
         found = [o for o in observations(self.keep, in_steps=True) if isinstance(o, Carried)]
-        # A token's own step has its query at hand.
+        # Inside a token's own step its query is available, so rows need not carry it.
         return tuple(o for o in found if not (self.at_once and o == Queries(1)))
 
     @cached_property
@@ -195,10 +195,10 @@ def group_method(
 ) -> GroupMethod:
     """The part of a method that the layers first .. first + size - 1, stacked as one group, follow.
 
-    Windowed layers keep exactly their window (all of it, so that the last token can be asked again),
-    recurrent ones their state and others a context. Codecs that encode token by token encode all three,
-    except a window or a state in which repeated encoding would drift, and a state or a context for which
-    codecs were not fitted. The first `skip_layers` layers keep everything.
+    Windowed layers keep exactly their window (all of it, so that the last token can be read again), recurrent
+    layers keep their state, and layers of a context keep the context. Codecs that encode token by token
+    encode all three, except a window or a state in which repeated encoding would drift, and a state or a
+    context for which codecs were not fitted. The first `skip_layers` layers keep everything.
     """
     if len({method.at(i) for i in range(first, first + size)}) > 1:
         raise ValueError(
@@ -213,7 +213,7 @@ def group_method(
     if kind == "reads":
         return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)
     if window is not None or kind in ("state", "fixed"):
-        # A state is decoded and encoded again at every token, and a window in every turn.
+        # A state is decoded and encoded again at every token, and a window at every prefill.
         drifts = kind != "fixed" and not all(map(is_steady, codecs))
         foreign = window is None and any(True for codec in codecs for _ in fitted_words(codec))
         plain = (None, None) if granule > 1 or residual > 0 or drifts or foreign else codecs

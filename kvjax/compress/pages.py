@@ -21,7 +21,8 @@ from kvjax.place.paged import build_pages, pool_pages
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.write import pad_slots
 
-# The largest page size that is chosen; at most one in so many slots of a head may be empty in its last page.
+# The largest page size. Of a KV head's slots, at most one in _ONE_IN may be lost to its partly empty last
+# page.
 _LARGEST, _ONE_IN = 128, 64
 # The fewest rows that a TPU kernel copies: of numbers, of codes, and of slots with scales or biases.
 _TILE, _TILE_OF_CODES, _LANES = 16, 32, 128

@@ -83,7 +83,7 @@ def merged(
 def met(
     word: Meeting, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
-    """What slots receive from new queries; layer: its index in the stack."""
+    """The numbers that slots get from new queries (`Meeting`); layer: its index in the stack."""
     return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
 
 

@@ -90,7 +90,7 @@ class Entry:
 
     @property
     def slots(self) -> int:
-        """Slots of the longest of its lists."""
+        """Slots of its longest KV head."""
         return self.stored - self.evicted
 
     @property
@@ -100,5 +100,5 @@ class Entry:
 
     @property
     def age(self) -> tuple[float, int]:
-        """Smaller for those who came earlier."""
+        """The order of arrival: smaller for earlier requests."""
         return self.request.arrived, self.request.id

@@ -23,7 +23,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def spell_gemma4(data: Json) -> dict[str, Any]:
     """Which layers are full, and the size and number of their KV heads.
 
-    Since transformers 5.24 these stand layer by layer. The last layer is full, whatever a file says.
+    Since transformers 5.24 a file gives these per layer. The last layer is full, whatever a file says.
     """
     layers = data["num_hidden_layers"]
     kinds = [*(data.get("layer_types") or [_SLIDING if (i + 1) % 6 else _FULL for i in range(layers)])]

@@ -27,7 +27,7 @@ def _norms(config: Config) -> Iterator[tuple[str, list[Piece]]]:
 
 
 def spell_bamba(data: Json) -> dict[str, Any]:
-    """Half of every head turns, whatever a file says."""
+    """Half of every head rotates, whatever a file says."""
     return {"partial_rotary_factor": 0.5}
 
 

@@ -97,7 +97,7 @@ class GatedUnit(Mixer):
                 segments=memory.segments,
             )
             y = (gate * out.astype(x.dtype)) @ p["unit_out"]
-            # A full chunk has been added to the sum, so its last token cannot be asked again.
+            # A full chunk has been added to the sum, so its last token cannot be read again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
             slots = (part.astype(x.dtype) for part in (new.quad_k, new.lin_k, new.v))
             names = ("total", "quad_k", "lin_k", "values", "length", "answer")

@@ -25,8 +25,8 @@ class KeyAsValue(Mixer):
 
     The cache holds v alone, half of what keys and values take. Keys are computed from it, and rotated by the
     positions of their slots, in prefills and in steps. heads are the config's; kv_heads, head_dim: as of
-    `Attention`. Methods that compare stored keys in steps or turn them by rank do not fit; a rotation by
-    length is refused.
+    `Attention`. Methods that compare stored keys in steps or rotate them by rank do not fit; a rotation that
+    depends on the text's length is refused.
     """
 
     kv_heads: int | None = None

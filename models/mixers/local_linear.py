@@ -22,8 +22,8 @@ class LocalLinear(KeptTokens):
 
     o = E_p[v] - Cov_p(v, k) r with p the softmax of rotated queries and keys. r solves the ridge regression
     of the paper, exactly or by `iterations` steps of conjugate gradients; Parallax has r = x W_r, rotated
-    like queries. It keeps k and v. No method may compress them, since a regression on a subset of the keys is
-    another one.
+    like queries. It keeps k and v. No method may compress them, since a regression on fewer keys has another
+    solution.
     """
 
     ridge: float = 0.1

@@ -42,8 +42,8 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
 def continuing(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
     """Arguments for the start of the operation: the state of earlier tokens, and their number.
 
-    The number comes from the position of the first new token; a last token that is asked again was counted
-    before. Kernels exist for single tokens alone, so `implementation` is passed on for those.
+    The number comes from the position of the first new token; a last token that is read again has been
+    counted already. Kernels exist for single tokens alone, so `implementation` is passed on for those.
     """
     before = memory.pos[:, 0] + (~mask[:, 0]).astype(jnp.int32)
     state = None if past is None else LevelState(past["levels"], before)

@@ -208,7 +208,7 @@ class GatedSlot(Recurrent):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None if past is None else GSAState(past["K"], past["V"])
-            # The op's own mask would also remove the query, which a token that is asked again needs.
+            # The op's own mask would also remove the query, which a token that is read again needs.
             g = jnp.where(mask[..., None, None], jax.nn.log_sigmoid(low) / 8, 0.0)
             out, new = gsa(
                 q, k, v, -jnp.expm1(g), g, initial_state=start, segments=memory.segments, scale=1.0

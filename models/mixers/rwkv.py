@@ -35,7 +35,7 @@ class Shifted(Mixer, abstract=True):
     """The base class of RWKV's mixers: each token is mixed with the one before it.
 
     The state holds the input of a row's last token, `shift`, and the layer's output there, `answer`. RWKV
-    itself needs `shift` alone. `answer` is returned when the last token is asked again: the states before it,
+    itself needs `shift` alone. `answer` is returned when the last token is read again: the states before it,
     from which its output was computed, have been overwritten by then.
     """
 

@@ -80,7 +80,7 @@ class VectorQuantised(Recurrent):
                 q, k, v, book, block=self.block, initial_state=start, mask=mask, segments=memory.segments
             )
             y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1) * gate)
-            # A full block has become counts, so its last token cannot be asked again.
+            # A full block has become counts, so its last token cannot be read again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
             new = new._replace(values=new.values.astype(x.dtype))
             return y, dict(zip(names, new, strict=True)) | {"answer": answer}

@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
 
 
 def take_turns(steps: Iterable[Steps]) -> list[Any]:
-    """Runs the functions in turns, one step of each after the other, and returns their results."""
+    """Interleaves functions, one step of each at a time, and returns their results."""
     waiting, found = dict(enumerate(steps)), {}
     while waiting:
         for n, one in list(waiting.items()):

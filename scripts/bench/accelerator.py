@@ -1,8 +1,8 @@
 """The tables of docs/benchmarks.md that need an accelerator: `python scripts/bench.py --accelerator`.
 
-The parts run one after the other, each in a process of its own, so that one library gives its memory back
-before the next begins. Every row is in the file the moment it is measured: running again adds what a kill or
-the clock cut off.
+Parts run one after the other, each in its own process, so that a library frees its memory before the next
+starts. Every row is written to the file as soon as it is measured; a second run adds the rows that are
+missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.docs_tables import DOCS, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "kvpress")
-# Part, its module, and the share of the time by whose end it must be done.
+# (part, its module, the share of the total time by which it must have finished).
 PARTS = (
     ("attention", "attention", 0.2),
     ("training", "flops", 0.35),
@@ -49,14 +49,14 @@ print(json.dumps(dict(platform=d.platform, device=d.device_kind, count=jax.devic
 
 
 def environment() -> dict[str, str]:
-    """That of the parts: memory is taken as it is needed, since two libraries share the device."""
+    """The environment of the parts: jax allocates memory on demand, since two libraries share the GPU."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     return os.environ | memory | {"PYTHONPATH": paths}
 
 
 def probe() -> dict[str, Any]:
-    """The device that jax sees, with versions; asked in a process that ends, so that nothing holds it."""
+    """The device that jax finds, with versions; asked in a process that ends and so holds no memory."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE], env=environment(), capture_output=True, text=True, check=False
     )
@@ -94,7 +94,7 @@ def run_parts(path: str, args: argparse.Namespace, device: dict[str, Any]) -> No
         ]
         command += ["--ratio", str(args.ratio), *(["--smoke"] if args.smoke else [])]
         try:
-            # A row may overrun, a part may not: what it measured is in the file.
+            # A part has a hard time limit, a row does not; rows measured so far are in the file.
             code = subprocess.run(
                 command, env=environment(), timeout=max(1.0, until - time.time()) + 0.05 * total, check=False
             ).returncode
@@ -166,7 +166,7 @@ def prefill_table(rows: list[dict[str, Any]]) -> str:
 
 
 def rate_of(rows: list[dict[str, Any]]) -> float | None:
-    """FLOPs per second of a large product of matrices on the same device."""
+    """FLOPs per second of a large matrix product on the same device."""
     return max((r["flops_per_s"] for r in rows if r["part"] == "product"), default=None)
 
 
@@ -188,7 +188,7 @@ def training_table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(rows: list[dict[str, Any]], device: dict[str, Any]) -> str:
-    """All tables, with the hardware and the versions named."""
+    """All tables, with the names of the hardware and the versions."""
     versions = ", ".join(f"{n} {v}" for n, v in device["versions"].items() if v)
     settings = {r["name"]: r["setting"] for r in rows if r["part"] == "attention" and r.get("setting")}
     tuned = "; ".join(f"{name} {tuple(s)}" for name, s in settings.items())

@@ -1,8 +1,9 @@
 """Decode attention beside a device-to-device copy of the same bytes: a part of `bench.py --accelerator`.
 
 One query of 32 heads over 8 KV heads of width 128, as in Llama-8B, pages of 128 tokens in any order. Calls
-visit as many layers in turns as it takes for nothing to stay in a cache of the device, and run inside one
-program, so that the host's calls do not count. A copy reads and writes: both count.
+cycle through so many layers that the device's caches never hold a layer from its last visit, and all run
+inside one program, so that host overhead is not counted. Both the bytes read and the bytes written by a copy
+count.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENS = (8192, 16384, 32768, 65536, 131072, 262144)
 PAYLOADS = {"bfloat16": (), "int8": ("key_scale", "value_scale"), "int4": ("key_scale", "value_scale")}
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 128
 TUNED_AT = 32768
-# (rows per step, warps, stages, programs); the first are the kernel's own.
+# (rows per step, warps, stages, programs); the first are the kernel's defaults.
 SETTINGS = (
     (16, 4, 2, 512), (16, 4, 3, 512), (16, 4, 2, 1024), (32, 4, 2, 512), (32, 4, 3, 512), (32, 8, 2, 512),
     (16, 2, 2, 1024), (16, 1, 2, 2048),
@@ -34,13 +35,13 @@ SETTINGS = (
 
 
 class BenchSizes:
-    """Shapes of a run; those of a smoke test only prove that the code works."""
+    """Shapes of a run; a smoke test uses small ones that only show that the code runs."""
 
     def __init__(self, smoke: bool):
         self.tokens = (128,) if smoke else TOKENS
         self.heads, self.kv_heads = (4, 2) if smoke else (HEADS, KV_HEADS)
         self.width, self.page = (32, 32) if smoke else (WIDTH, PAGE)
-        self.resident = 2**16 if smoke else 2**29  # bytes that no cache of a device holds
+        self.resident = 2**16 if smoke else 2**29  # more bytes than any cache of a device holds
         self.tuned_at = 128 if smoke else TUNED_AT
         self.settings = SETTINGS[:1] if smoke else SETTINGS
         self.moved = 0 if smoke else 2**36  # bytes per timing
@@ -55,7 +56,7 @@ def random_codes(key: Any, payload: str, shape: tuple[int, ...]) -> Any:
 
 
 def operands(payload: str, tokens: int, sizes: BenchSizes) -> tuple[Any, ...]:
-    """(q, pool, table, lengths, q_pos) with as many layers as exceed what stays in a cache."""
+    """(q, pool, table, lengths, q_pos) with more layers than a device's caches hold."""
     key = jax.random.key(tokens)
     pages = sizes.kv_heads * tokens // sizes.page
     bits = {"bfloat16": 16, "int8": 8, "int4": 4}[payload]
@@ -89,7 +90,7 @@ def copied(size: int, sizes: BenchSizes) -> float:
     layers = max(1, sizes.resident // size)
     source = jnp.zeros((layers, size // 4), jnp.int32)
 
-    # A plain copy would be optimised away, so the numbers are changed on the way.
+    # XLA would optimise a plain copy away, so the numbers are changed as they are copied.
     def copy(x: Any, i: Any, source: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(source, i, keepdims=False) ^ i
 
@@ -98,7 +99,7 @@ def copied(size: int, sizes: BenchSizes) -> float:
 
 
 def kernel(smoke: bool) -> Any:
-    """paged_decode as the device runs it, with the settings of the GPU kernel where it has some."""
+    """paged_decode as the device runs it, with settings of the GPU kernel to try, if there is one."""
     if not smoke and jax.default_backend() != "gpu":
         return lambda *x, setting=None: paged_decode(*x, scale=WIDTH**-0.5)[0]
 
@@ -113,7 +114,7 @@ def kernel(smoke: bool) -> Any:
 
 
 def timed(call: Any, q: Any, operands: Any, layers: int, size: int, sizes: BenchSizes) -> dict[str, Any]:
-    """What a row says of one attention over the `size` bytes of a layer."""
+    """The row of one attention over the `size` bytes of a layer."""
     seconds, begun = per_call(call, q, operands, layers, size, sizes.moved)
     return {
         "bytes": size,
@@ -136,7 +137,7 @@ def measure(payload: str, tokens: int, sizes: BenchSizes, run: Any, setting: Any
 
 
 def dense(tokens: int, sizes: BenchSizes) -> dict[str, Any]:
-    """What the decoder does without compression: attention over the dense cache of all layers."""
+    """The decoder without compression: attention over the dense cache of all layers."""
     key = jax.random.key(tokens)
     size = 4 * sizes.kv_heads * tokens * sizes.width
     layers = max(1, sizes.resident // size)
@@ -155,7 +156,7 @@ def dense(tokens: int, sizes: BenchSizes) -> dict[str, Any]:
 
 
 def error(payload: str, sizes: BenchSizes, run: Any) -> float:
-    """Relative RMS of the kernel against the plain form, on this device."""
+    """Relative RMS error of the kernel against the plain jnp form, on this device."""
     x = operands(payload, sizes.tokens[0], sizes)
     at = jnp.zeros((), jnp.int32)
     got = jax.jit(run)(*x, at).astype(jnp.float32)
@@ -197,7 +198,7 @@ def main() -> None:
                     "setting", str(setting), name, sizes.tuned_at,
                     lambda n=name, s=setting: {"setting": s} | measure(n, sizes.tuned_at, sizes, run, s),
                 )  # fmt: skip
-    # The longest first: if time runs out, the short ones are missing.
+    # The longest contexts run first: if time runs out, only short ones are missing.
     for tokens in sorted(sizes.tokens, key=lambda t: (t != sizes.tuned_at, -t)):
         for name in PAYLOADS:
             setting = best_setting(rows, key, name) if tunes else None

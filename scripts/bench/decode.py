@@ -1,4 +1,4 @@
-"""Decoding with Llama-8B's shape and random weights: parts of `bench.py --accelerator`, a process each."""
+"""Decoding with Llama-8B's shape and random weights: parts of `bench.py --accelerator`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.bench.timing import device_work, median_seconds
 LLAMA_8B = dict(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab=128256)
 TINY = dict(layers=3, d_model=128, heads=4, kv_heads=2, d_ff=64, vocab=128)
 NAMES = ("none", "snapkv", "adakv", "kivi", "quest")
-# The most telling first: if time runs out, the last of these are missing.
+# The most informative cases run first: if time runs out, the last ones are missing.
 CELLS = ((32768, 1), (8192, 8), (131072, 1), (32768, 8), (8192, 1), (131072, 8))
 ROUNDS, PER_ROUND, ROOM = 3, 16, 64
 
@@ -104,7 +104,7 @@ class Kvpress:
         self.shape = shape
 
     def cache(self, name: str, tokens: int, batch: int) -> Any:
-        """Ada-KV of kvpress keeps all keys and masks those of lowest score; the others cut them away."""
+        """Ada-KV of kvpress keeps all keys and masks those of lowest score; other presses remove them."""
         import torch
         from transformers import DynamicCache
 
@@ -172,14 +172,14 @@ def memory() -> int:
 
 
 def no_room(need: int, limit: int) -> str | None:
-    """Why something of `need` bytes does not fit; a tenth is left to the allocator."""
+    """Why something of `need` bytes does not fit; a tenth of the memory is left to the allocator."""
     if need < 0.9 * limit:
         return None
     return f"{need / 2**30:.1f} GiB do not fit into {limit / 2**30:.1f}"
 
 
 def device_name(side: str) -> str:
-    """As jax calls it, so that the rows of both libraries meet."""
+    """The device's name as jax spells it, so that rows of both libraries have the same name."""
     if side == "kvjax":
         import jax
 

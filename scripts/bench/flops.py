@@ -1,8 +1,8 @@
 """Training of a model of 150 million parameters in bfloat16: a part of `bench.py --accelerator`.
 
-Tells the share of the device's rate that steps of `kvjax train` reach. The rate is measured, not read from a
-data sheet: the product of two square matrices of random numbers. Operations are those of the model, forward
-and backward; what is computed twice to save memory counts once.
+Reports the share of the device's peak rate that steps of `kvjax train` reach. The peak is measured by the
+product of two square random matrices, not read from a data sheet. Counted are the operations of the forward
+and backward pass; what is recomputed to save memory counts once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.bench.training import Ours
 LENGTH, SIDE, ROUNDS = 2048, 8192, 5
 LARGE = dict(layers=12, d_model=1024, heads=16, kv_heads=16, head_dim=64, d_ff=2816)
 SMALL = dict(layers=2, d_model=32, heads=2, kv_heads=2, head_dim=16, d_ff=48)
-# (rows of a step, whether layers are computed again for the gradient)
+# (rows of a step, whether layers are recomputed for the gradient)
 STEPS = ((16, True), (8, False), (32, True))
 
 
@@ -33,7 +33,7 @@ def rate(side: int) -> float:
 
     @jax.jit
     def many(a: Any, b: Any) -> Any:
-        # Scaled, so that numbers stay finite from one product to the next.
+        # Scaled so that numbers stay finite through repeated products.
         return jax.lax.fori_loop(0, times, lambda _, x: (x @ b) * jnp.bfloat16(side**-0.5), a)
 
     many(a, b).block_until_ready()
@@ -41,9 +41,9 @@ def rate(side: int) -> float:
 
 
 def operations(params: Any, shape: dict[str, int], length: int) -> float:
-    """FLOPs of a token: 6 for each weight of a matrix, and the causal half of every layer's attention."""
+    """FLOPs of a token: 6 per matrix weight, and the causal half of attention in every layer."""
     weights = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
-    weights -= params["embed"].size * ("unembed" in params)  # a table that is only looked up
+    weights -= params["embed"].size * ("unembed" in params)  # a lookup table is not a product
     return 6 * weights + 6 * shape["layers"] * length * shape["heads"] * shape["head_dim"]
 
 
@@ -65,7 +65,7 @@ def measure(rows: int, remat: bool, shape: dict[str, int], length: int) -> dict[
 
 
 def error(length: int) -> float:
-    """Relative RMS of attention and its gradients as training has them on this device, against strips."""
+    """Relative RMS error of training's attention and gradients on this device, against the reference."""
     shapes = [(2, 8, length, 64), (2, 4, length, 64), (2, 4, length, 64)]
     q, k, v = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
     found = []

@@ -1,4 +1,4 @@
-"""What the host adds: milliseconds per token, and seconds until a new method's first token.
+"""Host overhead: milliseconds per token, and seconds until a new method's first token.
 
     python -m scripts.bench.host overhead
     python -m scripts.bench.host first --json first.json
@@ -34,7 +34,7 @@ from kvjax.models.params import init
 from scripts.bench.libraries import greedy
 from scripts.bench.report import write_json
 
-# By layout and by what they ask of the prompt: the second of each kind shares its programs with the first.
+# By layout, and by the observations of the prompt: the second of each kind shares programs with the first.
 METHODS = {
     "snapkv": ("snapkv", {"variant": "kvpress", "window": 16}),
     "criticalkv": ("criticalkv", {"window": 16}),
@@ -54,9 +54,9 @@ def toy(layers: int, width: int = 32, vocab: int = 256) -> Model:
 
 
 def overhead(layers: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a token in toy models of so many layers; the least of all rounds."""
+    """Milliseconds per token in toy models of so many layers; the least over all rounds."""
     model, prompt, new = toy(layers), [[1, 2, 3]], 4 * SLICE
-    # As many slots as `generate` takes below.
+    # As many slots as the `generate` calls below use.
     logits, cache = kvjax.prefill(model, prompt, room=new + 1)
     one, params = stepping(model, cache.method, None)
     draws = greedy(1)
@@ -72,7 +72,7 @@ def overhead(layers: int, rounds: int) -> dict[str, Any]:
     device = (many - single) / (SLICE - 1)
 
     def each(**options: Any) -> float:
-        """Seconds per token of `generate`, its prompt left out."""
+        """Seconds per token of `generate`, without the prompt."""
         seconds = []
         for _ in range(rounds + 1):
             marks = []
@@ -97,7 +97,7 @@ def overhead(layers: int, rounds: int) -> dict[str, Any]:
 
 
 def first_token(model: Model, name: str, prompt: Any) -> dict[str, Any]:
-    """Seconds until a method's first token, and what is compiled for it."""
+    """Seconds until a method's first token, and which programs are compiled for it."""
     id, hyper = METHODS[name]
     method, heard = kvjax.method(id, budget=0.5, **hyper), []
     before, worked, start = decoders(), time.process_time(), time.perf_counter()
@@ -114,13 +114,13 @@ def first_token(model: Model, name: str, prompt: Any) -> dict[str, Any]:
 
 
 def decoders() -> int:
-    """How many programs with a decoder in them were compiled."""
+    """How many programs that contain a decoder were compiled."""
     found = (steps.prefill, steps.read, write_slice)
     return sum(f._cache_size() for f in found)  # type: ignore[attr-defined]
 
 
 def planned(model: Model, name: str, prompt: Any) -> dict[str, Any]:
-    """MiB of arguments, temporaries and results of a prompt's programs, and of its keys and values."""
+    """MiB that a prompt's programs use (arguments, temporaries, results), and of its keys and values."""
     id, hyper = METHODS[name]
     run = kvjax.pure.static(model, kvjax.method(id, budget=0.5, **hyper)).reading
     tokens = jnp.asarray(prompt, jnp.int32)

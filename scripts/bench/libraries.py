@@ -1,4 +1,4 @@
-"""The two sides of the benchmarks: kvjax, and transformers + kvpress, on one random Llama."""
+"""The two libraries of the benchmarks: kvjax, and transformers + kvpress, on one random Llama."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.bench.timing import pin, timed
 
-# versions.py asks every checkout for `pin` and `timed` beside these.
+# versions.py also imports `pin` and `timed` from this module of every checkout.
 __all__ = ["LLAMA", "METHODS", "Ours", "Theirs", "measure", "pin", "theirs_can", "timed"]
 
 METHODS = {
@@ -22,7 +22,7 @@ LLAMA = dict(layers=8, d_model=512, heads=8, kv_heads=4, d_ff=1408, vocab=8192)
 
 
 def method_of(name: str, ratio: float) -> Any:
-    """Builds kvjax's method of that name, with a share of the slots where it has a budget."""
+    """Builds kvjax's method of that name, with a share of the slots if it has a budget."""
     import kvjax
     from kvjax.methods import takes_budget
 
@@ -31,7 +31,7 @@ def method_of(name: str, ratio: float) -> Any:
 
 
 def greedy(rows: int) -> Any:
-    """How `write_slice` draws the likeliest token for rows that no token ends."""
+    """The settings of `write_slice` for greedy decoding without stop tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -173,7 +173,7 @@ class Theirs:
 
 
 def theirs_can(name: str, tokens: int) -> bool:
-    """Whether kvpress has the method, and room for the attention maps that observing them takes."""
+    """Whether kvpress has the method, and memory for the attention maps that its observation needs."""
     import psutil
 
     if METHODS[name][2] is None:

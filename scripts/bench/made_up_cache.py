@@ -1,7 +1,7 @@
-"""Caches as a prefill leaves them, in shape, bytes and positions, without the prefill.
+"""Random caches with the shapes, bytes and positions that a prefill would leave.
 
-How long a step takes follows from how many slots lie where, not from what their keys are; a prompt of 131072
-tokens for each of eight rows would take longer than all that is to be measured.
+The time of a decode step depends on how many slots there are and where, not on their contents. Reading a
+prompt of 131072 tokens in each of eight rows would take longer than the whole benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.state.cache import Cache, Paged, Pages, Slots
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
-    """What a prefill of `tokens` tokens leaves, as shapes; it computes nothing."""
+    """The shapes that a prefill of `tokens` tokens leaves; computes nothing."""
     prefill = partial(steps.prefill, run, tokens_bound=tokens, room=room, compress=True)
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -59,7 +59,7 @@ def weights(like: Any, seed: int = 0) -> Any:
 
 
 def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
-    """`live` positions below `tokens` in every list, evenly spread, and empty slots behind them."""
+    """`live` positions below `tokens` in every KV head, evenly spaced, followed by empty slots."""
     row = np.full(shape[-1], -1, np.int32)
     row[:live] = np.arange(live, dtype=np.int64) * tokens // max(live, 1)
     return jnp.broadcast_to(jnp.asarray(row), shape)
@@ -68,11 +68,12 @@ def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
 def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, seed: int = 0) -> Cache:
     """A cache of these shapes after `tokens` tokens, with room for `room` more. gms: of its groups.
 
-    Lists in pools are as unequal as Ada-KV's may be: half and one and a half of the mean, in turns.
+    KV heads in pools alternate between half and one and a half times the mean number of slots, as uneven as
+    under Ada-KV.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    # Random bits may be NaN, so scales and zeros of codes are all set to the same number.
+    # Random bits may be NaN, so all scales and zeros of codes get the same number.
     one = pair(short(jnp.float32(0.01)), short(jnp.float32(-1)))
     cache = tree.unflatten(
         [
@@ -93,7 +94,7 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
             else:
                 segment, pools[segment.pool] = _dealt(segment, pools[segment.pool], tokens)
             bodies.append(segment)
-        # The tail, to which new tokens go, holds the newest; all others lie in the bodies before it.
+        # The tail, which new tokens enter, holds the newest tokens; the bodies before it hold all others.
         filled = _filled(group.tail, tail, tokens)
         groups.append(dataclasses.replace(group, bodies=tuple(bodies), tail=filled))
     return dataclasses.replace(
@@ -102,16 +103,16 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
 
 
 def _filled(slots: Slots, live: int, tokens: int) -> Slots:
-    """The slots with `live` of `tokens` tokens in each list."""
+    """The slots of a segment, with `live` of `tokens` tokens in each KV head."""
     pos = _positions(slots.pos.shape, live, tokens)
     return dataclasses.replace(slots, pos=pos, traces=jax.tree.map(jnp.abs, slots.traces))
 
 
 def _dealt(segment: Paged, pool: Pages, tokens: int) -> tuple[Paged, Pages]:
-    """The pages of a pool of one group, dealt to its lists in the order of their owners."""
+    """The pages of a pool of one group, assigned to its KV heads in the order of owners."""
     pages, page = pool.pos.shape
     lists = int(np.prod(segment.lengths.shape))
-    # A pool has a page more for every list than its slots fill, since each list ends within one.
+    # A pool has one more page per KV head than its slots fill, since each head's last page is partly empty.
     filled = -(-(pages * page - lists * (page - 1)) // page)
     share = np.cumsum(np.where(np.arange(lists) % 2, 3, 1))
     counts = np.diff(share * filled // share[-1], prepend=0)

@@ -1,8 +1,8 @@
 """Prefill and decode speed of kvjax, beside transformers + kvpress where they are installed.
 
-One random Llama, one prompt, the process pinned to as many cores as it may have threads; rounds alternate
-between the libraries, so that whatever else the machine does falls on both. Reports medians of wall seconds,
-compile seconds apart, and the floor: (weights + cache) / measured read bandwidth.
+Runs one random Llama on one prompt, in a process pinned to as many cores as it has threads. Rounds alternate
+between the libraries, so that other load on the machine affects both. Reports median wall seconds, compile
+seconds separately, and a lower bound: (weights + cache) / measured read bandwidth.
 
     python scripts/bench.py --tokens 4096 16384 --json bench.json
 
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 
 def row(side: Any, name: str, tokens: int, rounds: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
-    """Medians of the rounds as one row of the table."""
+    """The medians of the rounds, as one row of the table."""
 
     def median(key: str) -> float:
         return statistics.median(r[key] for r in rounds)

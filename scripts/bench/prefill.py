@@ -1,4 +1,4 @@
-"""Prompts of Llama-8B's shape, random weights: parts of `bench.py --accelerator`, a process each."""
+"""Prompts of Llama-8B's shape, random weights: parts of `bench.py --accelerator`, in processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDS = 3
 
 
 def operations(shape: dict[str, int], tokens: int) -> float:
-    """FLOPs of a prompt: every matrix once, attention's causal half, and the logits of the last token."""
+    """FLOPs of a prompt: every matrix product, the causal half of attention, and the last token's logits."""
     head = shape["d_model"] // shape["heads"]
     each = shape["d_model"] * (2 * shape["d_model"] + 2 * shape["kv_heads"] * head + 3 * shape["d_ff"])
     attention = 2 * tokens * shape["d_model"]

@@ -1,4 +1,4 @@
-"""What benchmarks tell: rows on the terminal, tables in Markdown, and a file."""
+"""Output of benchmarks: rows on the terminal, tables in Markdown, and a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """The table, as wide as it is where it goes into a file."""
+    """Prints the table, at its full width if the output is a file."""
     from rich.table import Table
 
     from kvjax.eval.report.console import make_console
@@ -22,7 +22,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def write_json(path: str | None, found: Any) -> None:
-    """Writes what was found to a file that appears whole; nothing without a path."""
+    """Writes results to a file atomically; does nothing without a path."""
     from kvjax.base.atomic_files import write_atomic
 
     if path is not None:

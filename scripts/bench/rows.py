@@ -1,4 +1,4 @@
-"""What the parts of the accelerator benchmark share: rows that outlive a kill, and a deadline."""
+"""Shared by the parts of the accelerator benchmark: rows that survive a kill, and a deadline."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KEY = ("part", "side", "name", "tokens", "batch", "device", "smoke")
 
 
 class Rows:
-    """Measured rows in a file, one JSON object per line, written as they are made."""
+    """Measured rows in a file, one JSON object per line, written as they are measured."""
 
     def __init__(self, path: str):
         self.path = Path(path)
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        # A kill may have cut the last line short: that row is measured again.
+        # A kill may have cut off the last line: that row is measured again.
         whole = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in whole]
         if text and not text.endswith("\n"):
@@ -30,7 +30,7 @@ class Rows:
         return any(all(r.get(k) == key.get(k) for k in KEY) for r in self.rows)
 
     def drop(self, **key: Any) -> None:
-        """Leaves out the rows that have all of these."""
+        """Removes the rows that match all of these fields."""
         self.rows = [r for r in self.rows if any(r.get(k) != v for k, v in key.items())]
         write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in self.rows).encode())
 
@@ -47,10 +47,10 @@ class Rows:
 
 
 class Deadline:
-    """When to stop: a row is begun if one as long as the one before it would still end in time."""
+    """When to stop: a row starts only if one as long as the row before it would finish in time."""
 
     def __init__(self, at: float, first: float):
-        """first: seconds that the first row is thought to take."""
+        """first: the expected seconds of the first row."""
         self.at, self.expected, self.left_out = at, first, []
 
     def run(self, what: str, row: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ class Deadline:
 
 
 def child_arguments() -> argparse.Namespace:
-    """What the parent tells a part that runs as a process of its own."""
+    """The arguments that the parent process passes to a part that runs in its own process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part")
     parser.add_argument("--rows", required=True)

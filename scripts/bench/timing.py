@@ -1,4 +1,4 @@
-"""How long something takes: one call, the median of several, sides in turn, and the device's own part."""
+"""Timing: one call, the median of several, alternating sides, and the device's own share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def pin(threads: int, alone: bool = True) -> None:
-    """Keeps this process on `threads` cores, before libraries start threads beyond what they were asked for.
+    """Pins this process to `threads` cores, before libraries start more threads than that.
 
-    alone: with one core, XLA itself starts no further thread.
+    alone: with one core, XLA starts no further thread either.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
@@ -37,7 +37,7 @@ def median_seconds(call: Callable[[], Any], rounds: int) -> float:
 def median_in_turn(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median wall seconds of every side, of rounds in which each is called once.
 
-    Sides in turn, so that whatever else the machine does falls on all of them.
+    Sides alternate, so that other load on the machine affects all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
@@ -47,9 +47,9 @@ def median_in_turn(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[
 
 
 def device_work(call: Callable[[], Any], calls: int, most: int = 6) -> dict[str, Any]:
-    """Milliseconds that a GPU works in `call`, by `calls`, and those of its longest kernels, by name.
+    """Milliseconds of GPU work per call of `call`, and those of its longest kernels, by name.
 
-    What wall time has beyond it is the host's. Empty on a device whose profile has no streams.
+    The rest of the wall time is host overhead. Empty if the device's profile has no streams.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""The plain decoder of kvjax in torch, and its training step: the other side of scripts/bench/training.py."""
+"""The plain decoder of kvjax in torch, and its training step, for scripts/bench/training.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Theirs:
-    """Steps of AdamW behind a clip, as the `optimiser` settings say, over the same rows again and again."""
+    """Training steps of AdamW after clipping, by the `optimiser` settings, on the same rows each time."""
 
     def __init__(self, config: Any, params: Any, tokens: np.ndarray, optimiser: Any, threads: int):
         torch.set_num_threads(threads)
@@ -67,7 +67,7 @@ class Theirs:
         )
 
     def step(self) -> float:
-        """One step; its loss in nats per token."""
+        """One training step; returns its loss in nats per token."""
         x = F.embedding(self.tokens[:, :-1], self.embed)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)

@@ -1,11 +1,11 @@
-"""Tokens per second of training: the MHA model beside the same one in torch, and architectures beside it.
+"""Tokens per second of training: the MHA model in kvjax and in torch, and other architectures.
 
     python -m scripts.bench.training                       # both tables, on an idle machine
     python -m scripts.bench.training --lengths 1024 --rounds 3 --threads 2
 
-Rounds of all sides alternate, so that whatever else the machine does falls on all of them. torch takes part
-where it is installed (`pip install torch`): it starts from the same weights, and both must say the same loss
-of the same rows before anything is timed. Reports medians of wall seconds per step; compiling is left out.
+Rounds of all sides alternate, so that other load on the machine affects all of them. torch takes part if it
+is installed (`pip install torch`): it starts from the same weights, and both must give the same loss on the
+same rows before anything is timed. Reports median wall seconds per step, without compilation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Ends with a line about what cannot be measured, before anything is."""
+    """Exits with a message if something cannot be measured, before measuring anything."""
     from kvjax.base.errors import InputError
     from kvjax.io.gin_bindings import load_training
 
@@ -66,7 +66,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def beside_torch(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of the MHA model here and in torch, rows of 256 bytes."""
+    """Tokens per second of the MHA model in kvjax and in torch, on rows of 256 bytes."""
     rows, length = 16, 256
     ours = Ours("bytes", rows, length)
     sides: dict[str, Step] = {"kvjax": ours.step}
@@ -87,7 +87,7 @@ def beside_torch(args: argparse.Namespace) -> dict[str, float]:
 
 
 def at_length(length: int, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of architectures at one length of rows."""
+    """Tokens per second of architectures at one row length."""
     rows = max(1, args.tokens // length)
     sides = {name: Ours(name, rows, length).step for name in ("bytes", *args.gin)}
     for step in sides.values():
@@ -99,15 +99,15 @@ def at_length(length: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def show(what: str, speeds: dict[str, float], other: str) -> None:
-    """Prints the speeds, and how often as fast as one of them each is."""
+    """Prints the speeds, and their ratios to one of them."""
     lines = [[n, f"{x:,.0f}", f"{x / speeds.get(other, x):.2f}"] for n, x in speeds.items()]
     print("\n" + table([what, "tokens/s", f"beside {other}"], lines))
 
 
 class Ours:
-    """Steps of `kvjax train` by one of its files, over the same random rows again and again.
+    """Training steps of `kvjax train` by one of its gin files, on the same random rows again and again.
 
-    settings: further ones, as `--set` takes them.
+    settings: further settings, as `--set` takes them.
     """
 
     def __init__(self, gin: str, rows: int, length: int, *settings: str):
@@ -129,7 +129,7 @@ class Ours:
         self.params = init(run.config, jax.random.key(0))
         self.tokens = np.random.default_rng(0).integers(0, 256, (rows, length + 1)).astype(np.int32)
         rule = optimiser(run.optimiser, run.loop)
-        # A step consumes its state, and the weights are asked for again.
+        # A step consumes its state, but the weights are needed again.
         copied = jax.tree.map(jnp.copy, self.params)
         self.state, _ = begin(copied, run, run.config, rule, None)
         weights = jnp.ones((1, *self.tokens.shape), jnp.float32)
@@ -137,7 +137,7 @@ class Ours:
         self.step_of = make_step(run.config, run.loop, rule)
 
     def step(self) -> float:
-        """One step; its loss in nats per token."""
+        """One training step; returns its loss in nats per token."""
         self.state, found = self.step_of(self.state, self.parts)
         return float(found.loss)
 

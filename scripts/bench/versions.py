@@ -1,8 +1,8 @@
-"""Speed of this checkout beside an older one: the same prompts, rounds of the two alternating.
+"""Speed of this checkout relative to an older one, on the same prompts in alternating rounds.
 
-Each checkout runs in a process of its own, on the same cores, with the `Ours` of its own `scripts/bench`.
-Reports the median over rounds of old seconds / new seconds (1.1: ten percent faster than before), with the
-ends of its 95% interval, which assumes no distribution.
+Each checkout runs in its own process, on the same cores, with `Ours` from its own `scripts/bench`. Reports
+the median over rounds of old seconds / new seconds (1.1: ten percent faster), with a 95% interval that
+assumes no distribution.
 
     git worktree add ../before v0.1 && python -m scripts.bench.versions --old ../before --tokens 4096
 """
@@ -64,9 +64,9 @@ class Side:
         self.checkout = checkout
 
     def round(self, method: str) -> dict[str, float]:
-        """Seconds of one prefill (if it is measured) and one decode, after the first call's own that compile.
+        """Seconds of one prefill (if it is measured) and one decode; the first call compiles before timing.
 
-        Raises RuntimeError where the process has ended; what it said stands on the terminal.
+        Raises RuntimeError if the process has ended; its own message is on the terminal.
         """
         assert self.process.stdin and self.process.stdout
         print(method, file=self.process.stdin, flush=True)
@@ -77,7 +77,7 @@ class Side:
 
 
 def sides() -> Any:
-    """`Ours` and what measures it, of the checkout that is measured; earlier ones have them in one file."""
+    """`Ours` and the timing functions of the measured checkout; old checkouts have them in one file."""
     try:
         from scripts.bench import libraries
     except ImportError:
@@ -86,8 +86,8 @@ def sides() -> Any:
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Answers every method on the standard input with the seconds of one round, as a line of JSON."""
-    sys.path.pop(0)  # this file's folder, which leads the one of the checkout that is measured
+    """Reads names of methods from the standard input; answers each with the seconds of one round, as JSON."""
+    sys.path.pop(0)  # this file's folder, which would take precedence over the measured checkout
     bench = sides()
     bench.pin(settings["threads"])
     import numpy as np
@@ -109,7 +109,7 @@ _caches: dict[str, Any] = {}
 
 
 def decode_again(ours: Any, method: str, prompt: Any) -> float:
-    """Seconds of steps behind a prompt that the first round alone reads; they use up a copy of its cache."""
+    """Seconds of steps after a prompt, which is read once; steps consume a copy of its cache."""
     import jax
 
     bench = sides()
@@ -152,7 +152,7 @@ def main() -> None:
     console = make_console()
     try:
         for i in range(args.rounds):
-            # Whoever goes second in one round goes first in the next.
+            # The order of the two alternates between rounds.
             order = list(sides) if i % 2 == 0 else list(reversed(sides))
             for method in args.methods:
                 with console.status(f"round {i + 1} of {args.rounds}: {method}"):

@@ -1,4 +1,4 @@
-"""Pages of the documentation that are made from the code when the site is built.
+"""Pages of the documentation that are generated from the code when the site is built.
 
 `docs/conf.py` calls `write`; nothing that it writes is committed:
 
@@ -35,13 +35,13 @@ def write(docs: Path) -> None:
 
 
 def _put(path: Path, text: str) -> None:
-    """Writes a page unless it is there already, so that Sphinx reads only pages that changed."""
+    """Writes a page unless it exists with this text, so that Sphinx reads only pages that changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 def _newest_source() -> float:
-    """When code that cards are made from was last written."""
+    """When code from which cards are made was last changed."""
     folders = (ROOT / "kvjax", ROOT / "models", Path(__file__).parent)
     return max(path.stat().st_mtime for folder in folders for path in folder.rglob("*.py"))

@@ -1,10 +1,10 @@
-"""Pages of the public functions and classes, by what they are for; Sphinx fills them from docstrings."""
+"""Pages of the public functions and classes, grouped by purpose; Sphinx fills them from docstrings."""
 
 from __future__ import annotations
 
 import re
 
-# Every public name of `kvjax` once; tests/docs/test_site.py holds this to `kvjax.__all__`.
+# Every public name of `kvjax`, once; tests/docs/test_site.py compares with `kvjax.__all__`.
 GROUPS = {
     "models": (
         "Models",
@@ -35,7 +35,7 @@ MODULES = {
 
 
 def pages() -> dict[str, str]:
-    """The pages by their names."""
+    """The pages, by name."""
     found = {name: _page(title, names.split()) for name, (title, names) in GROUPS.items()}
     found |= {name: _module(name, title) for name, title in MODULES.items()}
     rows = [f"* [{title}]({name}.md): " + ", ".join(f"`{x}`" for x in names.split())
@@ -68,7 +68,7 @@ def _entry(name: str) -> str:
 
 
 def _module(name: str, title: str) -> str:
-    # InputError has its entry among the functions: a second one would make links to it ambiguous.
+    # InputError is listed among the functions only: a second entry would make links to it ambiguous.
     words = ":members:\n:imported-members:\n:exclude-members: InputError\n"
     options = words if name == "words" else ":members:\n"
     return f"# {title}\n\n```{{eval-rst}}\n.. automodule:: kvjax.{name}\n{_indented(options)}```\n"
@@ -79,7 +79,7 @@ def _indented(options: str) -> str:
 
 
 def plain_docstring(lines: list[str]) -> list[str]:
-    r"""A docstring in which backticks mean code and *, | and _ mean themselves; examples stay as they are.
+    r"""A docstring for Sphinx: backticks become code, and *, | and _ are escaped; examples are unchanged.
 
     >>> plain_docstring(["x*y of `room`", "", ">>> f(*a)"])
     ['x\\*y of ``room``', '', '>>> f(*a)']

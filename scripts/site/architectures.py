@@ -1,4 +1,4 @@
-"""The page of all architectures, from `kvjax.architectures()`."""
+"""The page of all architectures, generated from `kvjax.architectures()`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scripts.site.markdown import escaped, filtered, paper, table
 
 
 def page() -> str:
-    """A table of all, and a card of each."""
+    """A table of all architectures, and a card of each."""
     infos = kvjax.architectures()
     heads = ("architecture", "family", "trains by", "what it does")
     rows = [

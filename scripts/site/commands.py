@@ -1,4 +1,4 @@
-"""The page of the command line: the help of every command."""
+"""The page of the command line: the help text of every command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.commands.main import COMMANDS, make_parser
 
 
 def page() -> str:
-    """A section for every command, with what `--help` prints in a terminal of 90 columns."""
+    """A section per command, with the output of `--help` in a terminal of 90 columns."""
     [choices] = [
         action.choices for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]

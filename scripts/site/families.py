@@ -2,7 +2,7 @@
 
     python -m scripts.site.families
 
-writes both; a test holds them to the entries.
+writes both; a test compares them with the entries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scripts.site.markdown import escaped, table
 
 ROOT = Path(__file__).parents[2]
 NAME = "families"
-# Read from GGUF files, as `kvjax.models.gguf.config` makes their config.json.
+# Families that load from GGUF files: `kvjax.models.gguf.config` makes their config.json.
 GGUF = (
     "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2",
     "deepseek_v2", "deepseek_v3", "mamba2",
@@ -24,7 +24,7 @@ GGUF = (
 
 
 def family_table() -> str:
-    """A row for each entry: its title, its `model_type`s, how it differs, and whether GGUF is read."""
+    """A row per entry: its title, its `model_type`s, its differences from Llama, and whether GGUF loads."""
     rows = [
         (row.title, ", ".join(f"`{n}`" for n in (name, *row.within)), escaped(row.special), _gguf(name))
         for name, row in FAMILIES.items()
@@ -37,7 +37,7 @@ def _gguf(name: str) -> str:
 
 
 def family_names() -> str:
-    """All titles in one paragraph, of lines as long as those of the README."""
+    """All titles in one paragraph, wrapped like the README."""
     names = ", ".join(row.title for row in FAMILIES.values())
     return textwrap.fill(f"These load: {names}.", 150, break_on_hyphens=False)
 

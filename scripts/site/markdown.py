@@ -1,4 +1,4 @@
-"""Markdown that generated pages share: tables, escaped text, links to papers."""
+"""Markdown of generated pages: tables, escaped text, links to papers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CODE = re.compile(r"(`[^`]*`)")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    r"""A table; a | within a cell is escaped.
+    r"""A table; | inside a cell is escaped.
 
     >>> print(table(["a"], [["x|y"]]))
     | a |
@@ -24,7 +24,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Text whose <, *, _ and [ mean themselves; what is between backticks stays as it is.
+    r"""Escapes <, *, _ and [ in a text; text between backticks is unchanged.
 
     >>> escaped("a_1 * b, `c_1`")
     'a\\_1 \\* b, `c_1`'
@@ -35,10 +35,10 @@ def escaped(text: str) -> str:
 
 
 def paper(arxiv: str) -> str:
-    """A link to a preprint, "" without an id."""
+    """A link to a preprint; "" without an arXiv id."""
     return f"[arXiv:{arxiv}](https://arxiv.org/abs/{arxiv})" if arxiv else ""
 
 
 def filtered(text: str) -> str:
-    """A table over which the site's script puts a search field and choices for columns of few values."""
+    """A table that the site's script makes searchable, with a filter for every column of few values."""
     return f":::{{container}} filtered\n{text}\n:::"

@@ -33,7 +33,7 @@ def pages() -> dict[str, str]:
 
 
 def index(cards: Sequence[Card]) -> str:
-    """The page that lists all methods, to be filtered by family, phase and training."""
+    """The page that lists all methods, with filters for family, phase and training."""
     heads = ("method", "family", "acts", "fitted", "paper")
     rows = [
         (

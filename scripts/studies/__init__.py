@@ -1,1 +1,1 @@
-"""One-off studies: their data and tables in docs/, outside the plain suite (`pytest tests/studies`)."""
+"""Studies: each has its data and tables in docs/, and its tests outside the plain suite (tests/studies)."""

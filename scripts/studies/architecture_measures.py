@@ -1,6 +1,6 @@
-"""What architecture_table.py measures of a model: state, recall, answers, and how fast it decodes.
+"""The measurements of architecture_table.py: state, recall, answers, and decode speed.
 
-Speeds are per second of the process, which computes on one core: what else the core does is left out.
+Speeds are per second of process time on one core, so other processes on that core do not count.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvjax.train.losses import next_token
 from kvjax.train.settings import Data, Loop
 from scripts.bench.made_up_cache import noise, shapes
 
-# Steps that are timed, and the room that they need.
+# How many steps are timed, and the room that they need.
 STEPS = 32
-# Bytes that are read twice, and how many such texts.
+# How many bytes are read twice, and how many such texts there are.
 TWICE, TEXTS = 120, 64
-# Questions of associative recall, and a seed that no training has.
+# How many questions of associative recall are asked, and a seed that no training uses.
 QUESTIONS, HELD_OUT = 2048, 10_000
 
 
 def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
-    """Parameters, bytes of a row's state by the length of the context, and bits of a text read twice."""
+    """Parameters, bytes of a row's state by context length, and bits per byte of a text read twice."""
     loaded = _loaded(model)
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(loaded.params)),
@@ -51,7 +51,7 @@ def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
 
 
 def speeds(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
-    """Decoded tokens per second, by the length of the context."""
+    """Decoded tokens per second, by context length."""
     loaded = _loaded(model)
     return {"decode_tokens_per_second": {str(n): round(decode_speed(loaded, n), 1) for n in contexts}}
 
@@ -63,9 +63,9 @@ def _loaded(model: Path) -> Model:
 
 
 def answered(model: Path, pairs: Sequence[int]) -> dict[str, float]:
-    """The share of questions for the value of a key that a model answers, by how many pairs a row has.
+    """The share of associative-recall questions that a model answers, by the number of pairs in a row.
 
-    The rows are drawn from another seed than those of training.
+    The rows are drawn with another seed than those of training.
     """
     loaded, found = _loaded(model), {}
     for count in pairs:
@@ -78,14 +78,14 @@ def answered(model: Path, pairs: Sequence[int]) -> dict[str, float]:
 
 
 def recall(model: Model) -> tuple[float, float]:
-    """Bits per byte of held-out texts that stand twice in a row: of the first reading, and of the second."""
+    """Bits per byte of held-out texts followed by a copy of themselves: of both halves."""
     words = words_of(Data())
     _, held = source_of(Data(), words, Loop(length=TWICE, evaluate_rows=TEXTS), segments=False)
     assert held is not None
     text = held.rows.tokens[:, :TWICE]
     tokens = jnp.asarray(np.concatenate([text, text], 1))
     logits = model(tokens[:, :-1])
-    # The first byte of the second reading is no one's to know.
+    # The first byte of the second half cannot be predicted.
     place = np.arange(2 * TWICE)[None]
     found = []
     for of_reading in ((place > 0) & (place < TWICE), place > TWICE):
@@ -95,13 +95,13 @@ def recall(model: Model) -> tuple[float, float]:
 
 
 def state_bytes(config: Config | BlockConfig, tokens: int) -> int:
-    """All that a cache of one row holds behind so many tokens, without room for more; in bfloat16."""
+    """Bytes of a one-row cache after so many tokens, without room for more, in bfloat16."""
     params = abstract_params(config, "bfloat16")
     return nbytes(_cache_of(config, params, tokens, 0).groups)
 
 
 def decode_speed(model: Model, tokens: int) -> float:
-    """Tokens per second of one row behind so many tokens, in float32: the median step of a made-up cache."""
+    """Tokens per second of one row after so many tokens, in float32: the median step on a random cache."""
     config, params = model.config, model.params
     like = _cache_of(config, params, tokens, STEPS + 2)
     cache = (
@@ -128,7 +128,7 @@ def _stepping(config: Config | BlockConfig) -> Callable[..., tuple[jax.Array, Ca
 
 
 def _cache_of(config: Config | BlockConfig, params: Any, tokens: int, room: int) -> Cache:
-    """The shapes of a cache of one row behind so many tokens."""
+    """The shapes of a one-row cache after so many tokens."""
     if isinstance(config, Config):
         return shapes(Run(config, Method()), params, 1, tokens, room)
     ids, lengths = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -137,7 +137,7 @@ def _cache_of(config: Config | BlockConfig, params: Any, tokens: int, room: int)
 
 
 def _blocks_after(like: Cache, config: BlockConfig, params: Any, tokens: int) -> Cache:
-    """`after` of both decoders of a Block Transformer: blocks below, and the inputs of one block above."""
+    """`after` for both decoders of a Block Transformer: the blocks of the lower, one block of the upper."""
     below, (*inside, opened) = len(params["blocks"]["layers"]), like.groups
     parts = after(Cache(tuple(inside[:below]), like.next), tokens // config.length)
     above = after(Cache(tuple(inside[below:]), like.next), config.prefix + tokens % config.length)
@@ -146,7 +146,7 @@ def _blocks_after(like: Cache, config: BlockConfig, params: Any, tokens: int) ->
 
 
 def after(like: Cache, tokens: int) -> Cache:
-    """A cache of these shapes as `tokens` tokens leave it, with small random numbers in it."""
+    """A cache of these shapes as if `tokens` tokens had been read, with small random numbers."""
     key = jax.random.key(0)
 
     def slots(group: Slots) -> Slots:

@@ -12,7 +12,7 @@ from matplotlib.transforms import Bbox
 
 from kvjax.base.atomic_files import write_atomic
 
-# Where a name may stand beside its dot: to the right, a little higher or lower or much, or to the left.
+# Possible places of a name beside its dot: to the right, a little or much higher or lower, or to the left.
 PLACES = (
     ("left", 4, 3),
     ("left", 4, -9),
@@ -24,7 +24,7 @@ PLACES = (
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Held-out bits per byte against bytes at 8k tokens, of the rows that read as many bytes as any."""
+    """Plots held-out bits per byte against bytes at 8k tokens, for rows trained on the most bytes."""
     rows = [row for row in found["rows"].values() if "bits_per_byte" in row]
     most = max((row["tokens"] for row in rows), default=0)
     dots = {
@@ -43,7 +43,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("bytes of state behind 8192 tokens")
     axes.set_ylabel("bits per byte of held-out text")
     axes.grid(alpha=0.3)
-    figure.draw_without_rendering()  # from here on, axes stay where they are
+    figure.draw_without_rendering()  # axes no longer move from here on
     write_names(axes, dots)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
@@ -51,7 +51,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def write_names(axes: Any, dots: Mapping[str, tuple[float, float]]) -> list[Any]:
-    """Writes each name where it touches no other dot and no name before it, or else at its first place."""
+    """Writes each name at the first place where it overlaps no dot and no earlier name."""
     centres = {name: axes.transData.transform(dot) for name, dot in dots.items()}
     written: list[Any] = []
     for name, dot in dots.items():

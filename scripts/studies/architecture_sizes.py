@@ -1,4 +1,4 @@
-"""What the rows of architectures.py are made of: the sizes of Llama-2-7B, and formulas in bytes."""
+"""The parts of the rows of architectures.py: the sizes of Llama-2-7B, and formulas in bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ XC = CrossAttention(width=4096, kv_heads=32, turns=True)
 CEPE = CrossAttention(width=1024, kv_heads=32)
 STATE = 32 * 128 * 128 * 4
 TAIL = 4 * 3 * 4096 * 2
-# Bytes of keys and values of one token in one layer of BASE, and what all its layers keep.
+# Bytes of keys and values of one token in one layer of BASE, and in all of its layers.
 KV = 2 * 8 * 128 * 2
 ATTENTION = "2 L K H"
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def of(pattern: list, **options) -> Config:
-    """BASE with its layers' mixers repeating a pattern."""
+    """BASE with mixers that repeat a pattern over the layers."""
     mixers = tuple(pattern[i % len(pattern)] for i in range(LAYERS))
     return dataclasses.replace(BASE, mixers=mixers, **options)
 

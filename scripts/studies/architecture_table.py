@@ -1,4 +1,4 @@
-"""What architectures are worth per byte of state: each trained on the same text, then measured.
+"""Quality of architectures per byte of state: each is trained on the same text, then measured.
 
     python -m scripts.studies.architecture_table train --steps 4000     # all rows, two at a time, a core each
     python -m scripts.studies.architecture_table train --seconds 1500 --rows mha gqa mla
@@ -11,11 +11,11 @@
     python -m scripts.studies.architecture_table --picture F.png
         # and bits per byte against bytes of state
 
-The text is the standard library's source. All rows get the same number of steps, so the same bytes. --seconds
-chooses it: every row trains a little first, and the budget is what the slowest of them does in that time.
-Runs lie in --out and go on where they were cut; what is in the data already, under the same budget, is left
-out. The data, docs/architecture-table.json, holds the settings with which any row can be repeated, its seeds
-among them. Speeds are of an architecture alone, so a short run of new weights measures them.
+The text is the standard library's source. All rows get the same number of steps, and so the same bytes. With
+--seconds, every row trains briefly first, and the number of steps is what the slowest row does in that time.
+Runs are in --out and resume after an interruption; rows that the data has under the same budget are skipped.
+The data, docs/architecture-table.json, holds all settings and seeds to repeat a row. Speed depends on the
+architecture and not on its weights, so a short run with new weights measures it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ from scripts.studies.runner import Page, train_in
 
 DATA = runner.Data(DOCS / "architecture-table.json", empty={"rows": {}})
 CONTEXTS = (1024, 8192, 65536)
-# Steps that are enough to know how fast a row trains, the first of which compile.
+# Enough steps to measure how fast a row trains; the first ones compile.
 TRIAL = 8
 
 
-# For associative recall layers have half the channels, biases where they attend, and one table of words.
+# For associative recall, layers have half the channels, attention has biases, and one table embeds and
+# unembeds.
 NARROW = ("model.d_model=64", "model.d_ff=128", "model.tied=True", "model.qkv_bias=True")
 
 _WIDTH = "'d_model': 64, 'heads': 4, 'kv_heads': 4, 'head_dim': 32, 'd_ff': 128"
@@ -59,7 +60,7 @@ BLOCK_NARROW = (
 
 
 class Row(NamedTuple):
-    """A row of the table: its name there, the training file, and what makes it narrow."""
+    """A row of the table: its name, its training file, and the settings that halve its channels."""
 
     name: str
     gin: str
@@ -99,14 +100,14 @@ ROWS = {
 }
 
 
-# The settings of a run that learns associative recall, behind those of the row's own file. Stages are (steps,
-# length, rows), here of 4, then 8 and 16 pairs.
+# The settings of an associative-recall run, applied after those of the row's own file. Stages are (steps,
+# length, rows), with 4, then 8 and 16 pairs.
 RECALL = (
     "data.kind=pairs", "train.stages=[(800,16,256),(200,32,128),(250,64,64)]",
     "train.log_every=50", "optimiser.peak=3e-3", "optimiser.schedule=wsd", "optimiser.warmup=20",
     "optimiser.weight_decay=0.0",
 )  # fmt: skip
-# How many pairs its questions are about.
+# How many pairs the rows of its questions have.
 PAIRS = (4, 8, 16)
 
 
@@ -138,10 +139,10 @@ def main(words: Sequence[str] | None = None) -> None:
     found = data.read()
     todo = [id for id in rows if found["rows"].get(id, {}).get(kind.name) != budget]
     print(f"{len(rows) - len(todo)} rows are there; {len(todo)} to do", flush=True)
-    # Beside each other they would compete for memory.
+    # Parallel runs would compete for memory.
     with ThreadPoolExecutor(1 if args.what == "speed" else args.jobs) as pool:
         rows_of = {pool.submit(_apart, id, i, args): id for i, id in enumerate(todo)}
-        # The parent alone writes the data, a row as soon as it is there.
+        # Only the parent writes the data, each row as soon as it is measured.
         for done in as_completed(rows_of):
             id, result = rows_of[done], done.result()
             if result is None:
@@ -171,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | None:
-    """What `one` prints last, from a process on a core of its own; None, with a word, where it fails."""
+    """The JSON that `one` prints last, run on a core of its own; None, with a message, if it fails."""
     words = ["one", "--kind", args.what, "--rows", id, "--out", str(args.out)]
     words += ["--steps", str(args.steps)] if args.steps else []
     words += ["--set", *args.set] if args.set else []
@@ -186,14 +187,14 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
 
 
 def _environment(accelerator: bool) -> dict[str, str]:
-    """What a row's process is told: to share a device's memory, or to compute on one core."""
+    """The environment of a row's process: it shares a device's memory, or computes on one core."""
     if accelerator:
         return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"}
 
 
 def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains a row, or goes on with it, and measures quality and bytes."""
+    """Trains a row, or resumes its training, and measures quality and bytes."""
     folder = args.out / f"{id}-{args.steps}"
     log = _train(id, folder, [f"train.steps={args.steps}", *args.set])
     run = json.loads((folder / "run.json").read_text())
@@ -203,7 +204,7 @@ def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def recalled(id: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The shares of questions that a row answers, once it has learned associative recall."""
+    """The shares of questions that a row answers after learning associative recall."""
     folder = args.out / f"{id}-recall"
     log = _train(id, folder, [*RECALL, *ROWS[id].narrow, *args.set])
     found = {"answered": answered(folder / "model", PAIRS), "recall_tokens": log[-1]["tokens"]}
@@ -211,14 +212,14 @@ def recalled(id: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(id: str, args: argparse.Namespace) -> dict[str, Any]:
-    """How fast a row trains and decodes, from a run that is too short to learn."""
+    """How fast a row trains and decodes, from a run that is too short to learn anything."""
     folder = args.out / f"{id}-trial"
     log = _trial(id, args)
     return {"training_tokens_per_second": speed_of(log), **speeds(folder / "model", CONTEXTS)}
 
 
 def _check_held_out(id: str, args: argparse.Namespace) -> None:
-    """Ends the program where a row would train, and no text is left to measure its bits per byte on."""
+    """Exits if a row would train but no held-out text is left to measure its bits per byte on."""
     try:
         data = Data(**load_training(ROWS[id].gin, args.set)["data"])
         texts = [] if data.kind in OF_WORDS else read_texts(data)
@@ -232,12 +233,12 @@ def _check_held_out(id: str, args: argparse.Namespace) -> None:
 
 
 def _train(id: str, folder: Path, settings: list[str]) -> list[dict[str, Any]]:
-    """The log of a run that is trained to its end."""
+    """Trains a run to its end; returns its log."""
     return train_in(folder, ["train", "--gin", ROWS[id].gin, "--set", *settings])
 
 
 def speed_of(log: list[dict[str, Any]]) -> int:
-    """Tokens per second of a core: the median of the lines of a log, of which the first has the compiling."""
+    """Tokens per second of a core: the median over a log, whose first line includes compilation."""
     found = (
         (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
         for a, b in itertools.pairwise(log)
@@ -246,7 +247,7 @@ def speed_of(log: list[dict[str, Any]]) -> int:
 
 
 class Kind(NamedTuple):
-    """What can be measured of a row: how it is called in the data, what it depends on, and what is said."""
+    """A kind of measurement: its name in the data, its function, what it depends on, and its message."""
 
     name: str
     measure: Callable[[str, argparse.Namespace], dict[str, Any]]
@@ -273,7 +274,7 @@ KINDS = {
 
 
 def _trial(id: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The log of a short run, made anew."""
+    """The log of a new short run."""
     folder = args.out / f"{id}-trial"
     shutil.rmtree(folder, ignore_errors=True)
     settings = [f"train.steps={TRIAL}", "train.log_every=2", "train.evaluate_rows=1", *args.set]
@@ -281,7 +282,7 @@ def _trial(id: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _steps_in(seconds: float, rows: list[str], args: argparse.Namespace) -> int:
-    """How many steps the slowest of the rows does in that time, from a short run of each."""
+    """How many steps the slowest of the rows does in that time, estimated by a short run of each."""
     slowest = 0.0
     for id in rows:
         log = _trial(id, args)
@@ -292,7 +293,7 @@ def _steps_in(seconds: float, rows: list[str], args: argparse.Namespace) -> int:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows in their order, best bits per byte in bold; what is not measured of a row is an empty cell."""
+    """The rows in order, the best bits per byte in bold; a missing measurement is an empty cell."""
     rows = [found["rows"][id] for id in ROWS if id in found["rows"]]
     if not rows:
         return "No row is measured yet: `python -m scripts.studies.architecture_table train`."

@@ -1,7 +1,7 @@
 """The table of architectures in docs/architectures.md: what each keeps per token, by formula and measured.
 
-Measured means the bytes of the cache that a real prefill would leave, by shapes alone (`jax.eval_shape`), at
-2048 and at 4096 tokens: the difference is the cost of a token, the rest does not grow.
+Measured are the bytes of the cache that a real prefill would leave, from shapes alone (`jax.eval_shape`), at
+2048 and at 4096 tokens. The difference gives the bytes per token; the rest is constant.
 
     python -m scripts.studies.architectures            # prints the table
     python -m scripts.studies.architectures --write    # puts it into docs/architectures.md
@@ -66,11 +66,11 @@ def rows() -> list[Row]:
 
 
 def head_rows() -> list[Row]:
-    """What the heads of a layer store."""
+    """Rows of mixers that differ in what the heads of a layer store."""
     kv, heads = KV, "`heads=32, kv_heads={}`"
     mha, mqa = (dataclasses.replace(BASE, kv_heads=n) for n in (32, 1))
     each = tuple(range(32))
-    # Eight groups of one to twenty-five heads; eight key heads with four value heads.
+    # Eight groups of one to twenty-five heads; then eight key heads with four value heads.
     unequal = HeadMaps(each, *[(0, 1, 2, 3, 4, 5, 6, *[7] * 25)] * 2)
     # Four query heads, each with all eight pairs of key and value heads.
     gqkva = HeadMaps(tuple(i // 8 for i in each), *[tuple(i % 8 for i in each)] * 2)
@@ -111,7 +111,7 @@ def head_rows() -> list[Row]:
 
 
 def shared_rows() -> list[Row]:
-    """What layers read from each other, or leave out."""
+    """Rows in which layers read each other's slots, or keep none."""
     kv, half, after_first = KV, LAYERS // 2, LAYERS - 1
     pairs = [None if i % 2 == 0 else i - 1 for i in range(LAYERS)]
     yoco = [None] * (half + 1) + [half] * (half - 1)
@@ -180,7 +180,7 @@ def shared_rows() -> list[Row]:
 
 
 def recurrent_rows() -> list[Row]:
-    """States of constant size, and hybrids with them."""
+    """Rows with states of constant size, and hybrids."""
     kv, linear = KV, "L h K V, fp32"
     tails = f"{linear}, + conv tail"
     mamba = 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2
@@ -189,7 +189,7 @@ def recurrent_rows() -> list[Row]:
     jamba = of(
         [MAMBA] * 3 + [Attention()] + [MAMBA] * 4, mlps=(GatedMLP(), MoE(16, 2, 11008)) * (LAYERS // 2)
     )
-    # Two layers of the skeleton are one of RecurFormer's.
+    # Two layers of the skeleton make one layer of RecurFormer.
     few, heads = Attention(heads=4, kv_heads=1), Mamba2(heads=28, key_dim=128, value_dim=128, groups=1)
     beside = dataclasses.replace(
         BASE, layers=2 * LAYERS, mixers=(few, heads) * LAYERS, mlps=(NoMLP(), GatedMLP()) * LAYERS,
@@ -249,7 +249,7 @@ def recurrent_rows() -> list[Row]:
 
 
 def context_rows() -> list[Row]:
-    """Decoders with a context: bytes of its tokens. What does not grow is an empty slot in every layer."""
+    """Rows of decoders with a context: bytes per context token; the constant is an empty slot per layer."""
     reads = dataclasses.replace(XC, source=7)
     xc = tuple(m for i in range(LAYERS) for m in ([XC if i == 7 else reads] * (i % 8 == 7) + [Attention()]))
     cepe = (Attention(), CEPE, *[Attention(), dataclasses.replace(CEPE, source=1)] * (LAYERS - 1))
@@ -268,7 +268,7 @@ def context_rows() -> list[Row]:
 
 
 def rwkv_rows() -> list[Row]:
-    """RWKV's blocks, each of two layers, and GoldFinch on top of two thirds of them."""
+    """Rows of RWKV's blocks, each made of two layers, and of GoldFinch on top of two thirds of them."""
     words = "L (h K V, fp32, + 4 D)"
     block = 64 * 64 * 64 * 4 + 4 * 4096 * 2
     inner = (Rwkv7(64, 64, v_rank=32), ChannelMix())
@@ -294,19 +294,19 @@ def rwkv_rows() -> list[Row]:
 
 
 def blocks(mixes: tuple, attention: tuple = (), **options) -> Config:
-    """BASE with layers that only mix, and above them layers with a feed-forward that has no gate."""
+    """BASE with layers that have a mixer alone, followed by layers with an ungated feed-forward alone."""
     mlps = (*[NoMLP()] * len(mixes), *[MLP()] * len(attention))
     return dataclasses.replace(BASE, layers=len(mlps), mixers=(*mixes, *attention), mlps=mlps, **options)
 
 
 def block_transformer() -> BlockConfig:
-    """Half of the layers below, half above, blocks of four tokens."""
+    """The Block Transformer: half of the layers in each decoder, blocks of four tokens."""
     half = dataclasses.replace(BASE, layers=LAYERS // 2)
     return BlockConfig(dataclasses.replace(half, vocab=2 * half.d_model), half, length=4, prefix=2)
 
 
 def cache_shapes(config: Config | BlockConfig, tokens: int) -> Cache:
-    """The cache that `tokens` tokens leave: of a prompt, or of a context where layers read one."""
+    """The cache after `tokens` tokens: of a prompt, or of a context if layers read one."""
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1,)))
     params = abstract_params(config, "bfloat16")
     if isinstance(config, BlockConfig):
@@ -324,7 +324,7 @@ def cache_shapes(config: Config | BlockConfig, tokens: int) -> Cache:
 
 
 def measured(config: Config | BlockConfig) -> tuple[int, int]:
-    """(bytes per token, bytes that do not grow) of one row's keys, values and states."""
+    """(bytes per token, constant bytes) of one row's keys, values and states."""
 
     def size(tokens: int) -> int:
         groups = cache_shapes(config, tokens).groups

@@ -1,4 +1,4 @@
-"""Rows of the table of architectures.py: states that grow, and more states of constant size."""
+"""More rows of the table of architectures.py: growing states, and further states of constant size."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from scripts.studies.architecture_sizes import ATTENTION, BASE, KV, LAYERS, Row,
 
 
 def kept_rows() -> list[Row]:
-    """States that grow with the tokens and are no keys and values.
+    """Rows of states that grow with the tokens but are not keys and values.
 
-    Numbers are bfloat16 or, of PaTH's keys and of decays, float32.
+    Numbers are bfloat16, or float32 for PaTH's keys and for decays.
     """
     own, count = (32, 128, 128), LAYERS * 4
     lowest = SharedKeys(*own, groups=8)
@@ -64,7 +64,7 @@ def kept_rows() -> list[Row]:
 
 
 def state_rows() -> list[Row]:
-    """More states of constant size."""
+    """Rows of further states of constant size."""
     features = 1 + 16 + 16 * 17 // 2
     conba = [Conba(8192), Conba(8192), Attention(), Conba(8192)]
     mlps = (GatedMLP(), MoE(experts=8, top=2, width=11008)) * (LAYERS // 2)

@@ -1,4 +1,4 @@
-"""kvjax beside transformers + kvpress: the same prompts, the same weights, one core of one run.
+"""Compares kvjax with transformers + kvpress: the same prompts and weights, on one core.
 
     kvjax get smollm2-135m
     python -m scripts.studies.beside_kvpress run        # 15 presses, 16 contexts; about an hour of one core
@@ -7,9 +7,9 @@
     python -m scripts.studies.beside_kvpress            # prints the tables
     python -m scripts.studies.beside_kvpress --write    # writes them into docs/beside-kvpress.md
 
-Every context is read and compressed, then the question is read after it and an answer written, greedily, by
-both libraries in turn. Compared are the tokens that every KV head of every layer keeps, and the answers.
-Results lie in docs/beside-kvpress.json, a press and context a line; a run makes what is not there.
+Both libraries read and compress every context, then read the question and generate a greedy answer. Compared
+are the tokens that every KV head of every layer keeps, and the answers. Results are in
+docs/beside-kvpress.json, one line per press and context; a run measures the missing ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(study: Study, data: Data, presses: Sequence[str]) -> None:
-    """Adds what is missing to the data, a press and a context at a time."""
+    """Measures what the data lacks, one press and context at a time."""
     here = machine()
     data.change(lambda found: found.update(settings=study.settings))
     data.change(lambda found: found["runs"].append(here) if here not in found["runs"] else None)
@@ -72,7 +72,7 @@ def run(study: Study, data: Data, presses: Sequence[str]) -> None:
 
 
 def check(study: Study, data: Data, presses: Sequence[str]) -> None:
-    """Adds to rows whose sets differ by unequal scores how far kvpress itself is from its float64."""
+    """Measures, for rows whose kept sets differ, how far kvpress is from its own float64 results."""
     rows = data.read()["rows"]
     wanted = [k for k, row in rows.items() if row.get("score_gap") and "double" not in row]
     for key in progress(key for key in wanted if key.split()[0] in presses):
@@ -109,7 +109,7 @@ class Study:
         loaded = kvjax.load(model, dtype="float32")
         assert isinstance(loaded, Model)
         suite = make_ruler(loaded, TASKS, length=length, seed=seed)
-        # A run of fewer contexts compiles the same programs.
+        # Runs of fewer contexts compile the same programs.
         drawn = range(max(contexts, CONTEXTS))
         samples = [suite.sample(TASKS[i % len(TASKS)], i // len(TASKS)) for i in drawn]
         prompts = [Prompt(list(s.context), list(s.question)) for s in samples]
@@ -118,7 +118,7 @@ class Study:
             "model": Path(model).name, "fingerprint": loaded.fingerprint, "dtype": "float32",
             "length": length, "seed": seed, "removed": REMOVED, "new_tokens": NEW,
         }  # fmt: skip
-        # Presses that repeat a context read the tokenizer from there whenever they are made.
+        # Presses that repeat a context read the tokenizer from that folder whenever they are made.
         self.folder = tempfile.TemporaryDirectory()
         save_hf(loaded, Path(self.folder.name) / "model")
         self.theirs = Theirs(Path(self.folder.name) / "model")
@@ -127,13 +127,13 @@ class Study:
         self.ours = Ours(loaded, (context, question), self.theirs.repeat_prefix())
 
     def prompt(self, press: Press | None, context: str) -> Prompt:
-        """The prompt as a press takes it."""
+        """The prompt in the form that a press takes."""
         prompt = self.prompts[context]
         whole = 1 if press is None else press.multiple
         return prompt._replace(context=prompt.context[: len(prompt.context) // whole * whole])
 
     def double(self, name: str, context: str) -> dict[str, Any]:
-        """Runs kvpress in float32 beside itself in float64."""
+        """Runs kvpress in float32 and in float64."""
         if self.in_float64 is None:
             self.in_float64 = Theirs(Path(self.folder.name) / "model", "float64")
         press = PRESSES[name]
@@ -143,7 +143,7 @@ class Study:
         return {"heads": [int(same.sum()), int(same.size)], "score_error": score_error(single, double)}
 
     def row(self, name: str, context: str) -> dict[str, Any]:
-        """How one press and our sentence for it fare on one context."""
+        """The results of one press, and of kvjax's method for it, on one context."""
         press = PRESSES.get(name)
         prompt = self.prompt(press, context)
         sides = self.theirs.run(press, prompt, REMOVED, NEW), self.ours.run(press, prompt, REMOVED, NEW)
@@ -151,10 +151,10 @@ class Study:
 
 
 def compared(theirs: Found, ours: Found, over: Over) -> dict[str, Any]:
-    """A row: which heads keep the same tokens, how near swapped scores lie, where answers part, the seconds.
+    """A row: which heads keep the same tokens, the gap of swapped scores, where answers part, seconds.
 
-    Pairs are of kvjax and kvpress; `heads` are those that agree, and all; `only` are tokens that one keeps,
-    in `layers`.
+    Pairs are (kvjax, kvpress). `heads`: how many agree, and how many there are. `only`: the tokens that just
+    one of the two keeps, in `layers`.
     """
     other = theirs.kept != ours.kept
     row: dict[str, Any] = {
@@ -178,10 +178,10 @@ def compared(theirs: Found, ours: Found, over: Over) -> dict[str, Any]:
 
 
 def score_gap(scores: np.ndarray | None, theirs: np.ndarray, ours: np.ndarray, over: Over) -> float | None:
-    """By how much a slot that ours drops outscores one that ours keeps instead, relative to the larger score.
+    """The most by which a slot that kvjax drops outscores one that it keeps, relative to the larger score.
 
-    The most of all heads (layers, stacks), by the press's scores [L, K, T]; 0 where ours keeps the best ones,
-    fewer or more than theirs. None without scores.
+    It is the maximum over heads (layers, stacks), by the press's scores [L, K, T]; 0 if kvjax keeps the best
+    slots, whatever their number. None without scores.
     """
     if scores is None:
         return None
@@ -198,9 +198,10 @@ def score_gap(scores: np.ndarray | None, theirs: np.ndarray, ours: np.ndarray, o
 
 
 def score_error(single: Found, double: Found) -> float | None:
-    """How far the same slots' scores lie apart, relative to their size, where they are within 1% of the cut.
+    """The relative difference of float32 and float64 scores, for slots within 1% of the cut.
 
-    The cut is the least score that a KV head keeps; the median of all heads' largest. None without scores.
+    The cut is the lowest score that a KV head keeps. The result is the median over heads of the largest
+    difference; None without scores.
     """
     if single.scores is None or double.scores is None:
         return None

@@ -1,4 +1,4 @@
-"""The tables of docs/beside-kvpress.md: whether sets and answers are kvpress', and the seconds of both."""
+"""The tables of docs/beside-kvpress.md: whether kept sets and answers agree, and the seconds of both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from scripts.studies.presses import PRESSES
 from scripts.studies.runner import Data, Page
 
 FILE, NONE = DOCS / "beside-kvpress.json", "none"
-# Scores (relative to their size) and logits that lie nearer to each other are ties of float32.
+# Scores (relative to their size) and logits with smaller differences are ties in float32.
 SCORE_TIE, LOGIT_TIE, TIES = 1e-5, 1e-4, "ties"
-# Why sets differ by more than ties; what shows it stands in the data and on the page.
+# Why kept sets differ by more than ties; the evidence is in the data and on the page.
 CAUSES = {
     "kvzip": "rounding: kvpress rounds the budget once for all heads, kvjax for every head",
     "non_causal": "padding: kvpress lets the padding of the last chunk take attention",
@@ -29,12 +29,12 @@ def rows_of(press: str, found: Mapping[str, Any] | None = None) -> list[Mapping[
 
 
 def same_sets(rows: Rows) -> int:
-    """On how many contexts every KV head of every layer keeps the same tokens."""
+    """On how many contexts all KV heads of all layers keep the same tokens."""
     return sum("only" not in row for row in rows)
 
 
 def cause(press: str, rows: Rows) -> str:
-    """Why sets differ; "" where they do not, and "unexplained" where nobody has found it."""
+    """Why kept sets differ; "" if they do not, and "unexplained" if the cause is not known."""
     other = [row for row in rows if "only" in row]
     if not other:
         return ""
@@ -48,7 +48,7 @@ def cause(press: str, rows: Rows) -> str:
 
 
 def _in_double(rows: Rows) -> str:
-    """How far kvpress in float32 is from itself in float64, where that was looked at."""
+    """The difference of kvpress in float32 and in float64, for the rows that were checked."""
     checked = [row["double"] for row in rows if "double" in row]
     if not checked:
         return ""
@@ -61,7 +61,7 @@ def _in_double(rows: Rows) -> str:
 
 
 def summary() -> str:
-    """A sentence: how many presses keep the same tokens, how many but for ties, and which others."""
+    """A sentence: how many presses keep the same tokens, how many but for ties, and which differ."""
     presses = {name: rows_of(name) for name, press in PRESSES.items() if press.multiple == 1}
     causes = {name: cause(name, rows) for name, rows in presses.items() if rows}
     same = [name for name, why in causes.items() if not why]
@@ -101,7 +101,7 @@ def equal_answers(rows: Rows) -> int:
 
 
 def sets_table() -> str:
-    """Markdown: a row per press, on how many contexts sets and answers are equal, and why others are not."""
+    """Markdown: per press, on how many contexts kept sets and answers agree, and why others do not."""
     head = ["press", "sentence here", "same sets", "KV heads", "why others differ", "same answers", "others"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, press in PRESSES.items():
@@ -117,7 +117,7 @@ def sets_table() -> str:
 
 
 def seconds_table() -> str:
-    """Markdown: a row per press, the least seconds of both libraries for prompt and answer."""
+    """Markdown: per press, the least seconds of both libraries for prompt and answer."""
     head = ["press", "prompt, kvjax", "kvpress", "ratio", "answer, kvjax", "kvpress", "ratio", "compile"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in (NONE, *PRESSES):

@@ -1,4 +1,4 @@
-"""The board of a real language model, shard by shard: what is known is not run again.
+"""The board of a real language model, which runs in shards and never measures anything twice.
 
     python -m scripts.eval --gin board-1024 --out runs/board-1024 --minutes 60 --resume
         # goes on where docs/real-model-board.jsonl and runs/board-1024 end
@@ -10,13 +10,12 @@
     python -m scripts.studies.claims --write     # pages that use its data
     python -m scripts.studies.prompts --write
 
-A file of configs/eval with seeds is a board. A shard of it is a few methods under one protocol on the
-contexts of one seed, in a folder of its own: methods come under every protocol before the next ones do,
-and all of them on the contexts of the first seed before those of another. The data has a line per task,
-protocol, method, budget and seed, with the scores of all contexts, the revision that ran, and a digest of
-the method's source: where that is another now, the method is run again. Only runs that asked the same
-tasks are put together: where the question is read before the compression, as many tokens stay as the
-longest question of all of them has.
+A file of configs/eval with seeds describes a board. A shard is a few methods under one protocol on the
+contexts of one seed, in a folder of its own. Shards are ordered by seed, then by methods, then by protocol.
+The data has a line per task, protocol, method, budget and seed, with the scores of all contexts, the revision
+that ran, and a digest of the method's source; a method whose digest has changed is run again. Only runs with
+the same tasks are combined: if the question is read before compression, the longest question of all tasks
+decides how many tokens are protected.
 """
 
 from __future__ import annotations
@@ -51,15 +50,16 @@ from scripts.studies import board_picture, real_model, real_model_picture
 from scripts.studies.runner import Page, parser
 
 DATA = DOCS / "real-model-board.jsonl"
-# Methods of a shard: they share the reading of its contexts, and so many are unfinished when it is cut.
+# Methods of a shard. They share one reading of its contexts, and are lost together if the shard is
+# interrupted.
 TOGETHER = 6
-# What a comparison's folder gets besides: the revision that runs, and a digest of every method's source.
+# The further file in a comparison's folder: the revision that runs, and the digest of every method's source.
 ORIGIN = "origin.json"
-# Names in classes of words by which they tell others, and users, what they are.
+# Names in words' classes that only describe the word to users or to other words.
 SAID = ("requires", "breaks", "says")
 OTHERS = ("preset", "seeds", "gold")
 NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
-# The methods of the README's table, as papers call them.
+# The methods of the README's table, by the names that papers use.
 SHORT = {
     "int8": "int8", "int4": "int4", "kivi": "KIVI, 2 bits", "kvzip": "KVzip", "keydiff": "KeyDiff",
     "tova": "TOVA", "snapkv": "SnapKV", "h2o": "H2O", "streamingllm": "StreamingLLM",
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 class Shard(NamedTuple):
-    """Methods under one protocol on the contexts of one seed; `cells` are those that are not known yet."""
+    """Methods under one protocol on the contexts of one seed; `cells` are those still to be measured."""
 
     name: str
     protocol: str
@@ -103,10 +103,10 @@ class Shard(NamedTuple):
 
 
 def run(given: Mapping[str, Any], out: Path, resume: bool = False) -> None:
-    """Runs the shards of a board that are neither known nor finished under `out`, on from where one was cut.
+    """Runs the shards that are neither in the data nor finished in `out`; an interrupted shard resumes.
 
-    given: arguments of `kvjax.compare`, several seeds among them. InputError where one that a board needs is
-    missing, and where `out` is there without `resume`.
+    given: arguments of `kvjax.compare`, with a list of seeds. InputError if an argument that a board needs is
+    missing, and if `out` exists without `resume`.
     """
     import kvjax
     from kvjax.eval.compare import compare
@@ -135,9 +135,9 @@ def run(given: Mapping[str, Any], out: Path, resume: bool = False) -> None:
 
 
 def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Iterator[Shard]:
-    """The shards of a board in their order, without methods whose lines are known; none that is empty.
+    """The shards of a board in order, without methods whose lines are known; empty shards are left out.
 
-    A shard's name changes with the sources of its methods, known or not.
+    A shard's name depends on the sources of all its methods, known ones included.
     """
     preset = given.get("preset") or ("short" if given["length"] <= 1024 else "long")
     cells = plan_cells(model, given["methods"], given["budgets"], preset, given.get("baselines", True))
@@ -164,7 +164,7 @@ def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Ite
 def _counted(
     lines: Iterable[Line], fingerprint: str, length: int, tasks: Sequence[str]
 ) -> dict[tuple[Any, ...], int]:
-    """How many contexts the lines of a model, a length and tasks have, by what was asked of what."""
+    """How many contexts the lines of one model, length and set of tasks have, by cell and task."""
     found = {}
     for line in lines:
         same = line["fingerprint"], line["length"], line["asked"]
@@ -175,11 +175,11 @@ def _counted(
 
 
 def source_of(method: Method) -> str:
-    """A digest of what defines a method: its functions and the classes of its words, with their bases.
+    """A digest of the code of a method: its functions and the classes of its words, with their bases.
 
-    Comments, docstrings, layout, decorators of functions and what words say of themselves (`SAID`) do not
-    count: they move no number. What methods share, such as attention or the phase that every keep has unless
-    told otherwise, is not in it: lines tell by their revision which of it they ran.
+    Comments, docstrings, layout, decorators of functions and descriptions of words (`SAID`) are left out,
+    because they change no result. Code that methods share, such as attention or the default phase, is not in
+    the digest either; a line's revision says which version of it ran.
     """
     parts = {_text(one) for one in _defined(method)}
     return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:12]
@@ -187,7 +187,7 @@ def source_of(method: Method) -> str:
 
 @functools.cache  # reading a class from its file takes longer than all else here
 def _text(defined: Any) -> str:
-    """The code of a function or class, without docstrings, comments, and what words say of themselves."""
+    """The code of a function or class, without docstrings, comments, and the names in `SAID`."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(defined)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -206,7 +206,7 @@ def _name(part: ast.stmt) -> str | None:
 
 
 def _defined(word: Any) -> Iterator[Any]:
-    """The functions that a sentence names and the classes of kvjax that it is made of."""
+    """The functions that a method names and the classes of kvjax that it consists of."""
     if isinstance(word, tuple | frozenset):
         for part in word:
             yield from _defined(part)
@@ -237,9 +237,9 @@ def collect(folder: Path) -> Iterator[Line]:
 
 
 def joined(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
-    """Lines in a fixed order; of two about the same cell, task and seed, the new one stands.
+    """Merges lines in a fixed order; of two for the same cell, task and seed, the new one is kept.
 
-    One of the same sentence and source stands only where it has as many contexts.
+    If method and source are the same, the new one is kept only if it has at least as many contexts.
     """
     found: dict[tuple[Any, ...], Line] = {}
     for line in (*old, *new):
@@ -260,7 +260,7 @@ def read() -> list[Line]:
 
 
 class Loss(NamedTuple):
-    """What a method loses to the full cache under one protocol; `kept` is its bytes in percent."""
+    """A method's loss relative to the full cache under one protocol; `kept` is its bytes in percent."""
 
     method: str
     budget: float | None
@@ -271,7 +271,7 @@ class Loss(NamedTuple):
 
 
 def losses(lines: Sequence[Line], protocol: str) -> list[Loss]:
-    """Every method that was asked all tasks: how much less likely right answers are than with the full cache.
+    """For every method with all tasks: how much less likely right answers are than with the full cache.
 
     lines: of one length and of the same tasks (`alike`). Budgets largest first, and within one the least loss
     first. Differences are paired by context.
@@ -308,7 +308,7 @@ def table(lines: Sequence[Line], protocol: str) -> str:
 
 
 def short_table(lines: Sequence[Line]) -> str:
-    """What a few methods lose, at a quarter of the slots where they evict."""
+    """The losses of a few methods, at a quarter of the slots if they evict."""
     by_protocol = [{(x.method, x.budget): x for x in losses(lines, p)} for p in ("agnostic", "aware")]
     rows = []
     for method, label in SHORT.items():
@@ -321,12 +321,12 @@ def short_table(lines: Sequence[Line]) -> str:
 
 
 def alike(lines: Sequence[Line], length: int, tasks: Sequence[str]) -> list[Line]:
-    """The lines of a length from runs that asked these tasks."""
+    """The lines of one length, from runs that asked these tasks."""
     return [line for line in lines if (line["length"], line["asked"]) == (length, sorted(tasks))]
 
 
 def counts(mine: Sequence[Line]) -> str:
-    """One sentence: what the tables of these lines hold."""
+    """One sentence on what the tables of these lines contain."""
     names = lambda found: ", ".join(f"`{one}`" for one in sorted(found))  # noqa: E731
     if not mine:
         return "No rows yet."
@@ -351,7 +351,7 @@ def _by_sample(lines: Iterable[Line], what: str) -> Scores:
 
 
 def _signed(found: Any, unit: float = 1.0) -> str:
-    """A difference with its interval, where there are enough contexts for one."""
+    """A difference with its interval, if there are enough contexts for one."""
     digits = 3 if unit == 1 else 0
     number = lambda x: f"{round(unit * x, digits) + 0.0:+.{digits}f}"  # noqa: E731  # no -0
     if found.low is None:
@@ -360,7 +360,7 @@ def _signed(found: Any, unit: float = 1.0) -> str:
 
 
 def at_1024() -> list[Line]:
-    """The data's lines of the board at 1024 tokens."""
+    """The lines of the board at 1024 tokens."""
     return alike(read(), 1024, load_comparison("board-1024", [*NEEDED, *OTHERS])["tasks"])
 
 

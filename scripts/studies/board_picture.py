@@ -1,4 +1,4 @@
-"""The picture of the board: what each method loses to the full cache at a quarter of the slots."""
+"""The picture of the board: every method's loss relative to the full cache at a quarter of the slots."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROW, EDGES = 0.155, 1.1
 
 
 def picture(losses: Mapping[str, Sequence[Any]]) -> bytes:
-    """A PNG: nats per token by which right answers are less likely than with the full cache, the least first.
+    """A PNG: nats per token by which right answers are less likely than with the full cache, sorted.
 
-    losses: by protocol, those of `board.losses`. Methods are in the order of the protocol that comes first.
-    Those that evict have a budget of a quarter; those that keep all slots say their bytes.
+    losses: by protocol, as `board.losses` returns them. Methods are sorted by loss under the first protocol.
+    Methods that evict have a budget of a quarter; labels of methods that keep all slots show their bytes.
     """
     from matplotlib.figure import Figure
 

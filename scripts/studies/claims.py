@@ -1,13 +1,13 @@
-"""Writes docs/claims.md, which claims of papers hold here.
+"""Writes docs/claims.md: which claims of papers hold here.
 
 From the leaderboard's data, claims_table.py and scripts/studies/surprises_table.py.
 
     python -m scripts.studies.claims            # prints the page
     python -m scripts.studies.claims --write    # writes it
 
-A claim holds where it does on every model of the leaderboard, and the 95% interval of the difference over all
-of them says so, too. Intervals are those of two means that know nothing of each other; both answered the same
-questions, so they are wider than they need be.
+A claim holds if it holds on every model of the leaderboard, and the 95% interval of the difference over all
+models confirms it. Intervals treat the two means as independent; since both answered the same questions, they
+are wider than necessary.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "n
 
 
 class Found(NamedTuple):
-    """What the data says: the verdict, and the numbers behind it in words."""
+    """The result of a check: the verdict, and the numbers behind it in words."""
 
     verdict: str
     numbers: str
 
 
 class Difference(NamedTuple):
-    """Between two methods, over some budgets: its mean with its 95% interval, and the mean on every model."""
+    """The difference of two methods over some budgets: mean and 95% interval, and the mean on every model."""
 
     mean: float
     low: float
@@ -64,7 +64,7 @@ def by_cell(board: Leaderboard, *methods: str) -> Lines:
 
 
 def difference(pairs: list[tuple[Line, Line]]) -> Difference:
-    """The mean of ours minus theirs over pairs of lines, ends added as those of independent means."""
+    """The mean difference over pairs of lines, with the interval of a difference of independent means."""
     n = len(pairs)
     mean = math.fsum(a.mean - b.mean for a, b in pairs) / n
     below = math.hypot(*(x for a, b in pairs for x in (a.mean - a.low, b.high - b.mean))) / n
@@ -80,7 +80,7 @@ def difference(pairs: list[tuple[Line, Line]]) -> Difference:
 
 
 def judged(found: Difference, least: float) -> str:
-    """Whether a difference is above `least`: on every model and beyond its interval."""
+    """Whether a difference exceeds `least`, on every model and by its interval."""
     if found.low > least and all(x > least for x in found.models):
         return YES
     if found.high < least and all(x < least for x in found.models):
@@ -89,7 +89,7 @@ def judged(found: Difference, least: float) -> str:
 
 
 def check(claim: Claim, board: Leaderboard) -> Found:
-    """What the leaderboard says of a claim."""
+    """Checks a claim against the leaderboard."""
     test = claim.test
     if isinstance(test, Untestable):
         return Found(NONE, test.why)
@@ -122,12 +122,12 @@ def check(claim: Claim, board: Leaderboard) -> Found:
 
 
 def _points(mean: float, low: float, high: float) -> str:
-    """A difference of shares with its interval, in points."""
+    """A difference of shares with its interval, in percentage points."""
     return f"{signed(100 * mean, 1)} [{signed(100 * low, 1)}, {signed(100 * high, 1)}]"
 
 
 def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
-    """What the data of scripts/studies/memory_tokens.py says of a method."""
+    """The result of scripts/studies/memory_tokens.py for a method."""
     if method not in rows:
         return Found(MISSING, "no model was trained with it")
     theirs, runs = rows[method]["start"], [rows[method], *rows[method].get("seeds", {}).values()]
@@ -135,7 +135,7 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
     mean = statistics.mean(ours["mean"] for ours in each) - theirs["mean"]
 
     def end(sign: int, a: str, b: str) -> float:
-        """The furthest end of any model's interval."""
+        """The outermost interval end over all models."""
         off = [math.hypot(ours["mean"] - ours[a], theirs["mean"] - theirs[b]) for ours in each]
         ends = [ours["mean"] - theirs["mean"] + sign * x for ours, x in zip(each, off, strict=True)]
         return sign * max(sign * x for x in ends)
@@ -148,7 +148,7 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
 
 
 def longer(method: str, models: list[dict[str, Any]]) -> Found:
-    """What the data of scripts/studies/longer_texts.py says of a method."""
+    """The result of scripts/studies/longer_texts.py for a method."""
     if not models:
         return Found(MISSING, "no model has read longer texts")
 
@@ -164,7 +164,7 @@ def longer(method: str, models: list[dict[str, Any]]) -> Found:
 
 
 def _other(lines: Lines, test: Better | Near, budget: float | None) -> Line | None:
-    """What a method is compared with: at the same budget, or without one where it has none."""
+    """The lines of the method to compare with, at the same budget; without a budget if it has none."""
     return lines.get((test.other, budget, test.protocol)) or lines.get((test.other, None, test.protocol))
 
 
@@ -175,7 +175,7 @@ def _why_missing(method: str) -> str:
 
 
 def said(test: object) -> str:
-    """A test in words."""
+    """A test, described in words."""
     match test:
         case Better():
             return f"scores more than {test.other} ({_at(test.budgets)}, {test.protocol})"
@@ -199,7 +199,7 @@ def _at(budgets: Iterable[float | None]) -> str:
 
 
 def command(claim: Claim) -> str:
-    """The command that shows it."""
+    """The command that reproduces the test."""
     test = claim.test
     if isinstance(test, Faster):
         return f"python -m scripts.studies.leaderboard speed --methods {claim.method} --out boards"
@@ -216,14 +216,14 @@ def command(claim: Claim) -> str:
 
 
 def _measured(claim: Claim) -> tuple[str, ...]:
-    """The methods whose measurements say whether a claim holds."""
+    """The methods whose measurements decide whether a claim holds."""
     if isinstance(claim.test, Untestable):
         return ()
     return (claim.method, *([claim.test.other] if isinstance(claim.test, Better | Near) else []))
 
 
 def _told(claim: Claim, found: Found) -> str:
-    """The numbers, marked where they are older than the method, and what to know of the test."""
+    """The numbers, marked if they are older than the method, with the claim's note."""
     before = any(method in MOVED for method in _measured(claim))
     numbers = f"{MARK} {found.numbers}" if before else found.numbers
     return ". ".join(part for part in (numbers, claim.note) if part) or "–"

@@ -1,19 +1,19 @@
-"""What papers claim of their methods, each in one line, and the comparison here that would show it.
+"""The claims of papers about their methods, each in one line, and the comparison here that tests it.
 
-A claim is about the paper's models and tasks; what is tested is its direction on the leaderboard's. Entries
-stand in the order of the library.
+A claim is about the paper's models and tasks; tested is its direction on those of the leaderboard. Entries
+are in the order of the library.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# What the leaderboard has measured so far.
+# The budgets of the leaderboard.
 AWARE, AGNOSTIC = "aware-unprotected", "agnostic"
 
 
 class Better(NamedTuple):
-    """The method scores more than another one at the same budgets."""
+    """The method scores higher than another one at the same budgets."""
 
     other: str
     budgets: tuple[float | None, ...] = (0.25, 0.125)
@@ -23,7 +23,7 @@ class Better(NamedTuple):
 class Near(NamedTuple):
     """The method scores at most `within` less than another one: the full cache, or one at the same budget.
 
-    percent: what it may hold of the full cache's bytes, where the claim says that something leaves.
+    percent: the most bytes that it may keep, in percent of the full cache, if the claim is about less memory.
     """
 
     budgets: tuple[float | None, ...] = (None,)
@@ -36,14 +36,15 @@ class Near(NamedTuple):
 class Learned(NamedTuple):
     """A claim: a model trained with the method's memory tokens scores at most `within` less than before.
 
-    Before is the model from which it was trained, with its full cache (scripts/studies/memory_tokens.py).
+    The comparison is with the model before that training, with its full cache
+    (scripts/studies/memory_tokens.py).
     """
 
     within: float = 0.05
 
 
 class Longer(NamedTuple):
-    """A claim: a text far longer than the training's is likelier with the method than with the full cache.
+    """A claim: texts far longer than in training are likelier with the method than with the full cache.
 
     See scripts/studies/longer_texts.py.
     """
@@ -60,7 +61,7 @@ class Untestable(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A method's claim in one line, its test, and what makes the test easier or harder than the claim."""
+    """A method's claim in one line, its test, and a note on how the test differs from the claim."""
 
     method: str
     says: str

@@ -1,11 +1,11 @@
-"""Codes of a real model's keys and values: bits with everything counted, error, KL, and bits in a coded file.
+"""Codecs on a real model's keys and values: total bits, error, KL, and bits in an entropy-coded file.
 
     python -m scripts.studies.codes run --rows int4 mxfp4    # measures rows (default: those that are missing)
     python -m scripts.studies.codes                          # prints the table
     python -m scripts.studies.codes --write                  # writes it into docs/methods.md
 
-Keys and values are those of a window of prose, read once; each row encodes all of them as its method's store
-does, and the tokens behind the window are read over what comes back.
+Keys and values are those of a window of prose, which is read once. Each row encodes them with its method's
+codecs; the tokens after the window are then read over the decoded keys and values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 class Reading(NamedTuple):
-    """A window of the text in a cache, the tokens behind it, and what the model says of these."""
+    """A window of the text in a cache, the tokens after it, and the model's log-probabilities of these."""
 
     model: Model
     cache: Cache
@@ -61,7 +61,7 @@ class Reading(NamedTuple):
 
 
 def run(model: Model, rows: Sequence[str] | None) -> None:
-    """Measures rows, and puts each into the data when it is done."""
+    """Measures rows, and writes each to the data when it is done."""
     about = {"model": model.name, "text": TEXT.name, "tokens": LENGTH, "behind": AFTER}
     read = reading(model)
     for name in progress(rows or [name for name in ROWS if name not in DATA.read()["rows"]]):
@@ -70,7 +70,7 @@ def run(model: Model, rows: Sequence[str] | None) -> None:
 
 
 def reading(model: Model) -> Reading:
-    """The text's first tokens from `START` on."""
+    """Reads the text's first tokens from `START` on."""
     tokens = model.tokenizer.encode(TEXT.read_text()[START : START + 16 * LENGTH])
     ids = list(getattr(tokens, "ids", tokens))[: LENGTH + AFTER]
     _, cache = kvjax.prefill(model, [ids[:LENGTH]], room=AFTER)
@@ -78,7 +78,7 @@ def reading(model: Model) -> Reading:
 
 
 def said(model: Model, cache: Cache, tokens: list[int]) -> Float[Array, "T V"]:
-    """Computes log p of every next token; the cache is consumed."""
+    """Computes log p of every next token; consumes the cache."""
     return jax.nn.log_softmax(kvjax.verify(model, cache, [tokens])[0][0])
 
 
@@ -89,14 +89,14 @@ def slots_of(cache: Cache) -> list[Slots]:
 
 
 def with_slots(cache: Cache, change: Callable[[Slots], Slots]) -> Cache:
-    """A copy of the cache with other slots."""
+    """A copy of the cache with changed slots."""
     copied = jax.tree.map(jnp.copy, cache)
     groups = [dataclasses.replace(group, tail=change(group.tail)) for group in copied.groups]
     return dataclasses.replace(copied, groups=tuple(groups))
 
 
 def measured(name: str, read: Reading) -> dict[str, Any]:
-    """Relative squared errors, KL, bits of a number, and those of a coded file with its seconds."""
+    """Relative squared errors, KL, bits per number, and bits and seconds of an entropy-coded file."""
     store = parse_method(name, {})[1](None).store
     assert store is not None
     bits, small, count, write, seconds, errors, back = 0, 0, 0, 0.0, 0.0, [], []
@@ -146,7 +146,7 @@ _decode = jax.jit(Codes.decode)
 
 
 def table() -> str:
-    """A row of the data after the other, by bits."""
+    """A table of the data, sorted by bits."""
     found = DATA.read()["rows"]
     out = [
         "| method | bits | error of keys | error of values | KL | bits, coded file | s to write, to read |"

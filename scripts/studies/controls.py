@@ -1,4 +1,4 @@
-"""Methods of nobody that say why a method scores what it does, for the surprises of docs/claims.md.
+"""Control methods of no paper that explain a method's score, for the surprises of docs/claims.md.
 
 kvjax compare --methods random scripts/studies/controls.py:random_alike --protocol agnostic
 kvjax compare --methods snapkv 'scripts/studies/controls.py:snapkv_layer:layer=1' --protocol agnostic
@@ -18,53 +18,53 @@ from kvjax.methods.shared import window_score
 
 
 def random_alike(budget: float) -> Method:
-    """Random eviction in which all heads of a layer drop the same tokens, as in TOVA."""
+    """Random eviction in which all heads of a layer evict the same tokens, as in TOVA."""
     return Method(Keep(Together(Uniformly(0)), Budget(budget), Uniform()))
 
 
 def tova_apart(budget: float) -> Method:
-    """TOVA's score at the end of a prompt, by which every head drops its own tokens."""
+    """TOVA's score at the end of a prompt, with an own selection per head."""
     return Method(Keep(WindowAttention(1, hide_window=False), Budget(budget), Uniform()))
 
 
 def tova_longer(budget: float, window: int = 16) -> Method:
-    """TOVA at the end of a prompt by several of its queries instead of the last one."""
+    """TOVA at the end of a prompt, scored by several of the last queries instead of the last one."""
     return Method(Keep(WindowAttention(window, heads="layer"), Budget(budget), Uniform(), (Recent(window),)))
 
 
 def snapkv_layer(budget: float, layer: int = 0) -> Method:
-    """SnapKV on four layers, of which one keeps 1.9 times the mean, and the others 0.7 times."""
+    """SnapKV on four layers, of which one has 1.9 times the mean budget, and the others 0.7 times."""
     shares = tuple(1.9 if i == layer else 0.7 for i in range(4))
     score = window_score(16, 5, "grouped")
     return Method(Keep(score, Budget(budget), PerLayer(shares), (Recent(16),)))
 
 
 def turned_round(budget: float, of: str = "q-filters") -> Method:
-    """A method that keeps what it would drop first; what it is told to keep in any case, it keeps."""
+    """A method that evicts the slots it would keep, and keeps those it would evict; protected slots stay."""
     return _turned(kvjax.method(of, budget=budget))
 
 
 def equal_layers(budget: float, of: str = "kv-compress") -> Method:
-    """A method whose lists all keep the same number of slots, by its own score."""
+    """A method that gives all its KV heads the same number of slots, selected by its own score."""
     method = kvjax.method(of, budget=budget)
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, allocate=Uniform()))
 
 
 def newest_kept(budget: float, of: str = "curdkv", tokens: int = 32) -> Method:
-    """A method that also keeps the newest tokens, so that a question at the end of a prompt stays whole."""
+    """A method that also protects the newest tokens, and so the question at the end of a prompt."""
     method = kvjax.method(of, budget=budget)
     protect = (*method.keep.protect, Recent(tokens))
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, protect=protect))
 
 
 def without_merge(budget: float, of: str = "d2o") -> Method:
-    """A method that drops what it would merge."""
+    """A method that evicts the slots it would merge."""
     method = kvjax.method(of, budget=budget)
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, merge=None))
 
 
 def large_keys(budget: float) -> Method:
-    """The keys of the largest norms, where L2Compress keeps those of the smallest."""
+    """Keeps the keys with the largest norms, where L2Compress keeps those with the smallest."""
     return _turned(kvjax.method("l2compress", budget=budget, skip_layers=0))
 
 

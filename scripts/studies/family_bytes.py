@@ -1,11 +1,11 @@
-"""What a token of a row costs in every family of checkpoints, by kind of layer, from shapes alone.
+"""Bytes per token in every family of checkpoints, by kind of layer, from shapes alone.
 
     python -m scripts.studies.family_bytes configs      # with transformers 5.24: the sizes of its classes
     python -m scripts.studies.family_bytes [FAMILY...]  # measures what is missing, or these
     python -m scripts.studies.family_bytes table        # writes docs/family-bytes.md
 
-A family stands for its well-known model in `kvjax plan`, or for the default sizes of its class in
-transformers. Caches are traced in bfloat16 and counted whole: positions, scales and statistics too.
+A family is represented by its well-known model in `kvjax plan`, or by the default sizes of its class in
+transformers. Caches are traced in bfloat16 and counted completely, with positions, scales and statistics.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ NAMED = {
     "deepseek_v3": "deepseek-v3", "kimi_linear": "kimi-linear-48b", "gemma3_text": "gemma-3-27b",
     "gpt_oss": "gpt-oss-120b",
 }  # fmt: skip
-# What the classes leave to the files: published sizes.
+# Sizes that transformers' classes do not default: those of published checkpoints.
 BESIDE = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
 KINDS = ("all tokens", "windows", "states")
 
 
 def write_configs() -> None:
-    """Records the default sizes of every class, by the transformers that is installed."""
+    """Records the default sizes of every class in the installed transformers."""
     from transformers import AutoConfig
 
     data = read()
@@ -72,19 +72,19 @@ def write(data: Mapping[str, Any]) -> None:
 
 
 def config_of(family: str, data: Mapping[str, Any]) -> Config:
-    """The model that stands for a family."""
+    """The config of the model that represents a family."""
     return named(NAMED[family]).config if family in NAMED else config_from_hf(data[family]["config"])
 
 
 def kind_of(config: Config, layer: int) -> str:
-    """What bounds that which a layer keeps."""
+    """What limits the slots that a layer keeps."""
     if mixer_of(config, layer).slots(config) is None:
         return "states"
     return "all tokens" if config.window(layer) is None else "windows"
 
 
 def alone(config: Config, layer: int) -> Config:
-    """A model of one layer, whose cache is that layer's."""
+    """A model of one layer, whose cache is that of the layer."""
     windows = (config.window(layer),) if config.windows else ()
     one = dict(layers=1, vocab=32, mixers=(mixer_of(config, layer),), mlps=(NoMLP(),), windows=windows)
     plain = dict(inputs=(), layer_embeddings=0, layer_scales=False, layer_vocab=0, streams=1, laurel=0)
@@ -92,16 +92,16 @@ def alone(config: Config, layer: int) -> Config:
 
 
 def layers_of(config: Config) -> dict[tuple[str, Config], int]:
-    """How many layers there are of each kind that keeps something of its own, as models of one layer."""
+    """How many layers there are of each kind that keeps something, with a model of one such layer."""
     own = [i for i in range(config.layers) if "slots" not in mixer_of(config, i).takes]
     own = [i for i in own if mixer_of(config, i).slots(config) or mixer_of(config, i).state(config)]
     return dict(Counter((kind_of(config, i), alone(config, i)) for i in own))
 
 
 def cache_bytes(config: Config, method: Method, tokens: int) -> dict[str, int]:
-    """Bytes of a row's cache by kind of layer, which are those of its layers one by one.
+    """Bytes of a row's cache by kind of layer, as the sum over single layers.
 
-    A keep acts on slots alone, and is left out where a layer keeps a state.
+    A keep acts on slots alone, so it is ignored in layers that keep a state.
     """
     out = dict.fromkeys(KINDS, 0)
     for (kind, one), count in layers_of(config).items():
@@ -112,7 +112,7 @@ def cache_bytes(config: Config, method: Method, tokens: int) -> dict[str, int]:
 
 
 def measured(config: Config) -> dict[str, Any]:
-    """Bytes by kind at every length without a method, and of the methods at the second one."""
+    """Bytes by kind of layer at every length without a method, and under the methods at the second length."""
     full = kvjax.method("full")
     bytes_of = {str(tokens): cache_bytes(config, full, tokens) for tokens in LENGTHS}
     found: dict[str, int | str] = {}
@@ -127,7 +127,7 @@ def measured(config: Config) -> dict[str, Any]:
 
 
 def measure(families: list[str]) -> None:
-    """Measures families, and writes the file behind each."""
+    """Measures families, and writes the file after each."""
     data = read()
     known = [n for n in FAMILIES if n in NAMED or n in data]
     for family in families or [n for n in known if "bytes" not in data.get(n, {})]:
@@ -139,7 +139,7 @@ def measure(families: list[str]) -> None:
 
 
 def tables(data: Mapping[str, Any]) -> tuple[str, str]:
-    """Bytes per token by kind and length; and shares of the full cache under the methods."""
+    """Tables: bytes per token by kind of layer and length, and shares of the full cache under the methods."""
     mid = str(LENGTHS[1])
     first, second = [], []
     for family in (n for n in FAMILIES if "bytes" in data.get(n, {})):
@@ -163,7 +163,7 @@ def _share(part: int, parts: Mapping[str, int]) -> str:
 
 
 def main() -> None:
-    """Runs what the command line says."""
+    """Runs the command line's action."""
     match sys.argv[1:]:
         case ["configs"]:
             write_configs()

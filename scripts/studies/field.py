@@ -1,4 +1,4 @@
-"""What the field leaves open, on a real language model: bits of codes, sinks, heads, windows, turns.
+"""Open questions of the field on a real language model: bits of codes, sinks, heads, windows, turns.
 
     kvjax get smollm2-135m
     python -m scripts.studies.field run --out runs/field --minutes 60   # goes on with the next row
@@ -7,10 +7,9 @@
     python -m scripts.studies.field --write                             # writes them into docs/field.md
     python -m scripts.studies.field picture                             # draws docs/field.png
 
-Windows of prose are read and compressed, and the 128 tokens after each are fed one by one, as in
-`kvjax compare --text`. docs/field.json has, per row, the KL divergence from the full cache in every window.
-What it matters whether a question is read before the compression is told by the pilot's data,
-docs/real-model.jsonl.
+Windows of prose are read and compressed, and the 128 tokens after each are fed one by one, as in `kvjax
+compare --text`. docs/field.json has, per row, the KL divergence from the full cache in every window. The
+effect of reading a question before compression is taken from the pilot's data, docs/real-model.jsonl.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def main() -> None:
 
 
 def run(model: str, out: Path, names: Sequence[str] | None, minutes: int | None) -> None:
-    """Measures the rows that `out` lacks, in their order; those that compress again come last."""
+    """Measures the rows that `out` lacks, in order; rows with a second compression come last."""
     import kvjax
     from kvjax.commands.programs import keep_programs
     from kvjax.eval.run.perplexity import stream_text
@@ -107,7 +106,7 @@ def run(model: str, out: Path, names: Sequence[str] | None, minutes: int | None)
 
 
 def collect(out: Path) -> None:
-    """Puts what a run found so far, finished or not, into the data, beside what that has of other rows."""
+    """Merges what a run has measured so far, finished or not, into the data."""
     found = DATA.read()
     for folder in (out / "once", out / "again"):
         if not (folder / "units.jsonl").exists():
@@ -132,7 +131,7 @@ def collect(out: Path) -> None:
 
 
 def measured(name: str, windows: Sequence[Measured]) -> Measured:
-    """A row of the data: the sentence, the bytes, and KL and top-1 agreement in every window."""
+    """A row of the data: the method, the bytes, and KL and top-1 agreement in every window."""
     late = [one["distances"][-1] for one in windows]
     return {
         "sentence": repr(sentence(ROWS[name])),
@@ -147,7 +146,7 @@ def measured(name: str, windows: Sequence[Measured]) -> Measured:
 
 
 def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
-    """What each row of a topic differs by from the full cache, and from the topic's first row."""
+    """The difference of each row of a topic from the full cache, and from the topic's first row."""
     if not any(name in rows for name in names):
         return LACKING
     head = f"| | bytes, % | KL, nats per token | more than *{names[0]}* | same top token, % |"
@@ -164,7 +163,7 @@ def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
 
 
 def second_table(rows: Mapping[str, Measured]) -> str:
-    """KL of the same tokens with one compression before them, and with two."""
+    """KL on the same tokens after one compression, and after two."""
     if not any(f"{name}, again" in rows for name in SECOND):
         return LACKING
     out = ["| a quarter of the slots | compressed once | compressed again | more |", "|---|--:|--:|--:|"]
@@ -178,7 +177,7 @@ def second_table(rows: Mapping[str, Measured]) -> str:
 
 
 def question_table(lines: Sequence[Measured]) -> str:
-    """How much likelier right answers are where the question is read before the compression."""
+    """How much likelier right answers are if the question is read before compression."""
     lines = [line for line in real_model.comparable(lines) if line["task"] != "cwe"]
     out = ["| method | budget | later | before | before - later |", "|---|--:|--:|--:|--:|"]
     for method, budget in real_model.cells(lines):
@@ -202,7 +201,7 @@ def question_table(lines: Sequence[Measured]) -> str:
 
 
 def setting(found: Mapping[str, Any]) -> str:
-    """What was measured on what."""
+    """The setting: model, text and lengths."""
     about, rows = found["about"], found["rows"]
     if not rows:
         return "KL: no rows yet."
@@ -219,7 +218,7 @@ def _interval(values: Sequence[float]) -> str:
 
 
 def _more(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The paired difference over windows, with its interval where there are enough of them."""
+    """The paired difference over windows, with its interval if there are enough windows."""
     named = [{("text", str(i)): value for i, value in enumerate(values)} for values in (ours, theirs)]
     found = difference(named[0], named[1], shares=False)
     assert found is not None

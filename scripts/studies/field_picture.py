@@ -1,4 +1,4 @@
-"""The picture of what the field leaves open: KL from the full cache, a panel per question, with intervals."""
+"""The picture of field.py: KL from the full cache, a panel per question, with intervals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST, OTHER = "#0072b2", "#d55e00"
 
 
 def picture(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """A PNG: the mean KL over windows and its 95% interval, of all topics whose rows are measured."""
+    """A PNG: mean KL over windows with its 95% interval, for all topics whose rows are measured."""
     from matplotlib.figure import Figure
 
     shown = {topic: [n for n in names if n in rows] for topic, names in TOPICS.items()}

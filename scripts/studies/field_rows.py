@@ -1,4 +1,4 @@
-"""The rows of the study of what the field leaves open, a sentence each, and which rows answer a question."""
+"""The rows of field.py, a method each, and which rows answer a question."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvjax.methods.parse import parse_method
 from kvjax.methods.shared import window_score
 from kvjax.words import AcrossLayers, Affine, Budget, Keep, Pool, Recent, Store, Uniform, WindowAttention
 
-# Tokens after which the rows that compress again do so: the second turn begins there.
+# Tokens after which some rows compress a second time, as at the start of a second turn.
 AGAIN = 64
 QUARTER, WINDOW, KERNEL = 0.25, 16, 5
 
 
 class Row(NamedTuple):
-    """A sentence: a method as text, or as words. again: it compresses once more after `AGAIN` tokens."""
+    """A method, as text or as words. again: whether it compresses once more after `AGAIN` tokens."""
 
     method: str | Method
     again: bool = False
@@ -28,7 +28,7 @@ def sentence(row: Row) -> Method:
 
 
 def _codes(keys: int, values: int) -> Method:
-    """Min-max codes per token, in groups of 32 channels."""
+    """Min-max quantisation per token, in groups of 32 channels."""
     return Method(store=Store(Affine(keys, group=32), Affine(values, group=32)))
 
 
@@ -37,18 +37,18 @@ def _snapkv(budget: float, window: int) -> Row:
 
 
 def _layer() -> Method:
-    """SnapKV's score, averaged over a layer's heads, which all keep the same tokens."""
+    """SnapKV's score averaged over a layer's heads, so that all keep the same tokens."""
     score = WindowAttention(WINDOW, heads="layer") >> Pool(KERNEL)
     return Method(Keep(score, Budget(QUARTER), Uniform(), (Recent(WINDOW),)))
 
 
 def _anywhere() -> Method:
-    """SnapKV's score, the best slots of the whole stack."""
+    """SnapKV's score with one selection over the whole stack."""
     score = window_score(WINDOW, KERNEL, "grouped")
     return Method(Keep(score, Budget(QUARTER), AcrossLayers(), (Recent(WINDOW),)))
 
 
-# In the order in which they are measured: what compiles fastest and is asked for first comes first.
+# The order of measurement: what compiles fastest and is needed first comes first.
 ROWS = {
     "int8": Row("int8"),
     "int4": Row("int4"),
@@ -96,7 +96,7 @@ ROWS = {
     "kvzip, again": Row("kvzip(budget=0.25)", again=True),
 }
 
-# What a row is compared with stands first.
+# The first row is the one that others are compared with.
 TOPICS = {
     "codes": ("int4", "int8", "kivi", "turboquant", "turboquant, no sketch"),
     "formats": (

@@ -1,11 +1,11 @@
-"""What reading some tokens again gives back where texts were read apart: KL by the share of tokens.
+"""Joined texts with a share of tokens read again (CacheBlend): KL by that share.
 
     python -m scripts.studies.joined run        # measures the windows that are missing
     python -m scripts.studies.joined            # prints the table
     python -m scripts.studies.joined --write    # writes it into docs/how-to/prefixes.md
 
-Windows of prose are cut into pieces, each piece is read alone, and they are joined in their order
-(`kvjax.join`). The tokens behind the window are read over that past, and over the window read whole.
+Windows of prose are cut into pieces, each piece is read separately, and the caches are joined in order
+(`kvjax.join`). The tokens after the window are read over the joined cache, and over that of the whole window.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def run(model: Model) -> None:
-    """Measures the windows that are missing, and puts each into the data when it is done."""
+    """Measures the missing windows, and writes each to the data when it is done."""
     about = {"model": model.name, "text": TEXT.name, "pieces": PIECES, "tokens": LENGTH, "behind": AFTER}
     for start in progress(s for s in STARTS if str(s) not in DATA.read()["windows"]):
         row = {str(start): measured(model, start)}
@@ -65,7 +65,7 @@ def measured(model: Model, start: int) -> list[float]:
 
 
 def said(model: Model, cache: Cache, tokens: Sequence[int]) -> Float[Array, "T V"]:
-    """Computes log p of every next token; the cache is consumed."""
+    """Computes log p of every next token; consumes the cache."""
     return jax.nn.log_softmax(kvjax.verify(model, cache, [list(tokens)])[0][0])
 
 

@@ -1,4 +1,4 @@
-"""One prompt through transformers + kvpress, and through kvjax: what stays, what is answered, the seconds."""
+"""One prompt in transformers + kvpress, and in kvjax: kept tokens, the answer, the seconds."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one library makes of a prompt; seconds are those of the processor.
+    """One library's results on a prompt; seconds are processor time.
 
-    kept: [L, K, T]. scores: the press's own [L, K, T], where one number per slot decides. answer: None where
-    the library fails to write one, and says why in `error`. gaps: how far the two largest logits lie apart at
-    every written token. compile_s: seconds spent on programs, which the others leave out.
+    kept: [L, K, T]. scores: the press's own [L, K, T], if one number per slot decides. answer: None if the
+    library fails to generate one, for the reason in `error`. gaps: the difference of the two largest logits
+    at every generated token. compile_s: seconds of compilation, which the other times exclude.
     """
 
     kept: np.ndarray
@@ -55,14 +55,14 @@ class Theirs:
         transformers.logging.disable_progress_bar()
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         torch.set_num_threads(1)
-        # With a template, presses that repeat a context would leave out the tokens that the template adds.
+        # A chat template would add tokens that presses which repeat a context would not repeat.
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         self.kvpress = kvpress
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self.encode = AutoTokenizer.from_pretrained(folder).encode
 
     def repeat_prefix(self) -> tuple[int, ...]:
-        """What a press that repeats a context reads before it: the instruction, and the end of the turn."""
+        """What a press reads before it repeats a context: the instruction, and the end of the turn."""
         return tuple(i for text in (REPEAT, "\n") for i in self.encode(text, add_special_tokens=False))
 
     def run(self, press: Press | None, prompt: Prompt, removed: float, new: int) -> Found:
@@ -91,7 +91,7 @@ class Theirs:
     def _answer(
         self, cache: Any, prompt: Prompt, new: int, one_by_one: bool
     ) -> tuple[list[int], tuple[float, ...]]:
-        """Greedy tokens after the question, read one_by_one where layers keep different numbers of slots."""
+        """Greedy tokens after the question, read one by one if layers keep different numbers of slots."""
         import torch
 
         ids = torch.tensor([prompt.question])
@@ -130,7 +130,7 @@ class Theirs:
 
 
 class Record:
-    """What a press is given and what it leaves, layer by layer, and the scores by which it chose."""
+    """The inputs and results of a press, layer by layer, and the scores by which it selects."""
 
     def __init__(self, press: Any):
         self.keys: dict[int, tuple[Any, Any]] = {}
@@ -158,7 +158,7 @@ class Record:
         self.keys[args[0].layer_idx] = args[2], out[0]
 
     def _scored(self, args: Any, out: Any) -> None:
-        # Presses around others overwrite what these return.
+        # Presses that wrap others overwrite these results.
         self.by_layer[args[0].layer_idx] = out[0].clone()
 
     def _stacked(self, press: Any) -> None:
@@ -171,7 +171,7 @@ class Record:
 
 
 def _rows_of(some: np.ndarray, every: np.ndarray) -> np.ndarray:
-    """Which rows [T, H] of `every` are among `some`, bit by bit; ValueError where one is not there."""
+    """Which rows [T, H] of `every` are among `some`, compared bit by bit; ValueError if one is missing."""
     at = {row.tobytes(): i for i, row in enumerate(every)}
     if len(at) < len(every):
         raise ValueError("two tokens have one key, so that keys do not say which token stays")
@@ -181,7 +181,7 @@ def _rows_of(some: np.ndarray, every: np.ndarray) -> np.ndarray:
 
 
 class Ours:
-    """kvjax on a model; every context and every question in one program each, of `widths` tokens."""
+    """kvjax on a model; contexts and questions are padded to `widths` tokens, so each has one program."""
 
     def __init__(self, model: Any, widths: tuple[int, int], prefix: Sequence[int]):
         import jax
@@ -211,7 +211,7 @@ class Ours:
 
         cache, read_s, first = self._timed(read)
         kept = _kept(cache, self.model.config, len(prompt.context))
-        # Without a method nothing leaves while the question is read and the answer written, as in kvpress.
+        # Without a method nothing is evicted while the question is read and answered, as in kvpress.
         bare = dataclasses.replace(cache, method=None)
 
         def answer() -> Any:
@@ -223,7 +223,7 @@ class Ours:
         return Found(kept, read_s, out.tokens[0].tolist(), answer_s, compile_s=first + second)
 
     def _timed(self, call: Callable[[], Any]) -> tuple[Any, float, float]:
-        """(result, seconds, seconds more that a first call took): called again where it compiled."""
+        """(result, seconds, further seconds of a first call): a call that compiled is repeated."""
         self.compiles, start = 0, time.process_time()
         out, seconds = call(), time.process_time() - start
         if not self.compiles:

@@ -1,4 +1,4 @@
-"""The leaderboard: all methods on the same questions, from comparisons to data, page and pictures.
+"""The leaderboard: all methods on the same questions; runs comparisons, makes data, page and pictures.
 
     python -m scripts.studies.leaderboard run --samples 100 --out boards
         # compares on every model; goes on if killed
@@ -48,7 +48,7 @@ from scripts.studies.leaderboard_page import page, pictures
 from scripts.studies.runner import Page, parser
 
 MODELS = tuple(sorted((DOCS.parent / "tests" / "fixtures" / "recall_seeds").glob("[0-9]")))
-# The budget at which speed is told, where a method has one.
+# The budget at which speed is measured, for methods that have one.
 BUDGET = 0.25
 ROWS, TOKENS, STEPS, ROUNDS = 4, 512, 16, 9
 
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None:
-    """Compares on every model, each in a folder of its own; what is finished there is not run again."""
+    """Compares on every model, each in a folder of its own; finished comparisons are not repeated."""
     from kvjax.commands.programs import keep_programs
     from kvjax.eval.compare import compare
 
@@ -106,7 +106,7 @@ def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None
 
 
 def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
-    """Methods, those of fits.py with their fit for a model, which is made where none is there."""
+    """The methods, with fits for the model where fits.py has one; missing fits are made."""
     import kvjax
     from kvjax.grammar.fitted import shipped_for
     from kvjax.io.gin_bindings import load_preset
@@ -129,7 +129,7 @@ def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
 
 
 def _named(model: Path) -> str:
-    """A model as commands name it: below the checkout where it lies there."""
+    """The model's name in commands: its path relative to the checkout, if it is inside."""
     try:
         return str(model.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -137,7 +137,7 @@ def _named(model: Path) -> str:
 
 
 def speed(model: Path, methods: list[str], out: Path) -> None:
-    """Times prefills and steps of every method beside those of none, in turn; goes on where it stopped."""
+    """Times prefills and steps of every method, alternating with no method; resumes after an interruption."""
     import jax
     import numpy as np
 
@@ -150,7 +150,7 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, loaded.config.vocab, (ROWS, TOKENS), np.int32)
 
     def once(method: Any) -> tuple[float, float]:
-        """Seconds of a prompt, and of STEPS tokens behind it."""
+        """Seconds of a prompt, and of STEPS tokens after it."""
         start = time.perf_counter()
         logits, cache = jax.block_until_ready(kvjax.prefill(loaded, tokens, method=method, room=STEPS))
         middle = time.perf_counter()
@@ -166,7 +166,7 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
             continue
         once(full), once(entry.method)  # these compile
         rounds = [(once(full), once(entry.method)) for _ in range(ROUNDS)]
-        # Whatever else the machine does only adds.
+        # The minimum, because other load on the machine only adds time.
         best = [[min(one[side][phase] for one in rounds) for side in (0, 1)] for phase in (0, 1)]
         found[entry.label] = dict(zip(("prefill", "decode"), best, strict=True))
         out.mkdir(parents=True, exist_ok=True)
@@ -176,9 +176,9 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
 
 
 def collect(models: list[Path], folders: list[Path], old: Leaderboard | None = None) -> str:
-    """The data's text, of what `run` and `speed` left in folders, and what `old` has of others.
+    """The data's text, from the results of `run` and `speed` in folders, and from `old` for other methods.
 
-    Of a method that several folders have, the first one's cells stand.
+    If several folders have a method, the first one's cells are taken.
     """
     before = {} if old is None else {str(run.about["model"]): run for run in old.runs}
     runs = dict(before)
@@ -212,7 +212,7 @@ def _found(folder: Path, model: str) -> BoardRun:
 
 
 def _added(run: BoardRun, other: BoardRun) -> BoardRun:
-    """A run with the cells that another has of other methods, asked the same questions of the same model."""
+    """A run with the cells of further methods from another run with the same questions and model."""
     mine = {cell.method for cell in run.cells}
     if mine >= {cell.method for cell in other.cells}:
         return run
@@ -230,12 +230,12 @@ def _added(run: BoardRun, other: BoardRun) -> BoardRun:
 
 
 def _place(order: dict[str, int]) -> Callable[[Cell], tuple[str, int]]:
-    """Where a cell stands: by protocol, then in the order of the methods; a method's budgets as they are."""
+    """The sort key of a cell: protocol, then the order of methods; budgets of a method keep their order."""
     return lambda cell: (cell.protocol, order[cell.method])
 
 
 def _times(prefill: list[float], decode: list[float]) -> tuple[float, float]:
-    """How often as long a prefill takes as none's, and how often as fast it decodes."""
+    """The ratio of a method's prefill time to that without a method, and of its decode speed."""
     return round(prefill[1] / prefill[0], 3), round(decode[0] / decode[1], 3)
 
 

@@ -12,16 +12,17 @@ from scripts.studies.leaderboard_picture import picture
 from scripts.studies.memory_tokens import table as memory_tokens
 from scripts.studies.moved import changes, marked
 
-# How much more than its budget a method may hold to be the best of its family there.
+# How much more than its budget a method may keep to count as the best of its family there.
 ROOM = 1.1
-# How often as long as without a method a prefill may take (an aim, unless it makes further passes).
+# The largest allowed ratio of prefill times with and without a method (an aim, unless it makes further
+# passes).
 MOST_PREFILL = 1.5
 BASELINES = ("random", "sink-recent")
 MADE = "<!-- made by `python -m scripts.studies.leaderboard --write` from leaderboard.json -->"
 
 
 def families(lines: Sequence[Line]) -> dict[str, list[str]]:
-    """The methods that were compared, by family, in the order of the library."""
+    """The compared methods by family, in the order of the library."""
     compared = {line.method for line in lines}
     found: dict[str, list[str]] = {}
     for id, function in METHODS.items():
@@ -85,7 +86,7 @@ def _about(board: Leaderboard) -> str:
 
 
 def _contexts(board: Leaderboard) -> str:
-    """How many contexts there were, and on which models fewer of them."""
+    """How many contexts there were, and which models have fewer."""
     samples, *others = sorted({run.about["samples"] for run in board.runs}, reverse=True)
     fewer = [f"{count} of them on {' and '.join(_models(board, count))}" for count in others]
     return f"{samples} contexts ({', '.join(fewer)})" if fewer else f"{samples} contexts"
@@ -96,7 +97,7 @@ def _models(board: Leaderboard, samples: int) -> list[str]:
 
 
 def _slow(speed: Mapping[str, Speed]) -> str:
-    """The methods whose prefill costs more than the aim, the dearest first."""
+    """The methods whose prefill time exceeds the aim, the slowest first."""
     slow = sorted((x for x in speed.items() if x[1].prefill > MOST_PREFILL), key=lambda x: -x[1].prefill)
     return ", ".join(f"{name} {fast.prefill:.2f}" for name, fast in slow) or "none"
 
@@ -136,7 +137,7 @@ def _learned_together() -> str:
 
 
 def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str]:
-    """The best of some methods at every budget, of those that hold about as much as it says."""
+    """The best methods at every budget, among those that keep about as much as the budget says."""
     found: dict[NominalBudget, Line] = {}
     for line in lines:
         fits = not isinstance(line.budget, float) or line.percent <= 100 * ROOM * line.budget
@@ -148,7 +149,7 @@ def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str
 
 
 def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
-    """One row per method, one column per budget, families apart."""
+    """A table with one row per method, one column per budget, and sections by family."""
     budgets = sorted({x.budget for x in lines if x.budget is not None}, reverse=True)
     columns: list[NominalBudget] = [*budgets, *([None] if any(x.budget is None for x in lines) else [])]
     heads = ["method", *("no budget" if b is None else f"budget {budget_label(b)}" for b in columns)]
@@ -179,7 +180,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def below_baselines(lines: Sequence[Line]) -> str:
-    """Which methods are clearly below a baseline that holds as many tokens: whole intervals apart."""
+    """Which methods are below a baseline that keeps as many tokens, with disjoint intervals."""
     found = []
     for baseline in BASELINES:
         of_budget = {line.budget: line for line in lines if line.method == baseline}

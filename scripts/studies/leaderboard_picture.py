@@ -15,7 +15,7 @@ from kvjax.eval.report.frontier import byte_axis
 from kvjax.eval.report.leaderboard import Line
 
 COLUMNS = 4
-# The anchors stand in every panel.
+# Reference methods that are shown in every panel.
 ANCHORS = {"random": ":", "sink-recent": "--"}
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F5A2E")
 _MARKERS = "osD^vPX"
@@ -59,10 +59,10 @@ def picture(lines: Sequence[Line], families: Mapping[str, Sequence[str]], form: 
 
 
 def _panel(axes: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
-    """One family over all others."""
+    """The panel of one family, over all other methods in grey."""
     others = dict.fromkeys(line.method for line in lines if line.method not in (*names, "full", *ANCHORS))
     curves = [_places(lines, method) for method in others]
-    # One path for all, with gaps between: a path for each would make a large file.
+    # One path for all lines, with gaps between them: a path for each would make a large file.
     gap = [math.nan]
     ends = ([x for curve in curves for x in (*curve[i], *gap)] for i in (0, 1))
     axes.plot(*ends, color=_OTHERS, linewidth=0.6, zorder=1)
@@ -109,7 +109,7 @@ def _panel(axes: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
 
 
 def _reads_less(line: Line) -> bool:
-    """Whether a step reads clearly less than is kept."""
+    """Whether a step reads clearly fewer bytes than are kept."""
     return line.read_percent <= 0.95 * line.percent
 
 
@@ -119,7 +119,7 @@ def _places(lines: Sequence[Line], method: str) -> tuple[list[float], list[float
 
 
 def _bars(axes: Axes, lines: Sequence[Line], colour: str) -> None:
-    """95% intervals, where samples suffice."""
+    """Draws 95% intervals, if there are enough samples."""
     wide = [line for line in lines if not line.few]
     ends = [[100 * x for x in xs] for xs in ([line.low for line in wide], [line.high for line in wide])]
     axes.vlines([line.percent for line in wide], *ends, colors=colour, linewidths=0.6, alpha=0.5)

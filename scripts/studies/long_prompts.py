@@ -1,4 +1,4 @@
-"""Memory of long prompts: what every method takes to read one, at two lengths, on the shipped model's shape.
+"""Memory that every method takes to read a long prompt, at two lengths, with the shipped model's shape.
 
     python -m scripts.studies.long_prompts plan                    # what the compiler plans, for every method
     python -m scripts.studies.long_prompts run --methods h2o kvzip # and what a process holds when it does it
@@ -6,9 +6,9 @@
     python -m scripts.studies.long_prompts --write                 # writes it into docs/benchmarks.md
 
 `plan` compiles `kvjax.pure.prefill`, one program that reads a prompt and compresses it, and adds up its
-arguments, temporaries and results. From 8192 tokens to 32768 what is linear grows 4 times, and a map of all
-tokens by all tokens 16 times. `run` reads the long prompt in a process of its own. Both add to
-docs/long-prompts.json, and leave out what is there.
+arguments, temporaries and results. From 8192 to 32768 tokens, linear memory grows 4 times, and an attention
+map 16 times. `run` reads the long prompt in a process of its own. Both add rows to docs/long-prompts.json,
+and skip those that it has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.studies.runner import Data, Page, apart, parser, progress
 
 DATA = Data(DOCS / "long-prompts.json", depth=1)
 SHORT, LONG, ROOM, BUDGET = 8192, 32768, 128, 0.25
-# Heads of the shipped model have 32 channels, fewer than a group of codes has by default.
+# Heads of the shipped model have 32 channels, fewer than the default group of codes.
 NARROWER = {"gear": {"group": 32}}
 
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure_all(what: str, methods: list[str] | None) -> None:
-    """Adds what is missing to the data, a method at a time."""
+    """Measures what the data lacks, one method at a time."""
     from kvjax.methods import METHODS, resolve
 
     try:
@@ -70,7 +70,7 @@ def long_model() -> Any:
 
 
 def chosen(name: str, model: Any) -> Any:
-    """A method at its defaults, with the fit that ships with the model, or what its fit starts from."""
+    """A method with its defaults and its shipped fit, or the arrays from which its fit starts."""
     import kvjax
     from kvjax.grammar.fitted import as_fitted, shipped_for
     from kvjax.methods import takes, takes_budget
@@ -78,13 +78,13 @@ def chosen(name: str, model: Any) -> Any:
     given: dict[str, Any] = NARROWER.get(name, {}) | ({"budget": BUDGET} if takes_budget(name) else {})
     fit = as_fitted(shipped_for(kvjax.load("recall-tiny").signature).get(name))
     if fit is not None and takes(name, "fitted"):
-        # Of the same weights, whose model has fewer positions.
+        # Shipped fits are for the same weights with fewer positions.
         given["fitted"] = dataclasses.replace(fit, model=model.signature)
     return begun(kvjax.method(name, **given), model)
 
 
 def begun(method: Any, model: Any) -> Any:
-    """A method whose fit does not ship, with the arrays that it starts from: they are of the same sizes."""
+    """A method without a shipped fit, with the arrays from which fitting starts; they have the same sizes."""
     import numpy as np
 
     from kvjax.grammar.fitted import Fitted
@@ -104,7 +104,7 @@ def begun(method: Any, model: Any) -> Any:
 
 
 def planned(name: str) -> dict[str, Any]:
-    """Bytes that the compiler plans for a prompt, by its length."""
+    """Bytes that the compiler plans for a prompt, by length."""
     import jax
     import jax.numpy as jnp
 
@@ -126,7 +126,7 @@ def planned(name: str) -> dict[str, Any]:
 
 
 def held(name: str) -> dict[str, Any]:
-    """Seconds of a core that reading a long prompt takes, and the most that this process held at once."""
+    """Processor seconds to read a long prompt, and the peak memory of this process."""
     import jax
     import numpy as np
 
@@ -143,12 +143,12 @@ def held(name: str) -> dict[str, Any]:
 
 
 def _in_process(name: str) -> dict[str, Any]:
-    """`held` in a process of its own, whose memory is then that of one method alone."""
+    """`held` in a process of its own, so that the memory is that of one method."""
     return apart("scripts.studies.long_prompts", "one", "--methods", name) or {"held_bytes": None}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """Markdown: bytes at both lengths, how they grow, and what was held in fact."""
+    """Markdown: planned bytes at both lengths, their growth, and the measured peak."""
     head = ["method", f"planned at {SHORT}", f"at {LONG}", "grows", f"held at {LONG}", "s"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, row in found.items():

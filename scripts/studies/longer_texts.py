@@ -5,9 +5,9 @@
     python -m scripts.studies.longer_texts run --out runs/longer --seed 1   # another model
     python -m scripts.studies.longer_texts                                  # prints the table
 
-A byte model learns on rows of 256 bytes (`kvjax train --gin bytes-gqa`), and then meets held-out texts: a
-method reads their first bytes as a prompt, and the others one by one. Results lie in docs/longer-texts.json;
-`python -m scripts.studies.claims --write` puts them into docs/claims.md.
+A byte model is trained on rows of 256 bytes (`kvjax train --gin bytes-gqa`), and then reads held-out texts:
+their first bytes as a prompt under a method, and the others one by one. Results are in
+docs/longer-texts.json; `python -m scripts.studies.claims --write` puts them into docs/claims.md.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ TRAINED, WINDOWS = 256, 16
 
 
 class Reading(NamedTuple):
-    """A method, the bytes of its prompt, and how many come behind it one by one."""
+    """A method, the bytes of its prompt, and how many bytes follow one by one."""
 
     method: str
     prompt: int
     behind: int
 
 
-# What stands in the cache lies at places that the model knows: 192 slots, or distances up to 256; HOMER's 8
-# chunks lie at the same 80 places.
+# All slots are rotated to positions that the model has seen: 192 slots, or distances up to 256; HOMER's 8
+# chunks share the same 80 positions.
 READINGS = {
     "streamingllm": Reading("streamingllm:budget=192", TRAINED, 7 * TRAINED),
     "without sinks": Reading("streamingllm:budget=192,sinks=0", TRAINED, 7 * TRAINED),
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def add(out: Path, seed: int, steps: int) -> None:
-    """Trains a model, has it read, and adds what was found to the data."""
+    """Trains a model, reads the texts, and adds the results to the data."""
     folder = out / str(seed)
     words = ["train", "--gin", "bytes-gqa", "--set", f"train.steps={steps}", *seeds(seed)]
     train_in(folder, words)
@@ -64,7 +64,7 @@ def add(out: Path, seed: int, steps: int) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Bits per byte of a model: within the length that it was trained on, and beyond it."""
+    """A model's bits per byte within the length of its training, and beyond it."""
     import kvjax
     from kvjax.eval.run.cellplan import plan_cells
     from kvjax.eval.run.perplexity import stream_text
@@ -85,7 +85,7 @@ def read(folder: Path) -> dict[str, Any]:
         chosen = [e for e in entries if e.label not in ("random", "sink-recent")]
         return stream_text(model, chosen, held, length=prompt, steps=behind, windows=windows)
 
-    # As many bytes are met as beyond that length.
+    # As many bytes are scored as beyond that length.
     (within,) = stream(["full"], TRAINED // 2, TRAINED // 2, windows=14 * WINDOWS)
     rows: dict[str, Any] = {"within": {"full": bits(within["full_nll"])}}
     for lengths in dict.fromkeys((prompt, behind) for _, prompt, behind in READINGS.values()):
@@ -102,7 +102,7 @@ def bits(nats: float) -> float:
 
 
 def table() -> str:
-    """Markdown: a row per method, the models' bits per byte one beside the other."""
+    """Markdown: a row per method, a column per model, in bits per byte."""
     models = list(DATA.read().values())
 
     def each(name: str, of: str) -> str:

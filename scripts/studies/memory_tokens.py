@@ -1,14 +1,14 @@
-"""Models that learned with their memory tokens: what they answer from a quarter of their cache.
+"""Models trained with memory tokens: how many questions they answer from a quarter of their cache.
 
     python -m scripts.studies.memory_tokens run --out runs/memory       # goes on where it was cut
     python -m scripts.studies.memory_tokens run --seed 1 --out runs/memory   # other data
     python -m scripts.studies.memory_tokens                             # prints the table
     python -m scripts.studies.memory_tokens --write                     # writes it into docs/training.md
 
-Every row is `kvjax train --gin gisting` under another method, half an hour of a core each, and then
-`kvjax compare` of that model under that method and with its full cache. Beside it stands recall-tiny, from
-which it went on, with its full cache, and with the first and newest tokens alone at about the same share. The
-same samples are asked of all, in contexts as long as those that the models learned on. Results lie in
+For every row, `kvjax train --gin gisting` trains a model under a method (half an hour of one core), and
+`kvjax compare` evaluates it under that method and with its full cache. The reference is recall-tiny, from
+which training starts, with its full cache, and with the first and newest tokens alone at about the same
+share. All answer the same samples, with contexts as long as in training. Results are in
 docs/memory-tokens.json, those of seeds other than 0 under "seeds" of their row.
 """
 
@@ -24,7 +24,7 @@ from scripts.studies.runner import Data, Page, train_in
 
 DATA = Data(DOCS / "memory-tokens.json")
 START, BUDGET = "recall-tiny", "0.25"
-# The method as it is trained, and the steps.
+# The method under which a row is trained, and the steps.
 ROWS = {
     "gisting": ("gisting:tokens=16", 4000),
     "loma": ("loma", 2000),
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def add(name: str, out: Path, seed: int = 0) -> None:
-    """Trains a row, compares it, and adds what was found to the data."""
+    """Trains a row, compares it, and adds the results to the data."""
     from kvjax.methods.parse import with_file
 
     (method, steps), run = ROWS[name], f"{name}-{seed}" if seed else name
@@ -94,7 +94,7 @@ def _cells(out: Path, name: str, model: str, *methods: str) -> dict[str, Any]:
 
 
 def table() -> str:
-    """Markdown: what every row answers, and with how many bytes."""
+    """Markdown: the accuracy of every row, and its bytes."""
     head = [
         "method",
         "steps",

@@ -1,6 +1,6 @@
-"""What crosses devices in a step and in a prefill of a small decoder, read from the compiled programs.
+"""Communication of devices in a step and in a prefill of a small decoder, from compiled programs.
 
-Eight virtual devices of a CPU; the collectives and their sizes are those that XLA's partitioner chose. It
+It uses eight virtual CPU devices; the collectives and their sizes are those that XLA's partitioner chose. It
 writes the tables of docs/scaling.md:
 
     python -m scripts.studies.mesh_traffic --write
@@ -55,7 +55,7 @@ CASES = (
     ("expert", "expert=8", "8 experts"),
     ("fsdp", "data=8", "8 KV heads"),
 )
-# (devices that share a prompt, its rules, the model, slots that were filled before)
+# (devices that share a prompt, its rules, the model, slots that are filled already)
 PROMPT = 8192
 PROMPTS = (
     ("seq=1", "sequence", "2 KV heads", 0),
@@ -72,7 +72,7 @@ _NAMES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
 def collectives(hlo: str) -> list[tuple[str, int]]:
-    """(name, bytes of the result) of every collective of a program, as one device sees it."""
+    """(name, bytes of the result) of every collective of a program, per device."""
     found = []
     for shapes, name in re.findall(rf"= (\(?\w+\[.*?) ({_NAMES})(?:-start)?\(", hlo):
         parts = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
@@ -108,7 +108,7 @@ def measured(rules: str, mesh: str, name: str) -> str:
 
 
 def table() -> str:
-    """The table: rules, mesh, model, shares of weights and cache on a device, and what a step sends."""
+    """The table: rules, mesh, model, shares of weights and cache per device, and bytes sent in a step."""
     head = (
         "| rules | mesh | model | weights on a device | cache on a device | collectives of a step "
         "| bytes per row | largest |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -117,7 +117,7 @@ def table() -> str:
 
 
 def compiled_prompt(mesh: str, rules: str, name: str, past: int) -> Any:
-    """The program that reads a prompt of one row, behind so many slots."""
+    """The program that reads a prompt of one row, over so many filled slots."""
     config = dataclasses.replace(MODELS[name], max_positions=2**20)
     model = kvjax.spread(Model(config, init(config, jax.random.key(0))), mesh, rules)
     run = Run(model.config, Method(), None, model.on_mesh)
@@ -148,7 +148,7 @@ def read_prompt(mesh: str, rules: str, name: str, past: int) -> str:
 
 
 def prompts() -> str:
-    """The table of prompts: what is read, temporaries on a device, and what it is sent in a layer."""
+    """The table of prompts: tokens read, temporaries per device, and bytes received per layer."""
     head = (
         "| rules | mesh | model | read before | temporaries on a device | collectives | sent per layer |\n"
         "| --- | --- | --- | --- | --- | --- | --- |"

@@ -1,10 +1,10 @@
-"""How many pairs of methods with different verbs make one sentence, and why the others do not.
+"""How many pairs of methods with different parts can be chained, and why the others cannot.
 
     python -m scripts.studies.method_pairs                # the tables
     python -m scripts.studies.method_pairs --why WORDS    # pairs refused for a reason with these words
     python -m scripts.studies.method_pairs --write        # the tables into docs/pairs.md
 
-Methods have the budget 0.5 where they take one, and their defaults; nothing is run.
+Methods have a budget of 0.5, if they take one, and their defaults; nothing is run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from scripts.docs_tables import write_table
 
 VERBS = ("keep", "store", "read", "reread", "make", "stack", "host")
-# How many pairs were built before facts stood in place of pairs.
+# How many pairs could be chained when incompatible pairs were listed one by one.
 BEFORE = {
     "keep x store": 787,
     "keep x read": 168,
@@ -39,7 +39,7 @@ BEFORE = {
 
 
 class Pair(NamedTuple):
-    """Two methods, the verbs that they have, and why they are refused; "" where they are one sentence."""
+    """Two methods, the parts (verbs) that they have, and why they are refused; "" if they can be chained."""
 
     first: str
     second: str
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def pairs() -> Iterator[Pair]:
-    """Every pair of methods of the library that have no verb in common and at least one each."""
+    """Every pair of methods of the library that have no part in common and at least one each."""
     import kvjax
     from kvjax.methods.registry import METHODS, takes_budget
 
@@ -66,7 +66,7 @@ def pairs() -> Iterator[Pair]:
 
 
 def _called(a: list[str], b: list[str]) -> str:
-    """The verbs of two methods, in one order whichever comes first.
+    """The parts of two methods, in an order that does not depend on which method is first.
 
     >>> _called(["store"], ["keep"])
     'keep x store'
@@ -76,7 +76,7 @@ def _called(a: list[str], b: list[str]) -> str:
 
 
 def reason(message: str) -> str:
-    """What a message says whichever words and numbers it is about: its first clause.
+    """The first clause of a message, with the names of words and the numbers left out.
 
     >>> reason("quest + h2o cannot work: the pages of PageBounds(page=16) (16 tokens) lie: use int8")
     'the pages of ... (n tokens) lie'
@@ -89,7 +89,7 @@ def reason(message: str) -> str:
 
 
 def table(found: list[Pair]) -> str:
-    """How many pairs are built, by their verbs, and the most frequent reasons why others are not."""
+    """How many pairs can be chained, by their parts, and the most frequent reasons for refusals."""
     total, refused = Counter(p.verbs for p in found), Counter(p.verbs for p in found if p.why)
     total["all"], refused["all"] = len(found), sum(refused.values())
     lines = ["| verbs | pairs | built before | built | refused |", "|---|---|---|---|---|"]

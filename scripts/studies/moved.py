@@ -1,4 +1,4 @@
-"""Methods whose form in the leaderboard's data differs from the library's, and how."""
+"""Methods whose code has changed since the leaderboard's data was measured, and how."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOVED = {
 
 
 def marked(method: str) -> str:
-    """The mark after a method's name; empty where its numbers were measured with the present code."""
+    """The mark after a method's name; empty if its numbers were measured with the present code."""
     return f" {MARK}" if method in MOVED else ""
 
 
 def changes(methods: Iterable[str]) -> str:
-    """How these methods were measured, if otherwise than the library has them; else empty."""
+    """How these methods differed when they were measured; empty if they did not."""
     mine = [f"{method}: {MOVED[method]}" for method in dict.fromkeys(methods) if method in MOVED]
     if not mine:
         return ""

@@ -1,4 +1,4 @@
-"""The table of ops in docs/architectures.md: the state that each leaves, by formula and by its shapes.
+"""The table of ops in docs/architectures.md: the size of each op's state, by formula and by shapes.
 
 python -m scripts.studies.ops            # prints the table
 python -m scripts.studies.ops --write    # puts it into docs/architectures.md
@@ -106,7 +106,7 @@ ROWS = [
 
 
 def state_bytes(row: Row, tokens: int) -> int:
-    """Bytes of the state that the op leaves, from shapes alone; a row's counter of tokens left out."""
+    """Bytes of the state that the op leaves, from shapes alone, without a row's token counter."""
     sizes = SIZES | {"t": tokens}
     operands = [
         jax.ShapeDtypeStruct(((1,) if "t" in word else ()) + tuple(sizes[c] for c in word), jnp.bfloat16)

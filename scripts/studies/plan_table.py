@@ -1,12 +1,12 @@
-"""What fits which devices, by `kvjax plan`: the tables of docs/scaling-table.md, from its .json.
+"""Which models fit which devices, by `kvjax plan`: the tables of docs/scaling-table.md, from its .json.
 
     python -m scripts.studies.plan_table            prints the tables
     python -m scripts.studies.plan_table --write    puts them into the page
     python -m scripts.studies.plan_table compile  compiles what the data lacks, cell by cell (minutes each)
     python -m scripts.studies.plan_table prompts  does so with the chunks of prompts, `PROMPTS`
 
-The data is written after every cell, so that `compile` goes on where it was stopped. Delete a cell to have it
-compiled again.
+The data is written after every cell, so `compile` resumes where it was stopped. Delete a cell to compile it
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CACHES = (
     ("deepseek-v3", "full"),
     ("yoco-3b", "full"),
 )
-# Tokens of a prompt that are read at once, and where.
+# Tokens of a prompt chunk, and the devices.
 CHUNK = 512
 PROMPTS = (
     ("v5p:4x4x4", "1M", "llama-3.1-70b", "full"),
@@ -48,13 +48,13 @@ def cells() -> list[tuple[str, str, str, str]]:
 
 
 def compile_all() -> None:
-    """Plans every cell that the data lacks; what cannot fit by its sizes is not compiled."""
+    """Plans every cell that the data lacks; cells that cannot fit by their sizes are not compiled."""
     data = DATA.read()
     done = {(one["topology"], one["asked"], one["model"], one["method"]) for one in data["cells"]}
     for cell in progress(cell for cell in cells() if cell not in done):
         found = _plan(*cell)
         data["cells"].append(found)
-        # In one order, whatever was compiled when.
+        # A fixed order, independent of the order of compilation.
         order = {one: i for i, one in enumerate(cells())}
         data["cells"].sort(key=lambda x: order[x["topology"], x["asked"], x["model"], x["method"]])
         data["versions"] = {name: version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}

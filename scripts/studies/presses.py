@@ -1,4 +1,4 @@
-"""Presses of kvpress and the sentences here that keep the same slots, for what holds the two side by side."""
+"""Presses of kvpress, and the methods here that keep the same slots, for comparisons of the two."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.score import AccumulatedAttention
 
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Among which slots the best stay: of a head, of a layer, of the whole stack.
+# The scope of a selection: the slots of a head, of a layer, or of the whole stack.
 Over = Literal["head", "layer", "stack"]
 
 
 class Press(NamedTuple):
-    """A press and its sentence here, each at its own defaults but for what is named.
+    """A press and kvjax's method for it, each with its own defaults except for the fields below.
 
     name: of the press, as its users write it. theirs: (the module kvpress, share removed) -> the press.
-    method: an id of ours with hyper-parameters, or a score that no method has alone. protect: what stays
-    beyond what that protects. over: among which slots the best stay. eager: whether the press needs the
-    attention map. repeats: whether both read the prompt again after an instruction, `prefix`. per_layer:
-    whether layers keep different numbers of slots. multiple: contexts are cut to multiples of so many tokens.
+    method: a method's id, or a score that no method uses alone. protect: further protected slots. over: the
+    scope of the selection. eager: whether the press needs the attention map. repeats: whether both read the
+    prompt again after an instruction, `prefix`. per_layer: whether layers keep different numbers of slots.
+    multiple: contexts are cut to multiples of so many tokens.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Press(NamedTuple):
     multiple: int = 1
 
     def ours(self, budget: float, **hyper: Any) -> Method:
-        """The sentence for a share of the slots; `hyper` on top of what the press fixes."""
+        """The method for a share of the slots; `hyper` in addition to the press's hyper-parameters."""
         if not isinstance(self.method, str):
             return Method(Keep(self.method, Budget(budget), Uniform(), self.protect))
         made = kvjax.method(self.method, budget=budget, **{**self.hyper, **hyper})
         return made.protecting(*self.protect) if self.protect else made
 
     def says(self) -> str:
-        """The sentence as text, without its budget.
+        """The method as text, without its budget.
 
         >>> PRESSES["snapkv"].says(), PRESSES["tova"].says()
         ('snapkv(variant=kvpress)', 'tova, protecting Recent(tokens=1)')
@@ -66,7 +66,7 @@ PRESSES: Mapping[str, Press] = {
     "knorm": Press("KnormPress", lambda k, r: k.KnormPress(r), "l2compress", {"skip_layers": 0}),
     "keydiff": Press("KeyDiffPress", lambda k, r: k.KeyDiffPress(r), "keydiff"),
     "snapkv": Press("SnapKVPress", lambda k, r: k.SnapKVPress(r), "snapkv", KVPRESS),
-    # kvpress never drops the newest token; the paper does not say so.
+    # kvpress never drops the newest token, though the paper does not say so.
     "tova": Press("TOVAPress", lambda k, r: k.TOVAPress(r), "tova", protect=(Recent(1),)),
     "streaming_llm": Press("StreamingLLMPress", lambda k, r: k.StreamingLLMPress(r), "sink-recent"),
     "expected_attention": Press(

@@ -5,9 +5,9 @@
     python -m scripts.studies.prompts          # prints the table
     python -m scripts.studies.prompts --write  # writes it into docs/how-to/shorten.md
 
-Contexts are the board's (scripts/studies/board.py), of its first seed. A prompt is shortened inside the chat
-template and read with the full cache; what evicting methods do on the same contexts is in the board's data.
-Measured is -log p of the tokens of right answers.
+Contexts are those of the board's first seed (scripts/studies/board.py). A prompt is shortened inside the chat
+template and read with the full cache; results of evicting methods on the same contexts are in the board's
+data. Measured is -log p of the tokens of right answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVICTING = ("random", "snapkv", "tova", "keydiff", "kvzip")
 
 
 def run() -> None:
-    """Measures the rows that are not there yet."""
+    """Measures the missing rows."""
     import kvjax
     from kvjax.eval.run.scanned import scanned
     from kvjax.eval.tasks.suite import make_suite
@@ -73,13 +73,13 @@ def _measure(model: Any, suite: Any, task: str, name: str, keep: float) -> dict[
 def _shortened(
     model: Any, suite: Any, ids: Sequence[int], question: str, name: str, keep: float
 ) -> list[int]:
-    """A context's ids, shortened after what the chat template puts in front of it."""
+    """A context's ids, shortened after the tokens that the chat template puts before it."""
     import kvjax
 
     before = model.tokenizer.encode(suite.chat[0], add_special_tokens=False).ids
     assert [*ids[: len(before)]] == before
     text = model.tokenizer.decode([*ids[len(before) :]], skip_special_tokens=False)
-    # The template's own tokens stay, so the text keeps as many fewer.
+    # The template's own tokens stay, so the text keeps fewer tokens by their number.
     share = max(0.01, (keep * len(ids) - len(before)) / (len(ids) - len(before)))
     short = kvjax.shorten(model, text, keep=share, question=question, by=name)
     return [*before, *model.tokenizer.encode(short.text, add_special_tokens=False).ids]
@@ -117,7 +117,7 @@ def _row(name: str, kept: float, asks: bool, scores: dict[Any, float], full: dic
 def _of_board(
     lines: Sequence[board.Line], protocol: str, method: str, budget: float | None
 ) -> dict[tuple[str, int], float]:
-    """What the board has of a method's first contexts."""
+    """The board's results for a method's first contexts."""
     mine = [x for x in lines if (x["protocol"], x["method"], x["budget"]) == (protocol, method, budget)]
     return {(line["task"], i): x for line in mine for i, x in enumerate(line["nll"][:CONTEXTS])}
 

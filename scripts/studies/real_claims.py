@@ -1,8 +1,8 @@
 """Which claims of papers hold on a real language model: a part of docs/claims.md, from the board's data.
 
-A method is better than another one where right answers are likelier, on contexts that both read. It is within
-5% of the full cache where the tokens of right answers are at least 0.95 times as likely, in the geometric
-mean: 0.051 nats per token.
+A method is better than another if right answers are likelier, on contexts that both read. It is within 5% of
+the full cache if the tokens of right answers are at least 0.95 times as likely, in the geometric mean (a loss
+of at most 0.051 nats per token).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.studies.claims_table import (
 
 YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "not testable"
 BUDGETS = (0.5, 0.25)
-# On the board the tokens of a question are never evicted under "aware".
+# On the board, "aware" protects the tokens of a question from eviction.
 PROTOCOLS = {AWARE: "aware", AGNOSTIC: "agnostic"}
 ABOUT = (
     "135 million parameters, 30 layers; the contexts of [the board](real-model.md), 1024 tokens of RULER's "
@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
 
 def check(claim: Claim, lines: Sequence[Line]) -> Found:
-    """What the board says of a claim. lines: of one length, from runs that asked the same tasks."""
+    """Checks a claim against the board. lines: of one length, from runs that asked the same tasks."""
     test = claim.test
     if isinstance(test, Untestable):
         return Found(NONE, "–", test.why)
@@ -90,7 +90,7 @@ def check(claim: Claim, lines: Sequence[Line]) -> Found:
 
 
 def judged(found: Difference, least: float) -> str:
-    """Whether a difference is above `least`, beyond its interval."""
+    """Whether a difference exceeds `least` by its interval."""
     assert found.low is not None and found.high is not None
     return YES if found.low > least else NO if found.high < least else UNCLEAR
 
@@ -110,8 +110,8 @@ def losses(
 ) -> Scores | None:
     """Nats per token of right answers by task and context, a mean over budgets.
 
-    A method without budgets, such as the full cache, has one figure for all of them. None where a budget
-    or a task is missing.
+    A method without budgets, such as the full cache, has one value for all of them. None where a budget or a
+    task is missing.
     """
     each = {}
     for line in (line for line in lines if line["method"] == method):
@@ -126,7 +126,7 @@ def losses(
 
 
 def section(lines: Sequence[Line]) -> str:
-    """What was measured, how many claims hold, and the table: what was tested first."""
+    """The section's text: what was measured, how many claims hold, and the table."""
     found = [(claim, check(claim, lines)) for claim in CLAIMS]
     count = Counter(one.verdict for _, one in found)
     verdicts = (YES, NO, UNCLEAR, MISSING, NONE)

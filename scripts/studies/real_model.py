@@ -1,4 +1,4 @@
-"""What a real language model of 135 million parameters shows: full-cache accuracy, then methods at budgets.
+"""A real language model of 135 million parameters: accuracy of the full cache, then methods at budgets.
 
     kvjax get smollm2-135m
     python -m scripts.eval --gin pilot-full --out runs/pilot-full   # about 20 minutes of two cores
@@ -29,7 +29,7 @@ from scripts.studies.real_model_picture import picture
 from scripts.studies.runner import Page, parser
 
 DATA = DOCS / "real-model.jsonl"
-# What a task and a budget need so that the board measures them by whole answers.
+# The conditions under which the board measures a task at a budget by whole answers.
 LEAST, TASKS = 0.7, 3
 ORDER = ("full", "kvzip", "tova", "h2o", "snapkv", "random")
 Line = dict[str, Any]
@@ -54,9 +54,9 @@ def main() -> None:
 
 
 def collect(folders: Sequence[Path]) -> list[Line]:
-    """A line per cell and task of what runs found so far; the first folder that has a sample counts.
+    """A line per cell and task of the results so far; the first folder that has a sample is used.
 
-    Scores stand in the order in which contexts were read, the same for all methods.
+    Scores are in the order in which contexts were read, which is the same for all methods.
     """
     found: dict[tuple[str, str, str, str], dict[str, Line]] = {}
     about: dict[tuple[str, str, str, str], Line] = {}
@@ -103,7 +103,7 @@ def read() -> list[Line]:
 
 
 def full_table(lines: Sequence[Line]) -> str:
-    """What the full cache answers, task by task."""
+    """The full cache's scores, task by task."""
     out = ["| task | contexts | right, % | -log p, nats per token |", "|---|--:|--:|--:|"]
     full = [line for line in lines if line["method"] == "full" and line["protocol"] == "agnostic"]
     for line in sorted(full, key=lambda line: -np.mean(line["scores"])):
@@ -113,7 +113,7 @@ def full_table(lines: Sequence[Line]) -> str:
 
 
 def pilot_table(lines: Sequence[Line], protocol: str) -> str:
-    """Scores and -log p of every method, over all tasks and over those that the full cache answers."""
+    """Scores and -log p of every method, over all tasks, and over those that the full cache can do."""
     mine = [line for line in comparable(lines) if line["protocol"] == protocol]
     tasks = [task for task in answered(lines) if any(line["task"] == task for line in mine)]
     head = f"| method | budget | bytes, % | {' | '.join(tasks)} | -log p, these tasks | -log p, all tasks |"
@@ -141,7 +141,7 @@ def decision_table(lines: Sequence[Line]) -> str:
 
 
 def comparable(lines: Sequence[Line]) -> list[Line]:
-    """The tasks that all methods were asked at all budgets, and of each the contexts that all have."""
+    """The tasks that all methods were asked at all budgets, and the contexts that all of them have."""
     found = []
     for protocol in dict.fromkeys(line["protocol"] for line in lines):
         of_protocol = [line for line in lines if line["protocol"] == protocol]
@@ -155,7 +155,7 @@ def comparable(lines: Sequence[Line]) -> list[Line]:
 
 
 def answered(lines: Iterable[Line]) -> list[str]:
-    """The tasks of which the full cache answers enough, best first."""
+    """The tasks that the full cache answers well enough, best first."""
     full = {
         line["task"]: float(np.mean(line["scores"]))
         for line in lines

@@ -1,7 +1,7 @@
-"""What all studies share: arguments, data that grows a row at a time, other processes, and tables in docs/.
+"""Shared by all studies: arguments, data that grows row by row, child processes, and tables in docs/.
 
-A study prints its tables; `--write` puts them into their page, and `--check` says whether they stand there.
-What it measures goes on where it was cut: only rows that the data lacks are made.
+A study prints its tables; `--write` writes them into their page, and `--check` says whether the page has
+them. Measurements resume: only rows that the data lacks are made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.docs_tables import DOCS, data_text, with_table
 def parser(
     about: str | None, actions: Sequence[str] = (), seed: str | None = None, page: bool = True
 ) -> argparse.ArgumentParser:
-    """One of `actions` as `what`, a --seed, whose help is `seed`, and --write and --check of a page."""
+    """A parser of an action `what`, a --seed with help `seed`, and a page's --write and --check."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if actions:
         made.add_argument("what", nargs="?", choices=actions, help="(default: print the tables)")
@@ -37,18 +37,18 @@ def parser(
 
 
 def seeds(seed: int) -> list[str]:
-    """The settings of `kvjax train` by which model and data are drawn from a seed."""
+    """The settings of `kvjax train` that seed the model and the data."""
     return [f"train.seed={seed}", f"data.seed={seed}"]
 
 
 class Page(NamedTuple):
-    """A page of docs/, and its tables by the marks between which they stand; "" is the whole page."""
+    """A page of docs/, and its tables by the marks around them; "" stands for the whole page."""
 
     name: str
     tables: Mapping[str, Callable[[], str]]
 
     def text(self) -> str:
-        """The page as it has to be."""
+        """The page's text as it should be."""
         path = DOCS / self.name
         text = path.read_text() if path.exists() else ""
         for mark, table in self.tables.items():
@@ -60,7 +60,7 @@ class Page(NamedTuple):
         return (DOCS / self.name).read_text() == self.text()
 
     def show(self, args: argparse.Namespace) -> None:
-        """Prints the tables, or does what --write or --check ask for."""
+        """Prints the tables, or does what --write or --check asks for."""
         if args.write:
             write_atomic(DOCS / self.name, self.text().encode())
         elif not args.check:
@@ -82,14 +82,14 @@ class Data:
         write_atomic(self.path, (data_text(found, self.depth) + "\n").encode())
 
     def change(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        """Changes what is there now, which another process may have added to, and writes it whole."""
+        """Applies a change to the file's present data, to which another process may have added."""
         found = self.read()
         change(found)
         self.write(found)
 
 
 def progress(names: Iterable[Any]) -> Iterator[Any]:
-    """The names one after the other, the present one and their count on the terminal's last line."""
+    """Iterates over the names, and shows the current one and their number on the terminal's last line."""
     from kvjax.eval.report.console import make_console
 
     todo, console = list(names), make_console()
@@ -101,9 +101,9 @@ def progress(names: Iterable[Any]) -> Iterator[Any]:
 def apart(
     module: str, *words: str, env: Mapping[str, str] | None = None, core: int | None = None
 ) -> dict[str, Any] | None:
-    """The JSON that a module prints last in a process of its own, on one core if that is given.
+    """The JSON that a module prints last, run in a process of its own, on one core if `core` is given.
 
-    None where the process fails; it has said why.
+    None if the process fails; it prints the reason itself.
     """
     done = subprocess.run(
         [sys.executable, "-m", module, *words], env=os.environ | dict(env or {}),
@@ -114,14 +114,14 @@ def apart(
 
 
 def kvjax(*words: str) -> None:
-    """Runs a command of kvjax, and ends with it where it fails; its output goes to the standard error."""
+    """Runs a command of kvjax, and exits with its status if it fails; its output goes to standard error."""
     done = subprocess.run([sys.executable, "-m", "kvjax", *words], stdout=sys.stderr, check=False)
     if done.returncode:
-        sys.exit(done.returncode)  # it has said why
+        sys.exit(done.returncode)  # the command has printed the reason
 
 
 def train_in(folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
-    """Trains into a folder, on from where it was cut, unless a model is there; returns the log."""
+    """Trains into a folder unless it has a model, resuming an interrupted run; returns the log."""
     if not (folder / "model").exists():
         kvjax(*words, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
     return log_of(folder)

@@ -1,10 +1,11 @@
-"""What a compression ratio is worth in requests per second, and what pages waste: docs/how-to/simulate.md.
+"""Requests per second by compression ratio, and memory wasted by pages: docs/how-to/simulate.md.
 
     python -m scripts.studies.serving            prints the tables
     python -m scripts.studies.serving --write    puts them into the page
     python -m scripts.studies.serving simulate   simulates what the data lacks, cell by cell (seconds each)
 
-Nothing is measured: costs are a roofline. Requests are drawn like those of Azure's conversations of 2023.
+Nothing is measured: costs come from a roofline. Requests are drawn with the statistics of Azure's
+conversations of 2023.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SYSTEMS = ("fastertransformer(rows=32, longest=8192)", "vllm", "sarathi(tokens=5
 GIBS, RATIOS = (12, 50), (1.0, 0.5, 0.25)
 OBJECTIVE, SHARE = Slo(ttft=0.4, tpot=0.04), 0.9
 PAGES = (16, 32, 64, 128, 256)
-# Requests per second between which the largest rate is looked for, and how closely.
+# The range of requests per second in which the largest rate is searched, and the precision.
 LEAST, MOST, CLOSE = 0.25, 40.0, 0.03
 
 
@@ -58,7 +59,7 @@ def simulate_all() -> None:
 
 
 def largest_rate(name: str, costs: Costs) -> float:
-    """The largest rate at which nine of ten requests keep to the objective; 0 where none does."""
+    """The largest rate at which nine of ten requests meet the objective; 0 if there is none."""
     low, high = LEAST, MOST
     if not _kept(name, costs, low):
         return 0.0

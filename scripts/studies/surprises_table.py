@@ -1,4 +1,4 @@
-"""Methods below random eviction on the leaderboard, what is to blame, and the comparison that shows it."""
+"""Methods below random eviction on the leaderboard, the cause, and the comparison that shows it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Surprise(NamedTuple):
-    """What was found of some methods, and the methods to compare.
+    """The cause for some methods, and the methods to compare.
 
-    protocol: whether the question is seen before compression ("aware-unprotected") or not. budget: at which
-    they are.
+    protocol: whether the question is seen before compression ("aware-unprotected") or not. budget: that of
+    the comparison.
     """
 
     methods: tuple[str, ...]

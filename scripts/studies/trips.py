@@ -1,11 +1,11 @@
-"""How much of kvjax one call passes through: the functions and files that it enters while JAX traces it.
+"""Counts how many functions and files of kvjax one call enters while JAX traces it.
 
     python -m scripts.studies.trips                 # counts, call by call
     python -m scripts.studies.trips --list h2o-step # the functions of one call, file by file
 
-A stranger who follows a call reads so many functions in so many files. Counted are distinct functions of
-kvjax, its models and its kernels, on a model of four layers whose programs are not compiled yet. Lambdas,
-comprehensions and what a dataclass writes itself are not.
+So many functions and files must be read to follow the call. Counted are distinct functions of kvjax, its
+models and its kernels, on a model of four layers whose programs are not compiled yet. Lambdas, comprehensions
+and generated methods of dataclasses are not counted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def prefill(method: str) -> tuple[Call, Call]:
-    """What is done before, and the call that is counted: a prompt read and compressed."""
+    """The preparation, and the call that is counted: reading and compressing a prompt."""
     return lambda model: model, lambda model: kvjax.prefill(model, PROMPT, method=method, room=8)
 
 
 def step(method: str) -> tuple[Call, Call]:
-    """The same for one token after a prompt."""
+    """The same for one decode step after a prompt."""
 
     def first(model: Any) -> Any:
         return model, kvjax.prefill(model, PROMPT, method=method, room=8)[1]
@@ -64,7 +64,7 @@ CALLS = {
 
 
 def counted(name: str) -> set[CodeType]:
-    """The functions that a call enters, none of whose programs is kept from before."""
+    """The functions that a call enters, with all compiled programs cleared before."""
     import jax
 
     jax.clear_caches()
@@ -77,7 +77,7 @@ def counted(name: str) -> set[CodeType]:
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """Collects the functions of kvjax that are entered meanwhile."""
+    """Collects the functions of kvjax that are entered inside the block."""
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:

@@ -1,13 +1,13 @@
-"""Is converting and training a little worth as much as training anew? One model, three conversions.
+"""Compares converting a model and training it briefly with training from scratch, for three conversions.
 
     python -m scripts.studies.uptraining_curve train --steps 4000     # goes on where it was cut
     python -m scripts.studies.uptraining_curve --write                # the table in docs/training.md
     python -m scripts.studies.uptraining_curve --picture F.png        # and the curves
 
 A model of multi-head attention (`bytes`) is trained, converted to each of `CONVERSIONS`, and trained on for
-up to 5 % of its steps at a constant rate; beside it, the same architecture is trained from scratch for all of
-them. Held-out bits per byte after 0, 1, 2 and 5 % and at the end lie in docs/uptraining-curve.json, with the
-settings and the seeds.
+up to 5 % of its steps at a constant rate; for comparison, the same architecture is trained from scratch for
+all steps. Held-out bits per byte after 0, 1, 2 and 5 % and at the end are in docs/uptraining-curve.json, with
+the settings and the seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.studies.runner import Data, Page, log_of, parser
 DATA = Data(DOCS / "uptraining-curve.json")
 CONVERSIONS = {"MQA": "gqa:kv_heads=1", "MLA": "mla:rank=48", "CLA": "cla:every=2"}
 SHARES = (0, 1, 2, 5)
-# The rate of training on, a third of the usual one, as in configs/train/uptrain.gin.
+# The learning rate after conversion, a third of the usual one, as in configs/train/uptrain.gin.
 PEAK = 1e-3
 
 
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(steps: int, changes: Sequence[str], out: Path) -> dict[str, Any]:
-    """All that the table says; runs that are in `out` are not made again."""
+    """Measures all numbers of the table; runs that are in `out` are not repeated."""
     run = training(load_training("bytes", [f"train.steps={steps}", *changes]), VOCAB)
     original = trained(run, out / "original")
     rows = {}
@@ -86,12 +86,12 @@ def measure(steps: int, changes: Sequence[str], out: Path) -> dict[str, Any]:
 
 
 def counts(steps: int) -> dict[int, int]:
-    """How many steps each share of so many is."""
+    """The numbers of steps that correspond to each share."""
     return {share: max(1, round(steps * share / 100)) for share in SHARES if share}
 
 
 def uptraining(run: Training, start: Path) -> Training:
-    """Five per cent of a run's steps at a constant rate, evaluated at every step that the table asks for."""
+    """Trains for five per cent of a run's steps at a constant rate, with the table's evaluations."""
     asked = counts(run.loop.steps).values()
     steps, every = max(asked), math.gcd(*asked)
     loop = dataclasses.replace(run.loop, steps=steps, log_every=every, evaluate_every=every)
@@ -100,14 +100,14 @@ def uptraining(run: Training, start: Path) -> Training:
 
 
 def held_out(run: Training, model: Path, out: Path) -> float:
-    """Bits per byte of a model as it is: one step at no rate."""
+    """Bits per byte of a model without training: one step at learning rate 0."""
     once = dataclasses.replace(uptraining(run, model), optimiser=dataclasses.replace(run.optimiser, peak=0.0))
     loop = dataclasses.replace(once.loop, steps=1, log_every=1, evaluate_every=1)
     return log_of(trained(dataclasses.replace(once, loop=loop), out))[-1]["bits_per_byte"]
 
 
 def trained(run: Training, folder: Path) -> Path:
-    """The folder of a run, which goes on where it was cut, and then has its model."""
+    """The folder of a run, trained to its end; an interrupted run resumes."""
     if not (folder / "model").is_dir():
         train(run, folder, resume=(folder / "run.json").exists())
     return folder

@@ -1,7 +1,7 @@
-"""The engine on a device: the loop's plans carried out with kvjax' own functions.
+"""The engine on a device: it carries out the loop's plans with kvjax's own functions.
 
-It owns no attention, codec or score. `pages` is a pool with tables, `lanes` a stack of ordinary caches, which
-serve every method; `engine` sends each request to one of them.
+It has no attention, codec or score of its own. `pages` is a pool with page tables. `lanes` are stacked
+ordinary caches, which any method can use. `engine` assigns each request to one of the two.
 """
 
 from __future__ import annotations

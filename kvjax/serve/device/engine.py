@@ -42,14 +42,14 @@ class Source(Protocol):
 
 
 class Given:
-    """Requests that are known from the start, each with its arrival time."""
+    """Requests that are all known at the start, each with its arrival time."""
 
     def __init__(self) -> None:
         self.queue: list[Request] = []
         self.began, self.next = time.perf_counter(), 0
 
     def start(self, requests: list[Request]) -> None:
-        """Sets the clock to 0, and these to come."""
+        """Sets the clock to 0 and stores the requests that will arrive."""
         self.queue = sorted(requests, key=lambda one: (one.arrived, one.id))
         self.began = time.perf_counter()
 
@@ -58,7 +58,7 @@ class Given:
         return time.perf_counter() - self.began
 
     def arrived(self) -> list[Request] | None:
-        """Who came since the last call; None once all have."""
+        """The requests that arrived since the last call; None once all have arrived."""
         first, now = self.next, self.now()
         if first == len(self.queue):
             return None
@@ -67,17 +67,17 @@ class Given:
         return self.queue[first : self.next]
 
     def wait(self) -> None:
-        """Sleeps until the next one comes."""
+        """Sleeps until the next request arrives."""
         if self.next < len(self.queue):
             time.sleep(max(0.0, self.queue[self.next].arrived - self.now()))
 
 
 class Engine:
-    """Carries out what a loop asks for.
+    """Carries out a loop's effects on a device.
 
-    jobs: those under way, by id. ends: seconds at which every iteration ended. moved: slots to and from host
-    memory. computed: tokens through the model, rows that stood still included. gone: ids of those whose asker
-    left.
+    jobs: the running requests, by id. ends: when every iteration ended, in seconds. moved: slots copied to
+    and from host memory. computed: tokens that the model computed, idle rows included. gone: ids of requests
+    whose client disconnected.
     """
 
     def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
@@ -91,7 +91,7 @@ class Engine:
         self.moved = self.computed = 0
 
     def accept(self, job: Job, arrived: float) -> Request:
-        """Makes a request of a job, and finds where its slots will lie."""
+        """Makes a `Request` of a job, and decides whether its slots are in pages or in lanes."""
         keys: tuple[Any, ...] = ()
         page = self.loop.system.page
         if pages_refusal(job.model, job.method):
@@ -104,7 +104,8 @@ class Engine:
             self.pages = self.pages or Pages(self.model, *self.sizes)
             job.place = self.pages
             if job.method == Method():
-                # Of the full cache alone a page of a prefix is what it would be in any other request.
+                # Prefixes are shared under the full cache alone: only there does a page depend on its tokens
+                # alone.
                 text = job.tokens.tolist()
                 keys = tuple(tuple(text[i : i + page]) for i in range(0, len(text) - page + 1, page))
         self.jobs[job.id] = job
@@ -123,7 +124,7 @@ class Engine:
             pass
 
     def carry_out(self, effect: Effect) -> Done:
-        """Does what the loop asks for, and says what came of it."""
+        """Performs an effect of the loop, and returns its result."""
         if isinstance(effect, Run):
             return self._run(effect)
         if isinstance(effect, Move):
@@ -139,18 +140,19 @@ class Engine:
         return job
 
     def _look(self) -> None:
-        """Forgets what is stored of requests that gave way or ended, and looks where all others lie."""
+        """Drops the slots of requests that were preempted or ended, and updates page tables."""
         here = {entry.request.id for entry in (*self.loop.reading, *self.loop.writing)}
         for place in [*self.lanes.values(), *([] if self.pages is None else [self.pages])]:
             for id in place.holds() - here:
                 place.drop(id)
         if self.pages is not None:
-            # A page may have been replaced by the tree's since a request last wrote.
+            # The prefix tree may have replaced a page of a request since its last step.
             tables = self.loop.ledger.tables
             self.pages.tables = {id: list(tables[id]) for id in here if self.jobs[id].place is self.pages}
 
     def _move(self, move: Move) -> None:
-        # Pages of those that leave are another's by now, and hold what they held until something is written.
+        # The ledger has already given the pages of preempted requests to others; their content is intact
+        # until the next write.
         for entry in move.out:
             if entry.state == AWAY:
                 self._job(entry).place.leave(entry.request.id)
@@ -189,7 +191,7 @@ class Engine:
         return Done(now, steps, ended, self.source.arrived(), gone, kept)
 
     def _kept(self, entry: Entry) -> list[tuple[Entry, int, float]]:
-        """The slots that a method left of a prompt in pages; nothing where that is all of it."""
+        """The entry with its slots in pages, if its method evicted some of the prompt; else nothing."""
         entry.outside = self._job(entry).place is not self.pages
         if self.pages is None or entry.outside:
             return []
@@ -198,7 +200,7 @@ class Engine:
         return [(entry, int(lists.max()), mean)] if mean < entry.goal else []
 
     def _write(self, run: Run, ended: list[Entry], failed: list[Entry]) -> int:
-        """Writes with every row until somebody ends; how many steps that were."""
+        """Decodes with every row until one of them ends; returns the number of steps."""
         if not run.write:
             return 1
         crews: dict[int, list[Entry]] = {}
@@ -221,7 +223,7 @@ class Engine:
         return n
 
     def _gone(self) -> list[Entry]:
-        """The entries of those whose asker left."""
+        """The entries of requests whose client disconnected."""
         if not self.gone:
             return []
         loop = self.loop

@@ -24,16 +24,16 @@ from kvjax.serve.requests import Entry
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One request: a prompt, and how its text is to go on.
+    """One request: a prompt, and how its continuation is generated.
 
     Args:
         tokens: token ids of the prompt.
-        max_new_tokens: how many tokens are written at most.
+        max_new_tokens: the most tokens to generate.
         method: a method, its text, or None for the full cache; requests of one run may differ in it.
         sampler: how tokens are drawn; None takes the likeliest.
         key: a PRNG key, by which `kvjax.generate` would draw the same tokens.
         stop: token ids that end the text; None takes the checkpoint's.
-        arrived: seconds after the start at which it comes.
+        arrived: its arrival time, in seconds after the start.
 
     >>> Prompt([1, 2, 3], max_new_tokens=4).max_new_tokens
     4
@@ -49,11 +49,12 @@ class Prompt:
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The result of a request.
 
-    tokens, logprobs: of what it wrote, a stop token included. state: "ended", "refused" (it needs more pages
-    than the pool has), "failed" (`error` says why) or "gone" (whoever asked left). reason: why its text ends,
-    "stop" or "length"; empty where it did not. matched: tokens of its prompt that others had read.
+    tokens, logprobs: of the generated tokens, a stop token included. state: "ended", "refused" (it needs more
+    pages than the pool has), "failed" (`error` says why) or "gone" (its client disconnected). reason: why the
+    text ended, "stop" or "length"; empty if it did not. matched: how many tokens of its prompt were found in
+    the prefix tree.
     """
 
     tokens: Int[np.ndarray, "n"]
@@ -67,10 +68,9 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request under way: what it wrote, and where its slots lie (`place`).
+    """A running request: its generated tokens, and where its slots are (`place`).
 
-    next: the position of the next token that is stored. told: called after every token, in the engine's
-    thread.
+    next: the position of the next token to be stored. told: called after every token, in the engine's thread.
     """
 
     id: int
@@ -96,13 +96,13 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Why its text has ended; empty where it goes on."""
+        """Why its text has ended; empty if it continues."""
         if self.written and self.written[-1] in self.stop:
             return "stop"
         return "length" if len(self.written) >= self.most else ""
 
     def add(self, token: int, logprob: float) -> None:
-        """One more token; an error where its log-probability is not a number."""
+        """Appends a token; sets `error` if its log-probability is NaN."""
         if np.isnan(logprob):
             self.error = (
                 f"the logits of token {len(self.written)} are not numbers: the model or its method overflows "
@@ -115,7 +115,7 @@ class Job:
             self.told(self)
 
     def answer(self) -> Answer:
-        """What it has to say for itself."""
+        """The `Answer` so far."""
         entry = self.entry
         state = "failed" if self.error else "gone" if entry is None else entry.state
         matched, preempted = (0, 0) if entry is None else (entry.matched, entry.preempted)
@@ -125,7 +125,10 @@ class Job:
 
 
 def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = None) -> Job:
-    """A request that was checked: InputError for what `kvjax.generate` refuses, and for split models."""
+    """Checks a request and makes a job of it.
+
+    Raises InputError for what `kvjax.generate` refuses, and for models on a mesh.
+    """
     check_single(model, "answer its requests with kvjax.generate")
     if model.on_mesh is not None:
         raise InputError(f"{model.name} lies on several devices, expected one: serve an unsplit model")

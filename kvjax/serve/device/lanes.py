@@ -1,7 +1,7 @@
-"""Lanes: every request has a cache of its own, compressed by its method, and all of one kind step together.
+"""Lanes: each request has a cache of its own; caches of one method and size are stacked and step together.
 
-That serves every method, whatever it keeps: the caches are stacked, and a step is that of one row, mapped
-over them. A prompt is read whole when its last piece is due, because a method chooses among all its tokens.
+This works for every method: a step is the step of a cache of one row, mapped over the stack (`jax.vmap`). A
+prompt is read in one go when its last chunk is scheduled, because a method selects among all of its tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LaneStep(NamedTuple):
 
 @partial(jax.jit, donate_argnames=("stack",))
 def put(stack: Cache, one: Cache, row: Int[Array, ""] | np.int32) -> Cache:
-    """The stack with a cache in one of its rows."""
+    """Writes a cache to a row of the stack."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, row, 0), stack, one)
 
 
@@ -57,13 +57,13 @@ def take(stack: Cache, row: Int[Array, ""] | np.int32) -> Cache:
 
 @partial(jax.jit, static_argnames="rows")
 def grown(one: Cache | None, stack: Cache | None, rows: int) -> Cache:
-    """A stack with `rows` empty rows more, or of so many as hold caches like `one`."""
+    """Appends `rows` empty rows to a stack; without a stack, makes one for caches like `one`."""
     like = stack if one is None else jax.tree.map(lambda x: x[None][:0], one)
     return jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros((rows, *x.shape[1:]), x.dtype)]), like)
 
 
 class Lanes:
-    """The caches of all requests of one method whose prompts and outputs have one size."""
+    """The caches of all requests of one method whose prompts and outputs have the same static size."""
 
     def __init__(self, job: Job, size: int):
         self.size = size
@@ -76,7 +76,7 @@ class Lanes:
         self.away: dict[int, Any] = {}
 
     def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
-        """The token after the tokens that a job reads, once it has read all of them; else None."""
+        """Reads the prompt once its last tokens are scheduled; returns the next token, else None."""
         if start + count < goal:
             return None
         logits, cache = read_alone(job, self.size)
@@ -84,7 +84,7 @@ class Lanes:
         return replayed(job, self._steps) or first_token(job, logits)
 
     def write(self, jobs: list[Job], n: int) -> Written:
-        """Up to n steps of some jobs, each of which stores its last token."""
+        """Runs up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
@@ -100,7 +100,7 @@ class Lanes:
         return written(done, where)
 
     def _one_by_one(self, jobs: list[Job], tokens: list[int]) -> Written:
-        """One step of each; all make the same number, which is 1."""
+        """One step of each job, one job after the other."""
         found, step = [], LaneStep(self.one, True)
         for job, token in zip(jobs, tokens, strict=True):
             args = np.array([token], np.int32), np.ones(1, bool), draws_of([job], [0], 1), np.int32(1)
@@ -113,7 +113,7 @@ class Lanes:
 
     def _store(self, id: int, cache: Cache) -> None:
         if any(jax.tree.leaves(lies_far(cache))):
-            # Slots in host memory cannot be stacked: such caches step one by one.
+            # Slots in host memory cannot be stacked, so such caches step one after the other.
             self.apart = True
             self.alone[id] = cache
             return
@@ -134,7 +134,7 @@ class Lanes:
         self.away.pop(id, None)
 
     def leave(self, id: int) -> None:
-        """Moves what a request has stored to the host."""
+        """Moves a request's cache to the host."""
         if id in self.rows:
             row = self.rows.pop(id)
             self.away[id] = jax.device_get(take(self.stack, np.int32(row)))
@@ -143,9 +143,9 @@ class Lanes:
             self.away[id] = self.alone.pop(id)
 
     def come_back(self, job: Job, table: list[int]) -> None:
-        """Moves it back."""
+        """Moves a request's cache back to the device."""
         self._store(job.id, self.away.pop(job.id))
 
     def holds(self) -> set[int]:
-        """The requests with data on the device."""
+        """The requests whose caches are on the device."""
         return {*self.rows, *self.alone}

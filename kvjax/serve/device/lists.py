@@ -1,4 +1,4 @@
-"""The slots of a one-row compressed cache, by layer and KV head, on the host."""
+"""The slots of a compressed one-row cache, by layer and KV head, on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(cache: Cache) -> list[Lists]:
-    """The slots by KV head of every group of layers of a one-row cache with uncompressed codes."""
+    """The slots of every group of layers of a one-row cache, by KV head, decoded."""
     found = []
     for group in cache.groups:
         assert group.state is None and group.sinks is None
@@ -43,7 +43,7 @@ def _part(part: Segment, pools: tuple[Pages, ...]) -> Lists:
 
 
 def in_front(lists: Lists, size: int) -> Lists:
-    """The live slots of every list first, in lists of `size`; positions as float32."""
+    """Moves the live slots of every KV head to the front, in arrays of `size` slots; positions as float32."""
     order = np.argsort(lists.pos < 0, axis=2, kind="stable")[:, :, :size]
     short = size - order.shape[2]
     pos = np.take_along_axis(lists.pos, order, 2).astype(np.float32)

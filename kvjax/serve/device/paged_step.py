@@ -1,4 +1,7 @@
-"""One decoder over pages: a third `Memory` beside those of prefill and step, of two operations that exist."""
+"""One decoder over pages: a third `Memory`, beside those of prefill and decode step.
+
+It appends by `paged_append` or `paged_write` and attends by `paged_decode`.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ NAME = "pages"
 
 
 class Rows(NamedTuple):
-    """Where the slots of some rows lie.
+    """The pages that hold the slots of some rows.
 
-    blocks: a block is one page of every layer and KV head, with the number head * blocks + block among the
-    pages of a layer. stored: slots of every list. next: the position of the row's next token.
+    blocks: the blocks of each row. A block is one page of every layer and KV head; in a layer's pool its page
+    of a head has index head * (number of blocks) + block. stored: slots per layer, row and KV head. next: the
+    position of the row's next token.
     """
 
     blocks: Int[Array, "R M"]
@@ -37,7 +41,7 @@ class Rows(NamedTuple):
 
 
 def table_of(pool: PagePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array, "R K M"]:
-    """The pages of every list."""
+    """The page table of every row and KV head."""
     of_head = pool.words.shape[1] // heads
     return jnp.arange(heads, dtype=jnp.int32)[None, :, None] * of_head + blocks[:, None]
 
@@ -46,7 +50,7 @@ def paged_hidden(
     config: Config, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "R T"],
     counts: Int[Array, "R"], implementation: str | None = None,
 ) -> tuple[Float[Array, "R T D"], tuple[PagePool, ...]]:  # fmt: skip
-    """The hidden states after all layers for the first `counts` tokens of every row, which are stored."""
+    """Runs the first `count` tokens of every row through all layers, and stores them in the pools."""
     heads, t = rows.stored.shape[2], tokens.shape[1]
     new = jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
     at = rows.next[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
@@ -82,7 +86,7 @@ def paged_hidden(
 
 
 class PagedStep(NamedTuple):
-    """A step over pages, for `write_slice`; equal ones share programs. Its state is (pools, Rows)."""
+    """A decode step over pages, for `write_slice`; equal ones share programs. Its state is (pools, Rows)."""
 
     config: Config
     implementation: str | None = None
@@ -103,7 +107,7 @@ def read_piece(
     step: PagedStep, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "1 T"],
     count: Int[Array, "1"],
 ) -> tuple[Float[Array, "1 V"], tuple[PagePool, ...]]:  # fmt: skip
-    """Logits after the first `count` tokens of a piece of one prompt, which are stored."""
+    """Reads the first `count` of the given tokens of one prompt; returns logits after them, and the pools."""
     x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, step.implementation)
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)
     return unembed(params, last[:, 0], step.config), pools
@@ -114,7 +118,7 @@ def adopt(
     pools: tuple[PagePool, ...], blocks: Int[Array, "1 M"], count: Int[Array, "1"],
     new: tuple[tuple[Array, Array, Array], ...],
 ) -> tuple[PagePool, ...]:  # fmt: skip
-    """The pools with the first `count` slots of lists (keys, values, positions) [Lg, K, S, H] in blocks."""
+    """Writes the first `count` slots of KV heads (keys, values, positions [Lg, K, S, H]) to blocks."""
     done = []
     for pool, (k, v, pos) in zip(pools, new, strict=True):
         table, start = table_of(pool, blocks, k.shape[1]), jnp.zeros((1, k.shape[1]), jnp.int32)
@@ -128,7 +132,7 @@ def adopt(
 
 @jax.jit
 def taken(pools: tuple[PagePool, ...], pages: Int[Array, "N"]) -> tuple[Array, ...]:
-    """The words of some pages of all layers."""
+    """The contents of some pages, for all layers."""
     return tuple(pool.words[:, pages] for pool in pools)
 
 
@@ -136,7 +140,7 @@ def taken(pools: tuple[PagePool, ...], pages: Int[Array, "N"]) -> tuple[Array, .
 def put_back(
     pools: tuple[PagePool, ...], pages: Int[Array, "N"], words: tuple[Array, ...]
 ) -> tuple[PagePool, ...]:
-    """The pools with these words in some pages; a page beyond the last is none."""
+    """Writes contents back to pages; an index beyond the last page writes nothing."""
     pairs = zip(pools, words, strict=True)
     return tuple(
         PagePool(

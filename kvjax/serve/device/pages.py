@@ -1,8 +1,9 @@
-"""Pages: requests in one pool, by tables of pages that lie anywhere.
+"""Pages: the slots of many requests in one pool, found by page tables.
 
-The full cache is read piece by piece, over pages that others may have read before. What a method chooses
-once, at the end of a prompt, becomes lists of unequal lengths in the request's pages; steps do not ask who
-chose, so requests of all such methods are written on in one batch by one program.
+Under the full cache a prompt is read in chunks, and may start with pages of a prefix that another request has
+read. A method that selects once, at the end of a prompt, leaves each KV head its own number of slots in the
+request's pages. Decode steps depend on these numbers alone, so one program decodes requests of all such
+methods in one batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PIECES = (16, 64, 256)
 
 
 def refusal(model: Model) -> str:
-    """Why the slots of a model cannot lie in pages; empty where they can."""
+    """Why the slots of a model cannot be stored in pages; empty if they can."""
     config = getattr(model, "config", None)
     if config is None or hasattr(model, "stepping"):
         return "the model reads and steps by itself"
@@ -50,7 +51,7 @@ def refusal(model: Model) -> str:
 
 
 def pages_refusal(model: Model, method: Method) -> str:
-    """Why requests of a method cannot lie in pages; empty where they can."""
+    """Why requests of a method cannot be stored in pages; empty if they can."""
     if why := refusal(model):
         return why
     plain = Method().decode_part()
@@ -69,7 +70,7 @@ def pages_refusal(model: Model, method: Method) -> str:
 
 
 def of_a_few(least: int, first: int = 4) -> int:
-    """The smallest of first, 4 first, 16 first ... from `least` up.
+    """The smallest of first, 4 first, 16 first, ... that is at least `least`; so few sizes are compiled.
 
     >>> of_a_few(3), of_a_few(17)
     (4, 64)
@@ -82,8 +83,8 @@ def of_a_few(least: int, first: int = 4) -> int:
 class Pages:
     """A pool of `blocks` blocks of `page` tokens, each a page of every layer and KV head.
 
-    rows: that step at once, or four times as many. most: pages of the longest request. lists: slots of every
-    (layer, KV head) of a request. read_tokens: how many tokens ran through the layers to be read.
+    rows: how many rows a step has; a larger batch has four times as many. most: pages of the longest request.
+    lists: slots per layer and KV head, by request. read_tokens: how many prompt tokens were computed.
     """
 
     def __init__(self, model: Model, page: int, blocks: int, rows: int, most: int):
@@ -114,7 +115,7 @@ class Pages:
         self.read_tokens = 0
 
     def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
-        """The token after the tokens that a job reads, once it has read all of them; else None."""
+        """Reads scheduled tokens of a job, and returns the next token once all are read; else None."""
         if job.method != Method():
             return self._choose(job) if start + count == goal else None
         if job.id not in self.lists:
@@ -126,7 +127,7 @@ class Pages:
         return first_token(job, logits) if logits is not None and start + count == goal else None
 
     def write(self, jobs: list[Job], n: int) -> Written:
-        """Up to n steps of some jobs, each of which stores its last token."""
+        """Runs up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
@@ -159,7 +160,7 @@ class Pages:
         assert longest + n <= room, f"{n} tokens more than {longest} in a table of {room}"
 
     def _piece(self, job: Job, tokens: list[int]) -> Array:
-        """Logits after a piece of a prompt, which is stored."""
+        """Reads and stores a chunk of a prompt; returns the logits after it."""
         size = next(size for size in PIECES if size >= len(tokens))
         self._check_room(job, len(tokens))
         padded = np.zeros((1, size), np.int32)
@@ -174,7 +175,7 @@ class Pages:
         return logits
 
     def _choose(self, job: Job) -> Token:
-        """Reads a prompt alone by its method, and moves what it keeps into the job's pages."""
+        """Reads a whole prompt under its method, and copies the kept slots into the job's pages."""
         table = self.tables[job.id]
         logits, cache = read_alone(job, size_of(job))
         each = lists_of(cache)
@@ -195,19 +196,19 @@ class Pages:
         return replayed(job, self._steps) or first_token(job, logits)
 
     def drop(self, id: int) -> None:
-        """Forgets a request; its pages are the ledger's."""
+        """Forgets a request; the ledger frees its pages."""
         self.lists.pop(id, None)
         self.away.pop(id, None)
 
     def leave(self, id: int) -> None:
-        """Copies what a request has stored to the host; its pages may then be another's."""
+        """Copies a request's slots to the host, because its pages will be given to others."""
         table = self.tables.pop(id)
         words = fetch(taken(self.pools, self._pages_of(table).reshape(-1)))
         each = [np.asarray(x).reshape(x.shape[0], self.heads, -1, *x.shape[2:]) for x in words]
         self.away[id] = self.lists.pop(id), [x[:, :, : len(table)] for x in each]
 
     def come_back(self, job: Job, table: list[int]) -> None:
-        """Copies it into its new pages."""
+        """Copies a request's slots from the host into its new pages."""
         self.lists[job.id], each = self.away.pop(job.id)
         self.tables[job.id] = list(table)
         pages = self._pages_of(table)
@@ -220,11 +221,11 @@ class Pages:
         self.pools = put_back(self.pools, pages.reshape(-1), words)
 
     def _pages_of(self, table: list[int]) -> np.ndarray:
-        """The pages of some blocks by KV head; beyond the table a number that no page has."""
+        """The pages of some blocks by KV head; beyond the table an index that no page has."""
         found = np.full((self.heads, of_a_few(len(table))), self.heads * self.blocks, np.int32)
         found[:, : len(table)] = np.arange(self.heads)[:, None] * self.blocks + np.array(table)
         return found
 
     def holds(self) -> set[int]:
-        """The requests with data on the device."""
+        """The requests whose slots are on the device."""
         return {*self.lists}

@@ -1,4 +1,4 @@
-"""A prompt read alone by its own method, in shapes that do not depend on how long it is."""
+"""Reads one prompt under its own method, padded to a few sizes so that jobs share programs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvjax.compat.max_length import last_position
 from kvjax.serve.device.jobs import Job
 from kvjax.state.cache import Cache
 
-# Prompts and outputs up to so many tokens share programs.
+# The static sizes of prompts and outputs; all that fit into a size share its programs.
 SIZES = (64, 512, 4096, 32768, 262144, 2097152)
 
 
 def size_of(job: Job) -> int:
-    """Tokens of the prompt, and of what follows it, that the programs of a job are made for.
+    """The static size of a job's prompt and output together, for which its programs are compiled.
 
-    It is one of a few, so that jobs share programs, and no more than the model has positions.
+    There are few sizes, so that jobs share programs; none exceeds the model's positions.
     """
     need = max(len(job.tokens), job.most)
     size = next((size for size in SIZES if size >= need), need)
@@ -25,7 +25,7 @@ def size_of(job: Job) -> int:
 
 
 def read_alone(job: Job, room: int) -> tuple[Float[Array, "1 V"], Cache]:
-    """Logits after a job's prompt, and the cache compressed by its method, with room for its output."""
+    """Reads a job's prompt: logits after it, and its compressed cache, with room for the output."""
     tokens = np.zeros((1, max(room, len(job.tokens))), np.int32)
     tokens[0, : len(job.tokens)] = job.tokens
     logits, cache = read_prompt(

@@ -1,4 +1,4 @@
-"""Serving requests that are known from the start: `run`."""
+"""Serves requests that are known from the start: `run`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvjax.serve.systems import system as as_system
 
 
 class Served(NamedTuple):
-    """What became of requests: an answer for each, in their order, and the run for `load.metrics.metrics`.
+    """The results of `run`: an answer for each request, in order, and the outcome for `load.metrics.metrics`.
 
-    pages: of the pool.
+    pages: the size of the pool.
     """
 
     answers: list[Answer]
@@ -38,20 +38,20 @@ def run(
     method: Method | str | None = None, pages: int | None = None,
     watch: Callable[[Loop], None] | None = None,
 ) -> Served:  # fmt: skip
-    """Serves requests on this machine's devices; each is answered as `kvjax.generate` answers it alone.
+    """Serves requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
 
-    Requests of several methods may be in one run. Those that keep what they read, or choose once at the end
-    of a prompt, lie in pages of one pool and are written on together; all others, and models whose layers
-    pages cannot hold, have a cache of their own each (lanes), which steps together with its like.
+    Requests of several methods may be in one run. The full cache, and methods that select once, at the end of
+    a prompt, are stored in pages of one pool and decode in one batch. All other methods, and models whose
+    layers pages cannot hold, have a cache per request (lanes); caches of one method and size step together.
 
     Args:
         model: a model.
-        requests: what is asked.
-        system: whose policies run, or its text, such as "sarathi(tokens=256)".
-        method: of requests that name none.
-        pages: of the pool (default: room for all that may run at once). Lanes lie beside it; for them it
-            only says how many requests may run.
-        watch: is shown the loop before every effect.
+        requests: the requests.
+        system: a system, whose policies schedule, or its text, such as "sarathi(tokens=256)".
+        method: the method of requests that name none.
+        pages: the size of the pool (default: enough for all requests that may run at once). Lanes are not in
+            the pool; for them it only limits how many requests run.
+        watch: called with the loop before every effect.
 
     Returns:
         A `Served`: answers, and an outcome with every iteration's end.

@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are, as it is read, before a method lets anything leave."""
+"""Log-probabilities of a prompt's tokens as it is read, before a method evicts any."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.models.transformer import forward
 
 
 class Scored(NamedTuple):
-    """Of every token but the first: its log-probability, the likeliest token, and that one's."""
+    """For every token but the first: its log-probability, and the likeliest token with its own."""
 
     logprobs: Float[np.ndarray, "T"]
     best: Int[np.ndarray, "T"]
@@ -39,7 +39,7 @@ def _scored(
 
 
 def scored(model: Model, ids: list[int]) -> Scored:
-    """The tokens of a prompt after the first; InputError for models that read by themselves."""
+    """Scores the tokens of a prompt after the first; InputError for models with a `prefill` of their own."""
     if has_verbs(model):
         raise InputError(f"a {type(model).__name__} gives no log-probabilities of a prompt: leave echo out")
     tokens = np.zeros((1, bucket(len(ids))), np.int32)

@@ -1,4 +1,4 @@
-"""Programs that write tokens: a slice of steps for rows that are each at their own token."""
+"""Programs that generate tokens: a slice of decode steps for rows at different positions of their texts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SLICE = 16
 STOPS = 8
 
 
-# One token for every row: (params, state, token [R], which rows [R]) to (logits [R, V], state); hashable.
+# A decode step: (params, state, token [R], active [R]) to (logits [R, V], state); hashable.
 Step = Callable[[Any, Any, Array, Array], tuple[Array, Any]]
 
 
 class Draws(NamedTuple):
-    """How rows draw: token `at` of a row by its key folded with `at`, as in `kvjax.generate`."""
+    """How tokens are drawn: token `at` of a row by its key folded with `at`, as in `kvjax.generate`."""
 
     settings: Settings
     keys: Int[Array, "R _"]
@@ -37,7 +37,7 @@ class Draws(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What some steps leave: `count` of them were made."""
+    """The result of a slice of `count` steps."""
 
     count: Int[Array, ""]
     token: Int[Array, "R"]
@@ -48,7 +48,7 @@ class Slice(NamedTuple):
 
 
 def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> Draws:
-    """The draws of some jobs, each in its row of `rows`."""
+    """The `Draws` of some jobs, each in its row of `rows`."""
     settings = Settings(*(np.repeat(x[None], rows, 0) for x in Sampler().settings))
     keys = np.zeros((rows, *jobs[0].key.shape), np.uint32)
     at = np.zeros(rows, np.int32)
@@ -97,9 +97,9 @@ def write_slice(
     draws: Draws,
     n: Int[Array, ""] | np.int32,
 ) -> Slice:
-    """Up to n <= SLICE steps of the active rows, each of which stores its token and draws the next one.
+    """Runs up to n <= SLICE steps of the active rows; each stores a row's token and draws the next one.
 
-    It ends with the step in which a row draws a stop token, or one whose log-probability is not a number.
+    It ends after a step in which a row draws a stop token, or a token whose log-probability is NaN.
     """
 
     def goes_on(now: Slice) -> Array:
@@ -122,7 +122,7 @@ def write_slice(
 
 
 class Written(NamedTuple):
-    """Tokens that `count` steps gave to some jobs, one row for each."""
+    """The tokens that `count` steps generated for some jobs, one row for each job."""
 
     count: int
     tokens: Int[np.ndarray, "J n"]
@@ -130,16 +130,16 @@ class Written(NamedTuple):
 
 
 def written(done: Slice, where: Sequence[int]) -> Written:
-    """What a slice gave to the jobs in these rows, on the host."""
+    """The results of a slice for the jobs in these rows, on the host."""
     count, tokens, logprobs = fetch((done.count, done.tokens, done.logprobs))
     here, n = list(where), int(count)
     return Written(n, tokens[here, :n], logprobs[here, :n])
 
 
 def replayed(job: Job, steps: Callable[[list[Job], list[int], int], Written]) -> Token | None:
-    """The token after what a job wrote before it gave way, which is stored again; None for nothing.
+    """Reads again what a preempted job had generated; returns the next token, None if there was nothing.
 
-    Token by token, because a method chose among the tokens of the prompt alone.
+    It reads token by token, because the method selects among the tokens of the prompt alone.
     """
     found = None
     for token in job.written:

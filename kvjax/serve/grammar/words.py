@@ -127,7 +127,7 @@ class Whole(Word):
 
 @dataclass(frozen=True)
 class Iterations(Word):
-    """In every iteration running requests generate one token each, and new prompts are prefilled."""
+    """In every iteration the running requests generate one token each, and new prompts are prefilled."""
 
     rows: int = 64
 
@@ -142,7 +142,7 @@ class PrefillFirst(Word):
 
 @dataclass(frozen=True)
 class Chunked(Word):
-    """Every iteration has `tokens` tokens: all that write, then pieces of prompts."""
+    """Every iteration has `tokens` tokens: one of each decoding request, then chunks of prompts."""
 
     tokens: int = 512
     rows: int = 256

@@ -1,4 +1,4 @@
-"""Answers as they come: tokens of a job handed to an event loop, and their text up to where it ends."""
+"""Answers while they are generated: passes tokens to an event loop, and decodes them up to a stop text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvjax.serve.http.service import Service
 
 
 class Failed(Exception):
-    """A request that the engine could not answer; the message says why."""
+    """The engine could not answer a request; the message says why."""
 
 
 class Piece(NamedTuple):
-    """A token, its log-probability, and the text that is certain with it; id None: text alone, at the end."""
+    """A token, its log-probability, and the text that can no longer change; at the end id may be None."""
 
     id: int | None
     logprob: float
@@ -24,9 +24,9 @@ class Piece(NamedTuple):
 
 
 class Text:
-    """The text of tokens as they come, up to the first of some stop texts.
+    """The text of generated tokens, up to the first occurrence of a stop text.
 
-    What may be the beginning of a stop text is held back. over: whether one has come.
+    Text that may be the beginning of a stop text is held back. over: whether a stop text has occurred.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
@@ -35,11 +35,11 @@ class Text:
         self.held, self.longest = "", max(map(len, stops), default=1)
 
     def add(self, id: int) -> str:
-        """What a further token makes certain."""
+        """Appends a token; returns the text that later tokens cannot change."""
         return "" if self.decoding is None else self._passed(self.decoding.add(id), self.longest - 1)
 
     def rest(self) -> str:
-        """What was held back, where no token follows."""
+        """Returns the text that was held back, when no token follows."""
         return "" if self.decoding is None or self.over else self._passed(self.decoding.rest(), 0)
 
     def _passed(self, new: str, keep: int) -> str:
@@ -54,7 +54,7 @@ class Text:
 
 
 class Answering:
-    """One job, asked of a service by a coroutine: its pieces, and then why it ended (`reason`)."""
+    """One request of a coroutine to a service: its pieces, and then why it ended (`reason`)."""
 
     def __init__(self, service: Service, given: Prompt, stops: Sequence[str]):
         self.service, self.reason, self.written = service, "", 0
@@ -71,7 +71,7 @@ class Answering:
         self.job = service.submit(given, told, lambda _: put(None))
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Its pieces as they come; `Failed` where it cannot be answered."""
+        """Yields its pieces as they are generated; raises `Failed` if it cannot be answered."""
         while not self.text.over and (got := await self.queue.get()) is not None:
             id, logprob = got
             self.written += 1
@@ -89,6 +89,6 @@ class Answering:
                 self.reason = "stop"
 
     def leave(self) -> None:
-        """Whoever asked is gone."""
+        """Cancels the request unless it has ended, because the client has disconnected."""
         if not self.reason:
             self.service.cancel(self.job)

@@ -1,4 +1,4 @@
-"""The routes: completions, chats, models and metrics, as OpenAI's clients expect them."""
+"""The routes: completions, chat completions, models and metrics, in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvjax.serve.http.service import Closed, Full, Service
 
 
 class Door(NamedTuple):
-    """What the routes know: the service, the model's name, a key that clients send, and a body's bytes."""
+    """The state of the routes: the service, the model's name, the clients' API key, and the largest body."""
 
     service: Service
     name: str
@@ -35,7 +35,7 @@ class Door(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One answer in whole."""
+    """One complete answer."""
 
     text: str
     ids: list[int]
@@ -44,9 +44,10 @@ class Choice(NamedTuple):
 
 
 def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: int = 2**20) -> Starlette:
-    """The application over a service, which starts and ends with it.
+    """The ASGI application over a service, which starts and closes the service.
 
-    name: of the model. key: what clients must send as a bearer's; None asks for none. most_bytes: of a body.
+    name: the model's name. key: the bearer token that clients must send; None accepts all. most_bytes: the
+    largest body, in bytes.
     """
     door = Door(service, name, key, most_bytes)
 
@@ -84,7 +85,7 @@ def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: i
 
 
 def refused(status: int, message: str, code: str) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
+    """An error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return JSONResponse(body, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
@@ -93,7 +94,7 @@ def refused(status: int, message: str, code: str) -> JSONResponse:
 def _guarded(
     door: Door, inner: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A route that asks for the key, and answers wrong input and a full server in OpenAI's form."""
+    """A route that checks the API key, and answers wrong input and a full server with OpenAI's errors."""
 
     async def route(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode()
@@ -114,7 +115,7 @@ def _guarded(
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body, of which no more than `most` bytes are read."""
+    """The body of a request, of which at most `most` bytes are read."""
     found = bytearray()
     async for part in request.stream():
         found += part
@@ -124,7 +125,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 class _TooLong(Exception):
-    """A body with more bytes than are taken."""
+    """A body exceeds the most bytes that are accepted."""
 
 
 async def _answered(door: Door, request: Request, chat: bool) -> Response:
@@ -157,7 +158,7 @@ async def _answered(door: Door, request: Request, chat: bool) -> Response:
 
 
 async def _started(service: Service, given: Asked) -> list[Answering]:
-    """All prompts of a body, or none of them."""
+    """Submits all prompts of a body; if one is refused, none is submitted."""
     jobs: list[Answering] = []
     try:
         for prompt in given.prompts:
@@ -174,7 +175,7 @@ def _leave(jobs: list[Answering]) -> None:
 
 
 async def _unless_gone(request: Request, answers: asyncio.Future[list[Choice]]) -> list[Choice] | None:
-    """The answers; None where whoever asked is gone before they are there."""
+    """The complete answers; None if the client disconnects first."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -200,7 +201,7 @@ async def _whole(job: Answering) -> Choice:
 
 
 class _Head(NamedTuple):
-    """A prompt that is echoed: its text, its ids, and how likely they are where that is asked."""
+    """An echoed prompt: its text, its ids, and their log-probabilities if they are asked for."""
 
     text: str
     ids: list[int]
@@ -216,7 +217,7 @@ def _head(service: Service, given: Asked, index: int) -> _Head | None:
 
 
 def _choice(service: Service, given: Asked, index: int, one: Choice, head: _Head | None) -> dict[str, Any]:
-    """A choice of an answer that is not streamed."""
+    """A choice of a response that is not streamed."""
     if given.most == 0:
         one = Choice("", [], [], "length")
     found: dict[str, Any] = {"index": index, "finish_reason": one.reason, "token_ids": one.ids}
@@ -234,7 +235,7 @@ def _token(service: Service, id: int) -> str:
 
 
 def _logprobs(service: Service, given: Asked, one: Choice, head: _Head | None) -> dict[str, Any]:
-    """Log-probabilities as completions have them; of the prompt's first token there is none."""
+    """Log-probabilities in the format of completions; the first token of a prompt has none."""
     ids, known = [*one.ids], [*one.logprobs]
     top: list[dict[str, float] | None] = [
         {_token(service, id): logprob} for id, logprob in zip(ids, known, strict=True)
@@ -278,7 +279,7 @@ def _usage(given: Asked, jobs: list[Answering]) -> dict[str, int]:
 async def _events(
     door: Door, given: Asked, jobs: list[Answering], heads: list[_Head | None]
 ) -> AsyncIterator[str]:
-    """Server-sent events of all choices as they come; whoever goes away takes the requests back."""
+    """Yields the server-sent events of all choices; if the client disconnects, cancels the requests."""
     frame, queue = _frame(door, given, jobs, True), asyncio.Queue()
 
     async def pump(index: int) -> None:
@@ -321,7 +322,7 @@ async def _events(
 
 
 def _part(service: Service, given: Asked, index: int, one: Choice, head: _Head | None) -> dict[str, Any]:
-    """A choice's part in an event."""
+    """The entry of a choice in a server-sent event."""
     reason = one.reason or None
     if not given.chat:
         whole = _choice(service, given._replace(most=1), index, one, head)

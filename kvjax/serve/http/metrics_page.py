@@ -1,4 +1,4 @@
-"""Figures of a service in Prometheus' text form."""
+"""Metrics of a service in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTERS = {
 
 
 def metrics_page(service: Service) -> str:
-    """The page; names begin with kvjax_, and those of counters end with _total."""
+    """The page; all names begin with kvjax_, and those of counters end with _total."""
     loop = service.engine.loop
     gauges = {
         "requests_running": ("requests that hold pages", len(loop.reading) + len(loop.writing)),

@@ -1,4 +1,4 @@
-"""Bodies of requests: what OpenAI's completions and chat completions take, checked before anything runs."""
+"""Request bodies: the fields of OpenAI's completions and chat completions, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.models.model import Model
 from kvjax.models.tokenizer import render_chat, text_ids
 from kvjax.serve.device.jobs import Prompt
 
-# What a body may not ask for: by name, the only values that are taken.
+# Fields that are not supported: by name, the only values that are accepted.
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -31,11 +31,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 class Asked(NamedTuple):
-    """What a body asks for: prompts that run side by side, and how their answers are written.
+    """A checked request body: prompts that run in parallel, and how their answers are returned.
 
-    texts: the prompts as text, where they are echoed. stops: texts that end an answer. logprobs: how many of
-    the likeliest tokens are named beside a token of the prompt; None: no log-probabilities. most: tokens of
-    an answer; 0: the prompts alone are wanted.
+    texts: the prompts as text, if they are echoed. stops: the stop texts. logprobs: how many of the likeliest
+    tokens are returned beside each token of the prompt; None returns no log-probabilities. most: the most
+    tokens of an answer; 0 asks for the prompts alone.
     """
 
     prompts: list[Prompt]
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object of a body; InputError where it holds none."""
+    """The JSON object of a body; InputError if it is none."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -60,9 +60,9 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: int) -> Asked:
-    """What a body asks for. InputError names the field that cannot be used.
+    """Reads and checks a body. InputError names the field that cannot be used.
 
-    name: of the model that is served. context: tokens of a prompt and its answer.
+    name: of the served model. context: the most tokens of a prompt and its answer.
     """
     if body.get("model", name) != name:
         raise InputError(f"model is {body['model']!r:.80}, expected {name!r}: this server has no other")
@@ -86,7 +86,8 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
     if most is None:
         most = max(1, context - least) if chat else 16
     stop: list[int] | None = [] if _flag(body, "ignore_eos") else None
-    # Zero tokens ask for the prompt's log-probabilities alone, and one token is written for it.
+    # max_tokens=0 asks for the log-probabilities of the prompt alone; the engine generates one token all the
+    # same.
     prompts = [
         Prompt(ids, max(most, 1), sampler=sampler, key=jax.random.key(seed + i), stop=stop)
         for i, ids in enumerate(texts)
@@ -117,7 +118,7 @@ def _is_id(x: Any) -> bool:
 
 
 def encoded(model: Model, text: str) -> list[int]:
-    """The token ids of a text; InputError where there are none."""
+    """The token ids of a text; InputError if it has none."""
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer: send the prompt as token ids")
     check_text(text, "the prompt")
@@ -141,7 +142,7 @@ def _chat(model: Model, body: dict[str, Any]) -> list[int]:
 
 
 def _content(given: Any) -> str:
-    """A message's text, which may come in parts."""
+    """The text of a message, which may be split into parts."""
     if isinstance(given, str):
         return given
     parts: list[Any] = given if isinstance(given, list) else [None]
@@ -203,5 +204,5 @@ def _number(
     good = isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most
     if not good or not math.isfinite(found):
         raise InputError(f"{name} is {found!r:.80}, expected a number from {least:g} up")
-    # Every token passes where p is 1 of the likeliest, or 0 of the largest probability.
+    # top_p = 1 and min_p = 0 let every token pass, so they are no filter.
     return None if default is None and found == (1.0 if name == "top_p" else 0.0) else float(found)

@@ -1,4 +1,4 @@
-"""`Service`: an engine in a thread of its own, which requests may be given to and taken from at any time."""
+"""`Service`: an engine in a thread of its own; requests may be submitted and cancelled at any time."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ ENDS = (ENDED, REFUSED, GONE)
 
 
 def _most(job: Job) -> int:
-    """Tokens that are stored when a job ends."""
+    """How many tokens are stored when a job ends."""
     return len(job.tokens) + job.most - 1
 
 
 class Full(Exception):
-    """As many requests as may be are under way."""
+    """The service has as many requests as it accepts at a time."""
 
 
 class Closed(Exception):
-    """The service takes no more requests, because it ends."""
+    """The service accepts no more requests, because it is closing."""
 
 
 class Limits(NamedTuple):
-    """What a service takes: tokens of a prompt and its output, and requests that run or wait.
+    """The limits of a service: tokens of a prompt and its output, and requests that run or wait.
 
-    rows: requests that step at once.
+    rows: the most requests in one decode step.
     """
 
     context: int = 2048
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 
 
 class Live:
-    """Requests that come from other threads while the engine runs; an engine's `Source`."""
+    """Requests from other threads that arrive while the engine runs; the `Source` of an engine."""
 
     def __init__(self) -> None:
         self.changed, self.coming, self.closed = threading.Condition(), [], False
@@ -76,7 +76,7 @@ class Live:
             self.changed.wait_for(lambda: self.coming or self.closed)
 
     def put(self, job: Job) -> None:
-        """Gives a request to the engine."""
+        """Submits a request to the engine."""
         with self.changed:
             if self.closed:
                 raise Closed
@@ -84,18 +84,18 @@ class Live:
             self.changed.notify()
 
     def close(self) -> None:
-        """Nobody will come any more."""
+        """Marks the end: no more requests will arrive."""
         with self.changed:
             self.closed = True
             self.changed.notify()
 
 
 class Service:
-    """Serves requests until it is closed.
+    """Serves requests in a thread until it is closed.
 
-    A policy that raises costs an iteration by simpler ones, a request that fails costs nobody else anything,
-    and where the engine itself fails, those under way get an error and a new one goes on. counts: of what
-    happened, by name.
+    If a policy raises, a default policy schedules that iteration. A request that fails does not affect
+    others. If the engine fails, running requests get an error and a new engine takes over. counts: how often
+    each of these happened, by name.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Service:
         self.thread = threading.Thread(target=self._serve, name="kvjax-engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Starts the engine's thread."""
         self.thread.start()
 
     def submit(self, given: Prompt, told: Callable[[Job], None], ended: Callable[[Job], None]) -> Job:
-        """Gives a request to the engine; told is called after each token, ended once, in its thread.
+        """Submits a request; `told` is called after each token and `ended` once, in the engine's thread.
 
-        Raises InputError for what cannot be answered, `Full` and `Closed`.
+        Raises InputError for a request that cannot be answered, `Full`, and `Closed`.
         """
         with self._lock:
             id = self._next
@@ -149,12 +149,12 @@ class Service:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Takes a request back: its pages are free before the next iteration."""
+        """Cancels a request: its pages are freed before the next iteration."""
         if job.id in self.jobs:
             self.engine.gone.add(job.id)
 
     def close(self, seconds: float | None = None) -> bool:
-        """Takes no more requests, and waits until those under way have ended; whether they have."""
+        """Accepts no more requests, and waits until the running ones have ended; returns whether all have."""
         self.source.close()
         if self.thread.is_alive():
             self.thread.join(seconds)
@@ -176,7 +176,7 @@ class Service:
         while True:
             try:
                 self.engine.run(self._look)
-                # Those that ended with the last iteration.
+                # The requests that ended with the last iteration.
                 return self._look(self.engine.loop)
             except Exception as error:
                 LOG.exception("the engine failed, and those under way with it; a new one goes on")
@@ -200,7 +200,7 @@ class Service:
             self.source.close()
 
     def _look(self, loop: Loop) -> None:
-        """Tells whoever asked of requests that are over, and forgets them."""
+        """Calls back the clients of requests that have ended, and forgets these requests."""
         for error in loop.faults:
             LOG.error("a policy failed, and simpler ones decided in its place: %r", error)
         self.counts["policy_faults"] += len(loop.faults)

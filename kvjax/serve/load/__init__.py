@@ -1,1 +1,1 @@
-"""Workloads in, figures out: traces, requests that are drawn like them, and metrics."""
+"""Workloads and metrics: traces, synthetic requests with their statistics, and the figures of a run."""

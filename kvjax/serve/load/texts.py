@@ -1,4 +1,4 @@
-"""Tokens for requests of a trace or a generator, which have lengths and names of prefixes but no text."""
+"""Token ids for requests of a trace or a generator, which give lengths and prefix keys but no text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def scaled(requests: Sequence[Request], by: int) -> list[Request]:
 
 
 def texts(requests: Sequence[Request], vocab: int, most: int, seed: int = 0) -> list[list[int]]:
-    """Token ids for every request's prompt: where two have equal keys, they have equal tokens.
+    """Makes token ids for every request's prompt: prompts with equal keys get equal tokens.
 
-    vocab: ids lie below it. most: tokens of a prompt and its output together. Raises InputError, with the
-    number of the request, where these are more.
+    vocab: ids are below it. most: the most tokens of a prompt and its output together. Raises InputError,
+    with the number of the request, if these are more.
     """
     found = []
     for one in requests:
@@ -45,6 +45,6 @@ def texts(requests: Sequence[Request], vocab: int, most: int, seed: int = 0) -> 
 
 
 def _drawn(name: str, count: int, vocab: int, seed: int) -> list[int]:
-    """Tokens that follow from a name."""
+    """Random tokens that are determined by a name."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "big")).integers(0, vocab, count).tolist()

@@ -14,7 +14,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.serve.requests import Request
 
-# (arrival, prompt, output) by the names of their columns; of both forms in which Azure's trace is found.
+# (arrival, prompt, output) by column names, for both formats in which Azure's trace is published.
 AZURE = (
     ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),

@@ -12,7 +12,7 @@ class Wait(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Pages of these go to host memory (`out`), and come from there (`back`): all that they have stored."""
+    """Moves all slots of some requests to host memory (`out`), and those of others back (`back`)."""
 
     out: list[Entry]
     back: list[Entry]

@@ -1,4 +1,4 @@
-"""`Loop`: look, decide, check, run, settle. It has no clock and no device; an interpreter has.
+"""`Loop`: builds a view, lets a policy decide, checks the plan, yields effects, records their results.
 
 loop = Loop(system, pages)
 effects = loop.run()
@@ -103,7 +103,7 @@ class Loop:
         )  # fmt: skip
 
     def _hear(self, done: Done) -> float:
-        """Notes who arrived; whoever needs more pages than there are is refused."""
+        """Records arrivals; refuses requests that need more pages than there are."""
         self._over = done.arrived is None
         for entry in done.gone:
             self._leave(entry)
@@ -131,10 +131,10 @@ class Loop:
     # --- before an iteration ---
 
     def _make_room(self, plan: Plan) -> None:
-        """Carries out who gives way, and gives pages to those that run."""
+        """Preempts the requests that the plan names, and allocates pages to those that run."""
         for entry in plan.out:
             self._give_way(entry)
-        # Prefixes are held before anything is evicted for others.
+        # Shared prefixes are held before anything is evicted to make room.
         new = [entry for entry, _ in plan.read if entry.state == WAITING]
         for entry in new:
             self._share(entry)
@@ -202,7 +202,7 @@ class Loop:
         if self.tree is not None:
             self.tree.released(entry.keys)
 
-    # --- after it ---
+    # --- after an iteration ---
 
     def _settle(self, plan: Plan, done: Done) -> None:
         """Records which tokens were stored and generated, and which requests finished."""
@@ -246,7 +246,7 @@ class Loop:
             self._release(entry)
 
     def _leave(self, entry: Entry) -> None:
-        """Takes back what a request holds that will not end."""
+        """Releases what an unfinished request holds, because it was cancelled or failed."""
         for state in (self.waiting, self.reading, self.writing, self.away):
             if entry in state:
                 state.remove(entry)

@@ -62,7 +62,7 @@ def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Kept) -
 
 
 def chunked(system: System, batch: Chunked, view: View, kept: Kept) -> Plan:
-    """Sarathi-Serve (arXiv:2403.02310, algorithm 3): all write, begun prompts go on, new ones fill up."""
+    """Sarathi-Serve (arXiv:2403.02310, algorithm 3): all decode, begun prompts continue, new ones start."""
     tokens, going = batch.tokens - len(kept.write), []
     for entry in kept.read:
         count = min(entry.goal - entry.stored, tokens)

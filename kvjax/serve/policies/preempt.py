@@ -45,7 +45,7 @@ def give_way(system: System, view: View) -> Kept:
 
 
 def come_back(system: System, view: View, kept: Kept) -> Kept:
-    """The first come of those in host memory, while their pages fit beside a reserve."""
+    """Returns requests from host memory in order of arrival, while their pages fit beside a reserve."""
     free, back = kept.free, []
     for entry in view.away:
         need = pages(system.place, entry.request, entry.slots + 1)
@@ -57,7 +57,7 @@ def come_back(system: System, view: View, kept: Kept) -> Kept:
 
 
 def reserve(view: View) -> int:
-    """Pages that stay free for those that run, as vLLM's watermark: a hundredth."""
+    """Pages that stay free for running requests: a hundredth, as vLLM's watermark."""
     return max(1, view.pages // 100)
 
 

@@ -85,7 +85,7 @@ def simulate(
 
 
 class _Calendar:
-    """Now, and who comes next."""
+    """The simulated time, and the arrivals to come."""
 
     def __init__(self, queue: list[Request], costs: Costs, how: Compression, steps: int):
         self.queue, self.costs, self.how, self.steps = queue, costs, how, steps
@@ -144,7 +144,7 @@ class _Calendar:
 
 
 def _ended(run: Run, done: int) -> list[Entry]:
-    """Those to whom the iterations gave their last token."""
+    """The requests that got their last token in these iterations."""
     ended = [entry for entry in run.write if entry.written + done == entry.request.output]
     for entry, count in run.read:
         if _reads_all(entry, count) and entry.written + 1 == entry.request.output:

@@ -39,7 +39,7 @@ def orca(rows: int = 8, longest: int = 8192) -> System:
 def vllm(page: int = 16, rows: int = 256, tokens: int = 8192) -> System:
     """PagedAttention (Kwon et al., 2023, arXiv:2309.06180): pages on demand, prompts first.
 
-    Its `swap` in place of recomputing is `System(..., preempt=Swap())`.
+    The paper's swapping, in place of recomputation, is `System(..., preempt=Swap())`.
     """
     return System(place=Blocks(page), batch=PrefillFirst(rows, tokens), preempt=Recompute())
 

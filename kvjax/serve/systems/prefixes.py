@@ -53,9 +53,10 @@ def sglang(tokens: int = 2048, page: int = 16, rows: int = 256, window: int = 12
     tested="test_groups_of_one_prefix_read_it_once",
 )
 def batchllm(tokens: int = 2048, page: int = 16, rows: int = 1024) -> System:
-    """BatchLLM (Zheng et al., 2024, arXiv:2412.03594), sections 4 and 5: groups of one prefix, writers first.
+    """BatchLLM (Zheng et al., 2024, arXiv:2412.03594), sections 4 and 5: groups of requests with one prefix.
 
-    Deviation: groups share the first page alone, while the paper chooses the level by dynamic programming.
+    Groups with the most output tokens per input token run first. Deviation: groups share the first page
+    alone, while the paper chooses the level by dynamic programming.
     """
     batch = Chunked(tokens, rows)
     return System(place=Blocks(page), share=Tree(), evict=LRU(), order=PrefixGroups(), batch=batch)

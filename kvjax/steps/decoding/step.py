@@ -34,7 +34,7 @@ def step_fn(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Appends one token per row (or a vector in its place), attends, evicts.
 
-    Rows with append=False store nothing: they ask `token` again at the position of their last token, over
+    Rows with append=False store nothing: they read `token` again at the position of their last token, over
     the cache as it is. A row without a free slot stores nothing, and its logits are NaN.
     """
     x, new = step_hidden(run, params, cache, token, append)

@@ -1,4 +1,4 @@
-"""The module that `pip install -e` puts onto Python's path: it loads the package of this checkout instead."""
+"""The module that `pip install -e` puts on Python's path; it loads the package of this checkout."""
 
 import importlib.util
 import sys
@@ -9,6 +9,6 @@ _spec = importlib.util.spec_from_file_location(
     __name__, _home / "__init__.py", submodule_search_locations=[str(_home)]
 )
 assert _spec is not None and _spec.loader is not None
-# An import returns what is in `sys.modules` after this module has run.
+# `import` returns the entry of `sys.modules` that exists after this module has run.
 sys.modules[__name__] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules[__name__])
