@@ -8,25 +8,28 @@ from kvjax.compat.shipped_fits import ready
 from kvjax.grammar import Method
 from kvjax.methods import as_method
 from kvjax.models.axes import spread_params
+from kvjax.models.config import Config
 from kvjax.models.model import Model, check_single
-from kvjax.place.layer_pairs import groups_apart
+from kvjax.steps import Run
+from kvjax.steps.shared.run import stacks
 
 
 def prepare(model: Model, method: Method | str) -> Model:
-    """Builds the model that a method runs on: its weights rewritten, or the layers that it merges unstacked.
+    """Builds the model that a method runs on: its weights rewritten, or stacked layers taken apart.
 
     `kvjax.prefill` and the other functions do this by themselves, once per model and method, and keep the
     result as long as the model lives. A new model has its own weights and config, can be called and trained,
     and takes any method that fits its layers. Its caches are those of the method on the given model. If
-    layers are stacked, as on TPUs, and the method merges some in pairs, these are taken out of their stacks;
-    their weights are then in memory twice, unless the given model is released.
+    layers are stacked, as on TPUs, and the method treats layers of one stack differently (it merges some,
+    stores them in several ways, or drops tokens above one), the stack is cut there; its weights are then in
+    memory twice, unless the given model is released.
 
     Args:
         model: a model of one decoder.
         method: a method, or its text.
 
     Returns:
-        A new model, or the given one if the method neither rewrites weights nor merges layers.
+        A new model, or the given one if the method neither rewrites weights nor cuts a stack.
 
     Raises:
         InputError: if the method does not fit the model, or another method rewrote the model.
@@ -42,21 +45,29 @@ def prepare(model: Model, method: Method | str) -> Model:
 
 def made(model: Model, method: Method | None) -> Model:
     """The model that a method runs on. Raises InputError as `prepare`."""
-    return model if method is None else _with_pairs_apart(_remade(model, method), method)
+    return model if method is None else _restacked(_remade(model, method), method)
 
 
-def _with_pairs_apart(model: Model, method: Method) -> Model:
-    """The model with the layers that a method merges taken out of their stacks."""
-    if method.stack is None:
+def _restacked(model: Model, method: Method) -> Model:
+    """The model with stacks cut where the method treats their layers differently; often the model itself."""
+    if not isinstance(model, Model) or not isinstance(model.config, Config):
+        if method.stack is not None:
+            check_single(model, f"{method.id} merges layers of one decoder")
         return model
-    check_single(model, f"{method.id} merges layers of one decoder")
-    sizes = tuple(next(iter(layers.values())).shape[0] for layers in model.params["layers"])
-    groups = groups_apart(method.stack, model.config, sizes)
+    sizes = stack_sizes(model)
+    if max(sizes) == 1:
+        return model
+    groups = stacks(Run(model.config, method), sizes)
     if len(groups) == len(sizes):
         return model
     if groups not in model.models_made:
         model.models_made[groups] = model.regrouped(groups)
     return model.models_made[groups]
+
+
+def stack_sizes(model: Model) -> tuple[int, ...]:
+    """How many layers each of a model's stacks has; 1 for a layer that is not stacked."""
+    return tuple(next(iter(layers.values())).shape[0] for layers in model.params["layers"])
 
 
 def _remade(model: Model, method: Method) -> Model:

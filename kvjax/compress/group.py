@@ -25,6 +25,9 @@ from kvjax.ops.base.rope import Rope
 from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Taught, at_layer
 
+# What a caller of the pure functions does about a method that treats stacked layers differently.
+UNSTACK = "give the params of kvjax.prepare(model, method), which takes them apart"
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupMethod:
@@ -202,8 +205,8 @@ def group_method(
     """
     if len({method.at(i) for i in range(first, first + size)}) > 1:
         raise ValueError(
-            f"{method.id}: the stacked layers {first} to {first + size - 1} follow several sentences: give "
-            "them one, or layers that are not stacked"
+            f"{method.id}: the stacked layers {first} to {first + size - 1} follow several sentences: "
+            f"{UNSTACK}"
         )
     method = method.at(first)
     keep, store, read = method.keep, method.store, method.read
@@ -223,7 +226,7 @@ def group_method(
         if part is not None and first < part.skip_layers < first + size:
             raise ValueError(
                 f"{method.id}: skip_layers={part.skip_layers} ends inside the stacked layers {first} to "
-                f"{first + size - 1}: use {first} or {first + size}, or layers that are not stacked"
+                f"{first + size - 1}: use {first} or {first + size}, or {UNSTACK}"
             )
     if keep is not None and (first < keep.skip_layers or keep.score is None):
         keep = None
@@ -246,7 +249,7 @@ def _codecs(method: Method, first: int, size: int) -> tuple[Any, Any]:
     found = {(at_layer(store.keys, i), at_layer(store.values, i)) for i in range(first, first + size)}
     if len(found) > 1:
         raise ValueError(
-            f"{method.id}: the stacked layers {first} to {first + size - 1} are stored in several ways: give "
-            "it a number of layers at which a stack ends, or layers that are not stacked"
+            f"{method.id}: the stacked layers {first} to {first + size - 1} are stored in several ways: "
+            f"{UNSTACK}"
         )
     return found.pop()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from kvjax.grammar.protocols import Stacking
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, takes_of
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.params import Group
 
 
 def pairs_of(stack: Stacking, config: Config) -> tuple[int, ...]:
@@ -27,24 +24,6 @@ def pairs_of(stack: Stacking, config: Config) -> tuple[int, ...]:
         found += [layer] if both and alike else []
         layer += 2 if both and alike else 1
     return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def groups_apart(stack: Stacking, config: Config, sizes: tuple[int, ...]) -> tuple[Group, ...]:
-    """Groups of layers of these sizes, with all layers of pairs in groups of their own.
-
-    >>> from kvjax.store.merged import Merged
-    >>> config = Config(layers=9, vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)
-    >>> [g.size for g in groups_apart(Merged(), config, (1, 1, 7))]
-    [1, 1, 2, 1, 1, 1, 1, 1]
-    """
-    paired = {i for lower in pairs_of(stack, config) for i in (lower, lower + 1)}
-    cuts, first = {0}, 0
-    for size in sizes:
-        cuts |= {first, *(i + end for i in paired & set(range(first, first + size)) for end in (0, 1))}
-        first += size
-    starts = sorted(cuts - {first})
-    return tuple(Group(a, z - a) for a, z in zip(starts, [*starts[1:], first], strict=True))
 
 
 def _may_merge(config: Config, layer: int) -> bool:

@@ -340,14 +340,3 @@ def test_one_kv_head_of_unequal_layers_goes_on_after_a_second_turn():
     assert len({(np.asarray(p) >= 0).sum() for p in kept_positions(cache)}) == 3
     _, cache = kvjax.prefill(model, [rng.integers(0, 64, 16).tolist()], cache=cache, room=4)
     assert sum((np.asarray(p) >= 0).sum() for p in kept_positions(cache)) in range(71, 74)
-
-
-def test_layers_that_are_skipped_must_not_end_inside_a_stack():
-    config = Config(vocab=32, d_model=16, layers=4, heads=2, kv_heads=2, head_dim=16, d_ff=16)
-    params = init(config, jax.random.key(0), groups=plan(config, stacked=True))
-    model = Model(config, params)
-    kvjax.prefill(model, [[1, 2, 3, 4]], method=kvjax.method("l2compress", budget=2, skip_layers=2), room=2)
-    with pytest.raises(ValueError, match="skip_layers=1 ends inside the stacked layers 0 to 1"):
-        kvjax.prefill(
-            model, [[1, 2, 3, 4]], method=kvjax.method("l2compress", budget=2, skip_layers=1), room=2
-        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from kvjax.api.prepare import made
+from kvjax.api.prepare import stack_sizes
+from kvjax.compat.model_fit import config_of
 from kvjax.grammar import Method
 from kvjax.models.model import Model
 from kvjax.models.params import plan
 from kvjax.steps import Run
+from kvjax.steps.shared.run import stacks
 
 # From this many layers on, a loop over layers is worthwhile.
 DEEP = 12
@@ -24,12 +26,8 @@ def scanned(model: Model) -> Model:
 
 
 def runs_scanned(model: Model, method: Method) -> bool:
-    """Whether a method treats those layers alike that a model has stacked."""
+    """Whether a method treats those layers alike that a model has stacked, in prompts and in steps."""
     if any(one.keep is not None and one.keep.narrow is not None for one in method.sentences):
         return False
-    model = made(model, method)
-    try:
-        Run(model.config, method).groups(model.params)
-    except ValueError:
-        return False
-    return True
+    sizes = stack_sizes(model)
+    return len(stacks(Run(config_of(method, model.config), method), sizes)) == len(sizes)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.compress.group import UNSTACK
 from kvjax.compress.select import Fresh
 from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import RawKeys
@@ -57,7 +58,7 @@ def _chosen(
     if first != last + 1:
         raise ValueError(
             f"the tokens to read are chosen at layer {last}, inside stacked layers that end at {first - 1}: "
-            f"choose at layer {first - 1}, or give layers that are not stacked"
+            f"choose at layer {first - 1}, or {UNSTACK}"
         )
     below = params | {"layers": params["layers"][:count]}
     past = None if cache is None else dataclasses.replace(cache, groups=cache.groups[:count])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.compress.group import GroupMethod, group_method
+from kvjax.compress.group import UNSTACK, GroupMethod, group_method
 from kvjax.compress.select import AsMet
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import of_layer
@@ -22,6 +23,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Take
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.params import Group
 from kvjax.ops.attention.union import Keys
 from kvjax.place.layer_pairs import pairs_of
 from kvjax.state.cache import GroupState, Slots
@@ -119,13 +121,13 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
         if size > 1:
             raise ValueError(
                 f"{run.method.id} merges pairs of single layers, and layers {first} to "
-                f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
+                f"{first + size - 1} are stacked: {UNSTACK}"
             )
         gm = gm.replaced(stack=stack, upper=first - 1 in lower)
     if gm.sees_below and size > 1:
         raise ValueError(
             f"{run.method.id} encodes a layer by the one below it, and layers {first} to {first + size - 1} "
-            "are stacked: give layers that are not stacked"
+            f"are stacked: {UNSTACK}"
         )
     ids = slots is not None and slots.ids
     return gm.replaced(codecs=(gm.codecs[0], None)) if ids else gm
@@ -143,12 +145,35 @@ def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupM
                 if end > gm.first + 1:
                     raise ValueError(
                         f"{run.method.id} picks slots in layer {max(due, gm.first)} for those above it, "
-                        f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
-                        "not stacked"
+                        f"and layers {gm.first} to {end - 1} are stacked: {UNSTACK}"
                     )
             gm = gm.replaced(picker=picker)
         out.append(gm)
     return tuple(out)
+
+
+@lru_cache(maxsize=1024)
+def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
+    """Stacks of layers of these sizes, cut wherever a method treats two layers of one stack differently.
+
+    >>> from kvjax.store.merged import Merged
+    >>> config = Config(layers=9, vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> [g.size for g in stacks(Run(config, Method()), (1, 1, 7))]
+    [1, 1, 7]
+    >>> [g.size for g in stacks(Run(config, Method(stack=Merged())), (1, 1, 7))]
+    [1, 1, 2, 1, 1, 1, 1, 1]
+    """
+    layers, keep = sum(sizes), run.method.keep
+    each = _with_pickers(run, [_group(run, i, 1) for i in range(layers)], layers)
+    single = {i for i, gm in enumerate(each) if gm.stack is not None or gm.sees_below or gm.picks}
+    starts = {0, *itertools.accumulate(sizes)} | single | {i + 1 for i in single}
+    plain = [gm.replaced(first=0) for gm in each]
+    starts |= {i for i in range(1, layers) if plain[i] != plain[i - 1]}
+    for word in (run.method.reread, None if keep is None else keep.narrow):
+        if hasattr(word, "stages"):
+            starts |= {after + 1 for after, _ in word.stages(layers, 1)}
+    found = sorted(starts - {layers})
+    return tuple(Group(a, z - a) for a, z in zip(found, [*found[1:], layers], strict=True))
 
 
 def held(layer: Layer, state: GroupState) -> list[Keys]:
