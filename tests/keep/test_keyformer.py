@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.keep.algebra import Aged
-from kvjax.keep.scores.keyformer import NoisyMass
+from kvjax.keep.scores.keyformer import NoisyMass, gumbel
 from kvjax.keep.scores.score import Position
 from tests.float64.reference import softmax
 from tests.keep.test_score import LENGTH, check, seen_by
@@ -45,6 +45,12 @@ def test_noise_is_gumbel_and_new_for_every_query_key_head_layer_and_seed():
     assert np.abs(np.corrcoef(flat) - np.eye(6)).max() < 0.05
     for rows in (found[0, 0], found[0, 0].T):
         assert np.abs(np.corrcoef(rows) - np.eye(100)).max() < 0.55
+
+
+def test_noise_is_finite_for_the_smallest_and_the_largest_bits():
+    bits = np.array([0, 1, 2**31, 2**32 - 513, 2**32 - 512, 2**32 - 1], np.uint32)
+    uniform = ((bits >> 9).astype(np.float64) + 0.5) / 2**23
+    np.testing.assert_allclose(gumbel(jnp.asarray(bits)), -np.log(-np.log(uniform)), rtol=2e-6)
 
 
 def test_a_score_fades_with_the_tokens_that_came_since(view):

@@ -7,13 +7,23 @@ from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
 from kvjax.grammar.protocols import Inputs, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.trace import Received
 from kvjax.keep.scores.score import STRIP, probabilities
+
+
+def gumbel(bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
+    """A draw of the standard Gumbel distribution for every 32 random bits; always finite.
+
+    Of 23 bits, (bits + 1/2) / 2^23 is exact in float32. With one bit more, the largest would round to 1 and
+    its noise be infinite, which happens a few times in every prompt of a thousand tokens.
+    """
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +77,7 @@ class NoisyMass:
         def pair(key: Array, query: Array, slots: Array) -> Float[Array, "S"]:
             # The folded key itself is the random number: one hash per pair.
             bits = jax.random.key_data(jax.vmap(fold, (None, 0))(fold(key, query), slots))[:, 0]
-            uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
-            return -jnp.log(-jnp.log(uniform))
+            return gumbel(bits)
 
         keys = jax.vmap(fold, (None, 0))(of_layer, jnp.arange(heads, dtype=jnp.int32))
         of_queries = jax.vmap(pair, (None, 0, None))
