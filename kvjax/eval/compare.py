@@ -51,7 +51,7 @@ from kvjax.io.load import load
 from kvjax.methods.user import sources
 from kvjax.models.model import Model, check_single
 
-# 2: the question stays in "aware".
+# The version of results. Since 2, "aware" protects the question from eviction.
 SCHEMA = 2
 MORE = (
     "more: --methods well-known --budgets 0.5 0.25 0.125, --methods all, or names of `kvjax methods`; "
@@ -98,19 +98,19 @@ def compare(
 
     Args:
         model: a model, or its name as in `kvjax.load`.
-        methods: methods, or their texts. "well-known" stands for several, "all" for every one that needs no
-            fit; None runs a few of each kind.
+        methods: methods, or their texts. "well-known" names several, "all" for every one that needs no fit;
+            None runs a few of each kind.
         budgets: fractions of the tokens, or numbers of slots per head.
         tasks: questions; None asks models that read English RULER's needles, others recall (`usual_of`).
-        protocols: names such as "agnostic", where a prompt is compressed without its question, and "aware",
-            where with it.
-        samples: contexts that are drawn by each seed; all of them count together.
+        protocols: names such as "agnostic", which compresses a prompt without its question, and "aware",
+            which compresses it with the question.
+        samples: how many contexts are drawn per seed; results are over all seeds together.
         length: tokens of a context.
         text: a text file, whose perplexity is measured instead of asking questions.
         out: a folder for results.jsonl, metrics.json, frontier.png and report.html.
-        resume: goes on with a run that was stopped.
-        seed: of the contexts.
-        seeds: several in its place.
+        resume: continues a run that was stopped.
+        seed: the seed of the contexts.
+        seeds: several seeds, in place of `seed`.
         preset: a file of hyper-parameters for all methods, "short" or "long".
         scores: the report also shows what every method scores and keeps of one prompt (`kvjax.scores`).
         baselines: also runs the full cache, random and sink+recent; without them, differences to the full
@@ -192,7 +192,7 @@ def _entries(
 def _asked(
     plan: Plan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
 ) -> Comparison:
-    """Answers all questions of a plan, and reports; given: the settings and the command of metrics.json."""
+    """Answers the questions of a plan, and reports; given: settings and command for metrics.json."""
     started, batches = time.time(), batches_of(plan)
     log = UnitLog(folder, given["settings"], resume, (*Unit._fields, "read_s", "batch"))
     if not log.done and (told := estimate(plan, batches)):

@@ -17,7 +17,7 @@ from kvjax.hosts.watch import joining, watch
 AUTO = "auto"
 # Seconds without a heartbeat after which JAX ends a program.
 _HEARTBEAT = 30
-# The last of several processes may take long: those that are done wait for it.
+# The last process may take long to finish; processes that are done wait for it.
 _SHUTDOWN = 7 * 24 * 3600
 
 
@@ -128,7 +128,7 @@ def _check_address(meeting: Rendezvous) -> None:
 
 def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
     """Joins the other processes. InputError if they do not all join in time."""
-    # SIGTERM ends a process: without this, JAX takes it as a notice and goes on.
+    # SIGTERM ends a process: without this, JAX takes it as a notice and continues.
     jax.config.update("jax_enable_preemption_service", False)
     failed: list[Exception] = []
 

@@ -70,7 +70,7 @@ def _along(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
 
 
 def asked_of_one(on: OnMesh | None, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:
-    """Applies f to the shapes of one device's parts; it may use only shapes and dtypes."""
+    """Applies f to the shapes of one device's parts; f may use only shapes and dtypes."""
     if on is None:
         return f(*args)
     said: list[T] = []

@@ -1,4 +1,4 @@
-"""Reading few values: all keys are met, and only the values of the largest probabilities are read."""
+"""Reading few values: logits use all keys, and only the values with the largest probabilities are read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvjax.state.codes import dense
 
 @dataclasses.dataclass(frozen=True)
 class TopValues(SoftVotes):
-    """KCache (arXiv:2404.18057, section 3): values of the largest probabilities, which keep their size.
+    """KCache (arXiv:2404.18057, section 3): reads the values with the largest probabilities.
 
-    Slots are ranked as those for which the heads of a group vote (`SoftVotes`). Probabilities are those over
-    all slots: what is not read weighs as much as it would, and counts as values of zero.
+    Slots are ranked as those for which the heads of a group vote (`SoftVotes`). Probabilities are computed
+    over all slots and not renormalised: slots that are not read have their probability, and a value of zero.
     """
 
     sinks: int = 0
     by_head: bool = True
 
     def total(self, v: Float[Array, "*b S V"]) -> dict[str, Array]:
-        """Nothing is held of values."""
+        """Stores nothing about values."""
         return {}
 
     def rest(

@@ -81,7 +81,7 @@ class Balanced(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class OfEqualVariance(Around):
-    """Rows over the scales of their tokens or channels, as `codec` encodes them."""
+    """Encodes rows, divided by the scales of their tokens or channels, by `codec`."""
 
     balanced: Balanced
     codec: Codec

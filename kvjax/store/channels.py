@@ -100,7 +100,8 @@ class AskedChannels(Wrapper):
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         channel = jnp.arange(width, dtype=jnp.int32)
         at = data["at"].astype(jnp.int32)[..., None]
-        # Which of those that stay every channel is, by comparing: a TPU would gather padded rows.
+        # The place of every channel among the kept ones, found by comparing: a gather on a TPU would pad
+        # rows.
         there = at == channel.reshape(*(1,) * (at.ndim - 1), -1)
         values = self._values(data, at.shape[-2], dtype)
         rows = values.reshape(*at.shape[:-2], self.tokens, at.shape[-2])
@@ -115,7 +116,7 @@ class AskedChannels(Wrapper):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Asked:
-    """`AskedChannels` with the norms [*l, K, H] of its layers at hand, for rows [*l, B, K, S, H]."""
+    """`AskedChannels` bound to the norms [*l, K, H] of its layers, for rows [*l, B, K, S, H]."""
 
     word: AskedChannels
     norms: Float[Array, "*l K H"]

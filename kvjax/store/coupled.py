@@ -127,7 +127,7 @@ class NearestVectors:
 
 
 def piecewise(encode: Callable[[Array], Array], x: Float[Array, "*b S H"]) -> Array:
-    """Encodes many tokens a piece at a time: beside a piece lie its distances to all vectors."""
+    """Encodes many tokens in pieces, because the distances of all tokens to all vectors would fill memory."""
     tokens = x.shape[-2]
     if tokens <= PIECE:
         return encode(x)

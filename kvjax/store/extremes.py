@@ -1,4 +1,4 @@
-"""The largest and smallest numbers of every token or channel as they are, beside the codes of the others."""
+"""Stores the largest and smallest numbers of every token or channel unencoded, and codes of the others."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Normalised(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class OfNormalTokens(Around):
-    """Tokens of one length around their mean, as `codec` encodes them."""
+    """Encodes normalised tokens by `codec`, and stores their scales and means."""
 
     normalised: Normalised
     codec: Codec

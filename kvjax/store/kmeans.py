@@ -19,7 +19,8 @@ def best_levels(
     >>> best_levels(np.ones(4), x, x * x, 2).tolist()
     [0.5, 10.5]
     """
-    # Less than the last digit of the sum is lost in it, and a level of nothing else would have no weight.
+    # Bins whose weight is below the rounding error of the sum of weights count as empty: a level of such bins
+    # alone would have a weight of 0.
     held = weight > np.finfo(np.float64).eps * weight.sum()
     sums = [np.concatenate([[0.0], np.cumsum(a[held], dtype=np.float64)]) for a in (weight, total, square)]
     n = int(held.sum())

@@ -1,4 +1,4 @@
-"""The few largest numbers of every token kept as they are, so that they set no step for the others."""
+"""Stores the few largest numbers of every token unencoded, so that they do not widen the others' range."""
 
 from __future__ import annotations
 

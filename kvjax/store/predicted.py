@@ -66,7 +66,7 @@ class OfRest(Around):
 
     @property
     def steady(self) -> bool:
-        # The layer below is decoded from other codes the next time.
+        # The next time, the layer below is decoded from other codes.
         return False
 
     def taught(self, arrays: Taught) -> Codec:

@@ -48,14 +48,14 @@ class KvjaxLM(TemplateLM):
     """A model of kvjax for lm-evaluation-harness, whose caches a method compresses.
 
     Requests are tokenised, cut from the left and scored as by the harness' own `hf` backend. The context of a
-    request, which is read as a prompt and compressed, is what stands before the last `marker`; without a
-    marker it is everything but the prompt's last token. What stands after it is read over the compressed
-    cache, and so is what is scored or written.
+    request, which is read as a prompt and compressed, is the text before the last `marker`; without a marker
+    it is everything but the prompt's last token. The text after it is read over the compressed cache, and so
+    are tokens that are scored or generated.
 
     model: a `Model`, or what `kvjax.load` takes. drop_marker: the marker is not part of the prompt. chunk:
-    of `loglikelihood_rolling`, whose requests are scored from their first token: the method compresses again
+    for `loglikelihood_rolling`, which scores requests from their first token, the method compresses again
     after every `chunk` tokens. max_length: shortens the model's positions. batch_size: rows at a time, or
-    "auto", at most max_batch_size then. device: what the harness names is ignored; JAX_PLATFORMS chooses.
+    "auto", at most max_batch_size then. device: ignored, though the harness passes it; JAX_PLATFORMS chooses.
 
     Raises InputError for a model without a tokenizer, of two decoders, or that the method does not fit.
     """

@@ -1,4 +1,4 @@
-"""What people look at after `kvjax compare`: cells, the printed table, the frontier plot and the report page.
+"""The results of `kvjax compare`: cells, the printed table, the frontier plot and the report page.
 
 One row per sample goes in (`results.jsonl`, one JSON object per line):
 

@@ -64,7 +64,8 @@ _MANY = 24
 class Point(NamedTuple):
     """A method at a budget: bytes kept and read (% of the full cache), and quality with its interval.
 
-    ends: None if there are too few samples for an interval. reads_less: whether `read` is worth a point.
+    ends: None if there are too few samples for an interval. reads_less: whether `read` is shown as a point of
+    its own.
     """
 
     method: str
@@ -118,8 +119,8 @@ def write_frontier(
 
     One line per method, one point per budget, bars for 95% intervals. A hollow point on a thin line shows the
     bytes one decode step reads, for methods that read less than they keep. A broad pale line joins the Pareto
-    front: the points that none beats. Of very many methods, those that
-    are beaten everywhere are grey and have no name. The caption stands below.
+    front: the points that none beats. If there are very many methods, those that are beaten everywhere are
+    grey and have no name. The caption is below.
 
     >>> import pathlib, tempfile
     >>> cell = Cell("snapkv", 0.5, "aware", {}, 0.5, 0.4, 0.6, 32.0, 64.0, 32.0, None)

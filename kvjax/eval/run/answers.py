@@ -21,7 +21,7 @@ from kvjax.models.model import Model
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
-# Marks a token whose logits were NaN in the results of `generate_answers`.
+# Marks a token with NaN logits in the results of `generate_answers`.
 NOT_A_NUMBER = -2
 
 

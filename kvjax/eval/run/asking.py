@@ -20,10 +20,10 @@ from kvjax.steps import Prompt
 
 # How many batches are timed, per cell and number of rows.
 TIMED = 3
-# The entry whose bytes are 100%.
+# The entry whose bytes count as 100%.
 FULL = Entry("full", None, Method())
-# How many cells go through all batches before the next ones start: a process caches the programs of so many.
-# Running all cells on one batch after the other would evict programs, and compile them again for every batch.
+# How many cells run all batches before the next cells start, since a process caches the programs of only so
+# many. If all cells ran on each batch in turn, programs would be evicted and compiled again for every batch.
 TOGETHER = 40
 
 
@@ -33,7 +33,7 @@ def unit_key(protocol: str, number: int, entry: Entry) -> str:
 
 
 def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
-    """Runs every cell of a plan on every batch that its log lacks, and adds what it found to the log."""
+    """Runs every cell of a plan on every batch that the log lacks, and adds the results to the log."""
     arrays = arrays_of(plan, batches)
     room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)

@@ -20,10 +20,10 @@ from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 from kvjax.pure import bind
 
-# Always there: a method that does not beat these at equal bytes has not shown anything.
+# These always run, because a method that is no better than they are at equal bytes has shown nothing.
 ALWAYS = ("full", "random", "sink-recent")
-# The default methods, so that a comparison takes a minute or two: eviction in steps, after a prompt and for
-# any question, codes, and retrieval of a few pages.
+# The default methods, which take a minute or two: eviction in steps, after a prompt, and without knowledge of
+# the question; codes; and retrieval of a few pages.
 FIRST = ("h2o", "snapkv", "kvzip", "kivi", "quest")
 # The default on a model that reads English, where methods take a small share of the time.
 FIRST_IN_ENGLISH = (
@@ -52,14 +52,14 @@ Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 
 def _bound(method: Method, model: Model) -> Method:
-    """The method as it runs on the model, or on what it makes of it; InputError if it does not fit."""
+    """The method as it runs on the model, or on the model's rewrite; InputError if it does not fit."""
     method = ready(model, method)
     check_fits(model, method)
     return bind(method, made(model, method))
 
 
 def _runs(method: Method, model: Model) -> bool:
-    """Whether a method needs no further fit, and, if it rewrites models, can rewrite this one."""
+    """Whether a method has all fitted arrays it needs, and, if it rewrites models, can rewrite this one."""
     method = ready(model, method)
     if method.make is None:
         return is_fitted(method)
@@ -95,9 +95,9 @@ def plan_cells(
 ) -> list[Entry]:
     """Every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
 
-    Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None stands for
+    Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None takes
     `first`, "well-known" for WELL_KNOWN, and "all" for every method that need not be fitted first or comes
-    with its fit for this model; all three leave out methods that rewrite weights which the model has not.
+    with its fit for this model; all three skip methods that rewrite weights which the model does not have.
     `budgets` apply to every text without a budget of its own; without them, a preset's budget of a method
     holds before the default ones. ValueError for unknown names, hyper-parameters or budgets.
     """

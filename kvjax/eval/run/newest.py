@@ -1,4 +1,4 @@
-"""The newest tokens of a prompt stay, whatever the method: the last one, asked again, or a question."""
+"""Protects the newest tokens of a prompt under any method: the last one, read again, or a question."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ STEPS = 128
 BATCH_ROWS = 16
 # The full cache's distributions of a batch are held for all methods.
 DISTRIBUTION_BYTES = 2**28
-# More of a file is not read: windows are drawn from this part, and tokenising costs memory.
+# The rest of a file is not read: windows are drawn from this part, because tokenising takes memory.
 MOST_CHARACTERS = 2**22
 
 

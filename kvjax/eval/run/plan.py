@@ -23,16 +23,16 @@ from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
 from kvjax.models.model import Model
 
-# All contexts are drawn before anything runs, and held.
+# The limit of contexts: all are drawn before anything runs, and are in memory.
 MOST_SAMPLES = 100_000
-# Answers that are fed have a multiple of so many tokens, so that tasks share programs.
+# Answers that are fed are padded to a multiple of so many tokens, so that tasks share programs.
 FED = 32
 # Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
 BATCH_ROWS = 40
 
 
 class Plan(NamedTuple):
-    """What runs; `suites` by seed differ in what they draw, `contexts` is how many each draws.
+    """The plan of a comparison; `suites`, by seed, draw different questions, about `contexts` contexts each.
 
     gold: right answers are fed in one pass, and the model writes none.
     """
@@ -104,7 +104,7 @@ def planned(
     gold: bool = False,
     first: Sequence[str] = FIRST,
 ) -> tuple[Plan, str]:
-    """What runs, and the preset; InputError for tasks, protocols or methods that cannot."""
+    """The plan of a comparison, and its preset; InputError for what cannot run."""
     asked = dict(length=length, contexts=samples, gold=gold)
     suites = [make_suite(model, tasks, seed=one, **asked) for one in seeds]  # type: ignore[arg-type]
     suite = suites[0]

@@ -1,4 +1,4 @@
-"""The runner: one prefill per batch of prompts, shared by every cell; then compress, ask, score.
+"""The runner: reads a batch of prompts once for all cells, then compresses, asks and scores per cell.
 
 A unit is (batch, protocol, cell); its rows are appended to a log as one line, so a killed run loses at most
 the unit it was in.
@@ -62,7 +62,7 @@ probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
 
 @partial(jax.jit, static_argnames=("run", "tokens", "room"))
 def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) -> tuple[Cache, Array]:
-    """The compressed cache of a prompt that was read before, and where scores are no numbers [layers, B]."""
+    """The compressed cache of a prompt that was read before, and which scores are NaN [layers, B]."""
     return steps.settled(run, params, prompt, None, tokens=tokens, room=room, compress=True)
 
 
@@ -91,7 +91,7 @@ class Bytes(NamedTuple):
     host: int
 
     def of_row(self, full: int) -> dict[str, int]:
-        """As a row of results has them; full: what the full cache holds."""
+        """The bytes as fields of a row of results; full: the bytes of the full cache."""
         host = {"host_bytes": self.host} if self.host else {}
         return {"kept_bytes": self.kept, "full_bytes": full, "read_bytes": self.read, **host}
 
@@ -244,7 +244,7 @@ class Runner:
         return self.bytes[key]
 
     def compressed(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Cache:
-        """The cache that a cell makes of a prompt, ready. InputError if a score is not a number.
+        """The compressed cache of a prompt under a cell, once computed. InputError if a score is NaN.
 
         newest: how many of a prompt's last tokens stay.
         """
@@ -258,7 +258,7 @@ class Runner:
     def units(
         self, make: Callable[..., X], todo: list[Entry], timed: Iterable[Entry] = ()
     ) -> Iterator[tuple[Entry, X]]:
-        """Yields (entry, make(entry)) as cells finish: two at a time, and then each of `timed` alone.
+        """Yields (entry, make(entry)) as cells finish: two run at a time, then each of `timed` alone.
 
         make: takes `alone` too, true where no other cell runs beside it.
         """
@@ -281,9 +281,9 @@ class Runner:
     def unit(
         self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int, *, alone: bool
     ) -> Unit:
-        """Compress, ask and score one cell on one batch.
+        """Compresses, asks and scores one cell on one batch.
 
-        Timed where it runs alone on the machine, and not for the first time, when it compiles.
+        It is timed if it runs alone on the machine, and not for the first time, because that compiles.
         """
         prompt, read = self.own(entry, prompt, rows)
         start = time.perf_counter()
@@ -321,7 +321,7 @@ class Runner:
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
     def _answers(self, entry: Entry, cache: Cache, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
-        """What is said after each token of a batch, and -log p of right answers where these are fed."""
+        """The predictions after each token of a batch, and -log p of right answers if these are fed."""
         (model, params), decode = self.given(entry), self.decoding(entry)
         if self.gold:
             found = feed_answers(model, decode, params, cache, rows)

@@ -15,7 +15,7 @@ DEEP = 12
 
 
 def scanned(model: Model) -> Model:
-    """The model with its equal layers stacked, where it is deep: programs compile in a third of the time.
+    """The model with its equal layers stacked, if it is deep: programs then compile in a third of the time.
 
     A loop copies every layer's weights before it uses them. A pass over many tokens is as fast all the same;
     a step of one token takes twice as long, so `kvjax.generate` does not loop on CPUs and GPUs.
@@ -26,7 +26,7 @@ def scanned(model: Model) -> Model:
 
 
 def runs_scanned(model: Model, method: Method) -> bool:
-    """Whether a method treats those layers alike that a model has stacked, in prompts and in steps."""
+    """Whether a method treats all layers alike that the model has stacked, in prompts and in steps."""
     if any(one.keep is not None and one.keep.narrow is not None for one in method.sentences):
         return False
     sizes = stack_sizes(model)

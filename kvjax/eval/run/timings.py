@@ -9,15 +9,15 @@ from typing import Any
 from kvjax.eval.run.cellplan import Entry
 from kvjax.grammar.keys import key_of
 
-# By (label, budget); names as `timings_of` says.
+# Timings by (label, budget); their names are those of `timings_of`.
 CellTimings = dict[tuple[str, float | int | None], dict[str, float]]
 
 
 def timings_of(entries: Iterable[Entry], done: Mapping[str, Mapping[str, Any]]) -> CellTimings:
     """Milliseconds of a prefill per prompt and tokens per second of a batch that decodes; compiling is apart.
 
-    `prefill_ms` and `decode_tokens_per_s` are medians over the batches that were timed alone; beside each
-    stand how many there were (`_timings`), the least and the most (`_low`, `_high`).
+    `prefill_ms` and `decode_tokens_per_s` are medians over the batches that were timed alone; each is
+    accompanied by the number of timings (`_timings`), the least and the largest (`_low`, `_high`).
     """
     out: CellTimings = {}
     for entry in entries:

@@ -24,8 +24,8 @@ def check_traced(model: Model, entries: Sequence[Entry], tokens: int) -> None:
 
     tokens: of the prompt. One budget per method is traced; the others differ in numbers alone.
 
-    Raises InputError, naming the method, where one of its words fails or gives another shape or type than its
-    protocol says.
+    Raises InputError, naming the method, if one of its words fails, or returns another shape or type than its
+    protocol requires.
     """
     own = (e for e in entries if any(one.id not in METHODS for one in e.method.sentences))
     for entry in {e.label: e for e in own}.values():

@@ -20,8 +20,8 @@ class Usual(NamedTuple):
 
 
 RECALL = Usual(FIRST, ("agnostic", "aware"), 32, False)
-# Reading a thousand tokens with a hundred million parameters takes seconds on a CPU: fewer contexts, one
-# protocol, and right answers that are fed, so that ten minutes suffice.
+# Reading a thousand tokens takes a model of a hundred million parameters seconds on a CPU. So there are fewer
+# contexts, one protocol, and right answers are fed: ten minutes suffice.
 ENGLISH = Usual(FIRST_IN_ENGLISH, ("aware",), 8, True)
 
 

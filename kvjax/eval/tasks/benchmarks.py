@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from kvjax.eval.tasks import metrics
 
-# (written text, references, classes) -> score in [0, 1]
+# (answer, references, classes) -> score in [0, 1]
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 
 class Benchmark(NamedTuple):
-    """What a benchmark fixes for one task: the prompt, or else the pattern that opens its question."""
+    """A benchmark's settings for one task: the prompt, or the pattern at which its question begins."""
 
     prompt: str
     new_tokens: int
@@ -22,7 +22,7 @@ class Benchmark(NamedTuple):
 
 
 def _best(metric: Callable[[str, str], float], first_line: bool = False) -> Metric:
-    """The best score over the references; of the first line alone where only that counts."""
+    """The best score over the references; of the first line alone if only that counts."""
 
     def score(text: str, references: Sequence[str], classes: Sequence[str]) -> float:
         line = text.lstrip("\n").split("\n")[0] if first_line else text
@@ -37,7 +37,7 @@ def _classification(text: str, references: Sequence[str], classes: Sequence[str]
 
 
 def _matching(metric: Callable[[str, Sequence[str]], float]) -> Metric:
-    """RULER's metric: control characters of the written text become line ends first."""
+    """RULER's metric, which first replaces control characters of the answer by line ends."""
     return lambda text, references, _: metric(re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip(), references)
 
 
@@ -53,7 +53,7 @@ RULER: Mapping[str, Benchmark] = {
     "fwe": Benchmark("", 50, _ALL, r"Question: Do not provide any explanation\."),
     "qa": Benchmark("", 32, _PART, r"Answer the question based on the given documents\."),
 }
-# A task of one's own in RULER's form: its question is the last one, or the last line.
+# A user's own task in RULER's form: its question is the last one, or the last line.
 OWN = Benchmark("", 128, _ALL, r"Question:|\n(?=[^\n]*\Z)")
 
 # --- LongBench (arXiv:2308.14508) ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a model's chat template puts around what a user says, so that prompts are built of ids."""
+"""The text of a model's chat template around a user's messages, so that prompts can be built of ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLACE, _ANSWER, _LATER = "kvjax-prompt", "kvjax-answer", "kvjax-later"
 
 
 def chat_reader(model: Model) -> Reader:
-    """The model's tokenizer; where a chat template writes what opens a text, it has no bos."""
+    """The model's tokenizer; without a bos token if the chat template begins with it."""
     reader = reader_of(model)
     return reader if model.chat_template is None else reader._replace(bos=())
 
@@ -22,7 +22,7 @@ def chat_reader(model: Model) -> Reader:
 def around_user(model: Model, before: Sequence[Mapping[str, Any]] = ()) -> tuple[str, str]:
     """The text before and after a user's message that follows others; empty ones without a chat template.
 
-    Raises InputError for a template that leaves out what the user says.
+    Raises InputError for a template that omits the user's message.
     """
     if model.chat_template is None:
         return "", ""
@@ -37,7 +37,7 @@ def around_user(model: Model, before: Sequence[Mapping[str, Any]] = ()) -> tuple
 def between_users(model: Model) -> tuple[str, str, str]:
     """The texts before an answer, between it and the user's next message, and after that, in a conversation.
 
-    Raises InputError for a template that writes a conversation anew when it goes on.
+    Raises InputError for a template that changes earlier messages when a conversation continues.
     """
     user = {"role": "user", "content": _PLACE}
     answer = {"role": "assistant", "content": _ANSWER}

@@ -9,7 +9,7 @@ Ids = tuple[int, ...]
 def cut_middle(context: Ids, question: Ids, spans: Spans, length: int) -> tuple[Ids, Spans]:
     """The context without its middle, so that the first and the last length // 2 tokens of the prompt stay.
 
-    Where the question is longer than that, it stays, and the context's start fills the rest. Source:
+    If the question is longer than that, it stays whole, and the context's start fills the rest. Source:
     LongBench (arXiv:2308.14508), pred.py.
     """
     if len(context) + len(question) <= length:

@@ -1,6 +1,6 @@
 """Tasks of a user's own: a Python function draws a context, a question about it and the right answer.
 
-Pieces are text, which the model's tokenizer reads, or token ids, so that models without one are asked, too.
+All three are text, which the model's tokenizer encodes, or token ids, for models without a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvjax.models.model import Model
 
 # (random generator, most tokens of context and question together) -> (context, question, answer).
 Task = Callable[[np.random.Generator, int], tuple[Any, Any, Any]]
-# Prefix of a source that is a function: its questions are drawn anew for every seed.
+# The prefix of a source that is a function, whose questions are drawn anew for every seed.
 DRAWN = "function "
 
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """Questions that functions draw, by the function's name. Answers are forced and scored by exact match."""
+    """Questions that functions draw, by the function's name. Answers are fed and scored by exact match."""
 
     functions: Mapping[str, Task]
     model: Model
@@ -45,7 +45,7 @@ class Functions:
         return tuple(f"{DRAWN}{name} {_digest(made)}" for name, made in self.functions.items())
 
     def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
-        """One row per function, with one question. InputError if it draws nothing that can be asked."""
+        """One row per function, with one question. InputError if the function draws nothing usable."""
         if protocol == "multi-turn":
             raise InputError(
                 f"the task {self.tasks[0]} is a function, which asks one question about a context: leave out "
@@ -121,12 +121,12 @@ def task_name(task: Any) -> str:
 
 
 def spelled(task: Any) -> str:
-    """A task as the command line of a comparison names it."""
+    """A task in the form of the command line of a comparison."""
     return task if isinstance(task, str) else task_name(task)
 
 
 def of_functions(model: Model, tasks: Sequence[Any], *, length: int | None, seed: int) -> Functions:
-    """The suite of functions; InputError for files that hold none, and for two of one name."""
+    """The suite of functions; InputError for files without functions, and for two with one name."""
     found: dict[str, Task] = {}
     for task in tasks:
         if (name := task_name(task)) in found:

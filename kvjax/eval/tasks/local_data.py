@@ -1,6 +1,6 @@
-"""RULER and LongBench from local JSONL files, answered in the model's own words and scored by their metrics.
+"""RULER and LongBench from local JSONL files; answers are generated and scored by the benchmarks' metrics.
 
-One record is one context with one question. What a benchmark fixes for it is in `benchmarks.py`.
+A record is a context with one question. The settings of the benchmarks are in `benchmarks.py`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LocalData:
         return [[samples[index]] for samples in self.samples.values() if index < len(samples)]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        """The benchmark's own metric on the written text."""
+        """The benchmark's own metric on the generated text."""
         assert isinstance(sample, OpenSample)
         text = self.reader.text(prediction)
         score = self.scores[sample.task](text, sample.references, sample.classes)
@@ -143,7 +143,7 @@ def _read(file: Path, most: int) -> dict[str, _Task]:
 
 
 def _record(where: str, line: str, file: Path) -> tuple[str, Benchmark, _Record]:
-    """The task of a line, what its benchmark fixes, and its text."""
+    """The task of a line, the benchmark's settings for it, and its text."""
     try:
         data = json.loads(line)
     except ValueError as error:
@@ -186,7 +186,7 @@ def _strings(values: Any) -> tuple[str, ...]:
     return tuple(map(str, values)) if isinstance(values, list | tuple) else (str(values),)
 
 
-# Ids of the context, ids of the question, and where the needed words stand in the context.
+# Ids of the context, ids of the question, and the spans of the needed words in the context.
 _Prompt = tuple[Ids, Ids, Spans]
 
 
@@ -200,7 +200,7 @@ def _encode(reader: Reader, name: str, record: _Record) -> _Prompt:
 
 
 def _cut(name: str, context: Ids, question: Ids, spans: Spans, *, length: int) -> _Prompt:
-    """The prompt without its middle where it is longer than `length`; the question stays whole."""
+    """The prompt, without its middle if it is too long; the question stays whole."""
     if len(question) >= length:
         raise InputError(
             f"a question of {name} has {len(question)} tokens, expected fewer than --length {length}"

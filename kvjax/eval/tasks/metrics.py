@@ -1,7 +1,7 @@
-"""How written answers are scored, as RULER and LongBench do it: text in, a score in [0, 1] out.
+"""Metrics of generated answers, as in RULER and LongBench: text in, a score in [0, 1] out.
 
-Nothing here knows a data set; `benchmarks.py` assigns the metrics. Where a published number depends on a
-quirk of the original code, the quirk is kept, so that scores can be compared.
+Nothing here knows a data set; `benchmarks.py` assigns the metrics. Quirks of the original code on which
+published numbers depend are reproduced, so that scores are comparable.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _subsequence_places(x: Sequence[str], y: Sequence[str]) -> list[int]:
 
 
 def _shared_words(prediction: str, reference: str) -> tuple[float, float]:
-    """Shares of the distinct words of both that stand in a common subsequence of two sentences."""
+    """Shares of the distinct words of both sentences that are in a common subsequence."""
     said, right = _sentences(prediction), _sentences(reference)
     if not said or not right:
         return 0.0, 0.0
@@ -225,7 +225,7 @@ def code_similarity(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / (classes named in the prediction) where the right one is among them, else 0 (LongBench).
+    """1 / (classes named in the prediction) if the right one is among them, else 0 (LongBench).
 
     Named classes that are part of the right one's name do not count.
 

@@ -92,7 +92,7 @@ _NUMBERS = tuple(str(n) for n in range(10, 100))
 
 
 def _vocabulary(reader: Reader) -> _Vocabulary:
-    """English words of one token where there are enough, then others of one token, then longer ones."""
+    """English words of one token if there are enough, then other words of one token, then longer ones."""
     fixed = " ".join([_INTRO, _VALUE, _POINTER, _SECOND_VALUE, *_FILLERS, _COPY, *_NUMBERS])
     fixed += "".join(part for pair in _ASKED.values() for part in pair)
     for word in re.sub(r"\{\d?\}", " ", fixed).split():
@@ -300,7 +300,7 @@ class Words:
         return _Context(ids, ends[:-1], subjects, spans)
 
     def _filler(self, rng: np.random.Generator, tokens: int) -> list[str]:
-        """Sentences of `tokens` tokens together, as far as words of one token can say it."""
+        """Filler sentences of `tokens` tokens together, as far as words of one token allow."""
         cost, things = self.vocabulary.cost, self.vocabulary.things
         frames = {f: len(self.reader.after(f.format("a", "a", "a"))[0]) - 3 for f in _FILLERS}
         padding = len(self.reader.after("".join(_PADDING))[0])
@@ -320,11 +320,11 @@ class Words:
     def _facts(
         self, rng: np.random.Generator, tasks: tuple[str, ...], tokens: float
     ) -> tuple[dict[str, list[tuple[_Fact, ...]]], list[_Fact]]:
-        """What the tasks ask about, and all facts: more of the same kinds up to about `tokens` tokens."""
+        """The facts that tasks ask about, and all facts: more of these kinds, up to about `tokens` tokens."""
         draw = _Draw(rng, self.vocabulary)
         subjects: dict[str, list[tuple[_Fact, ...]]] = {}
         facts: list[_Fact] = []
-        for task in sorted(set(tasks) - {"copy"}, reverse=True):  # look-alikes choose their names first
+        for task in sorted(set(tasks) - {"copy"}, reverse=True):  # tasks with similar names first
             for _ in range(tasks.count(task)):
                 asked, beside = draw.subject(task)
                 subjects.setdefault(task, []).append(asked)
@@ -355,14 +355,14 @@ class Words:
 
 
 class _Draw:
-    """Draws facts of one context: no name and no code comes twice."""
+    """Draws the facts of one context; no name and no code occurs twice."""
 
     def __init__(self, rng: np.random.Generator, vocabulary: _Vocabulary):
         self.rng, self.vocabulary = rng, vocabulary
         self.used: set[str] = set()
 
     def name(self, first: str | None = None, second: str | None = None) -> str:
-        """A new name, with one of its words given or none."""
+        """A new name; one of its words may be given."""
         while True:
             a = first or self.vocabulary.first[int(self.rng.integers(len(self.vocabulary.first)))]
             b = second or self.vocabulary.second[int(self.rng.integers(len(self.vocabulary.second)))]
@@ -381,7 +381,7 @@ class _Draw:
         return new
 
     def subject(self, task: str) -> tuple[tuple[_Fact, ...], tuple[_Fact, ...]]:
-        """What one question of a task needs, in the order it is needed; and what makes it hard."""
+        """The facts that one question of a task needs, in order, and the facts that make it hard."""
         fact = self._value(self.name())
         if task == "chase":
             name = self.name()

@@ -1,4 +1,4 @@
-"""A model's tokenizer as suites use it: texts to ids, piece by piece, and ids back to words."""
+"""The model's tokenizer in the form that suites use: texts to ids, piece by piece, and ids to words."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reader(NamedTuple):
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """What each token reads as, with the white space that it brings."""
+        """The text of each token, with its own white space."""
         return [self._word(i) for i in ids]
 
     def _word(self, id: int) -> str:
@@ -101,7 +101,7 @@ def reader_of(model: Model) -> Reader:
 
 
 def speaks_recall(model: Model) -> bool:
-    """Whether a model's tokens are the words of the recall language (its tokenizer may be missing)."""
+    """Whether a model's tokens are the words of the recall language, even if it has no tokenizer."""
     if model.config.vocab != recall.VOCAB:
         return False
     return model.tokenizer is None or model.tokenizer.token_to_id(recall.WORDS[-1]) == recall.VOCAB - 1

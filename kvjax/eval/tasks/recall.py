@@ -10,8 +10,8 @@ records scattered in it; questions follow the context:
     any span of the context              to be repeated      <copy> c1 c2 c3 c4   -> c5 c6 ...
 
 Keys are two words and every word is shared by several keys, so that half a match is never enough; values are
-three numbers, so that a guess is worth nothing. This room holds words, tokenizer and contexts; what is asked
-about a context, in training and evaluation, is `kvjax.eval.tasks.recall_tasks`.
+three numbers, so that guessing scores nothing. This module has the words, the tokenizer and the contexts; the
+questions about them, for training and evaluation, are in `kvjax.eval.tasks.recall_tasks`.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ Key = tuple[int, int]
 
 
 def _successors() -> np.ndarray:
-    # The shipped weights know this very chain: the seed and the order of the draws are part of the format.
+    # The shipped weights were trained on this very chain: its seed and the order of draws must not change.
     rng = np.random.default_rng(1234)
     return np.stack([rng.choice(len(_FILLER), 4, replace=False) for _ in _FILLER])
 
@@ -159,7 +159,7 @@ def min_tokens(*, values: int = 0, pointers: int = 0, seconds: int = 0, family: 
 
 
 def _choose(rng: np.random.Generator, options: Sequence[Key], p: float, least: int, most: int) -> list[Key]:
-    """Each option with probability `p`, then as few more or fewer as `least` and `most` demand."""
+    """Chooses each option with probability `p`, then adds or removes some to satisfy `least` and `most`."""
     chance = rng.random(len(options))
     n = max(min(max(least, int((chance < p).sum())), most), 0)
     return [options[int(i)] for i in np.argsort(chance)[:n]]
@@ -209,7 +209,7 @@ def make_context(
     family: share of the records whose key has one word in common with `Context.target`; 0 means no target.
     values, pointers, seconds: at least so many keys of each kind besides the target.
 
-    Raises InputError when `tokens` cannot hold what is asked for.
+    Raises InputError if `tokens` are too few for the requested records.
 
     >>> context = make_context(np.random.default_rng(0), 128, density=EVAL_DENSITY)
     >>> len(context.tokens), sorted({record.kind for record in context.records})

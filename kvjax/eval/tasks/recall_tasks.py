@@ -56,9 +56,10 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 MIX: Mapping[str, float] = MappingProxyType({name: task.weight for name, task in TASKS.items()})
 
-# Share of the records that resemble the asked key, and the share of training contexts that have such a key.
+# The share of records that resemble the key in question, and of training contexts that have such a key.
 _FAMILY_TRAINING, _FAMILY_CONTEXTS = (0.3, 1.0), 0.2
-# In evaluation: where the context serves `multikey` alone, and where other tasks need their records too.
+# The same in evaluation: for contexts of `multikey` alone, and for contexts in which other tasks need
+# records.
 _FAMILY_ALONE, _FAMILY_SHARED = 1.0, 0.5
 
 
@@ -71,7 +72,7 @@ class Question(NamedTuple):
 
 
 def subjects(context: Context, task: str) -> list[tuple[int, ...]]:
-    """Keys that a task can ask about; `[()]` for the tasks that name no key, `[]` where nothing can be asked.
+    """Keys that a task can ask about; `[()]` for tasks that name no key, `[]` if nothing can be asked.
 
     The key with look-alikes is asked about by `multikey` only.
     """
@@ -84,7 +85,7 @@ def subjects(context: Context, task: str) -> list[tuple[int, ...]]:
 
 
 def _repeated_cues(context: Context) -> np.ndarray:
-    """1 where the four tokens from a position on stand elsewhere in the context too."""
+    """1 at positions whose next four tokens also occur elsewhere in the context."""
     ids = np.asarray(context.tokens, np.int64)
     cues = (ids[:-3] << 24) | (ids[1:-2] << 16) | (ids[2:-1] << 8) | ids[3:]
     _, where, counts = np.unique(cues, return_inverse=True, return_counts=True)
@@ -94,7 +95,7 @@ def _repeated_cues(context: Context) -> np.ndarray:
 def _ask_copy(rng: np.random.Generator, context: Context, *, clear: bool) -> Question:
     """Repeat a span after its first four tokens, which occur once in the context if possible.
 
-    clear: only spans with the fewest places where the last four tokens leave open what comes next.
+    clear: only spans with the fewest positions at which four tokens do not determine the next one.
     """
     length = min(int(rng.integers(*COPY_TOKENS)), len(context.tokens) - CUE_TOKENS - 1)
     repeated = _repeated_cues(context)
@@ -113,7 +114,7 @@ def ask(
 ) -> Question:
     """The question of a task about one of its `subjects`, with the answer that the context gives.
 
-    clear: ask `copy` only for spans in which any four tokens settle what comes next (evaluation).
+    clear: `copy` asks only for spans in which any four tokens determine the next one (for evaluation).
 
     >>> from kvjax.eval.tasks.recall import make_context
     >>> context = make_context(np.random.default_rng(0), 128, density=0.35)
@@ -142,9 +143,10 @@ def ask(
 def _questions(
     rng: np.random.Generator, context: Context, mix: Mapping[str, float]
 ) -> Iterator[tuple[str, Question]]:
-    """Endless questions in random order; none comes twice before all have come.
+    """Endless questions in random order; none is repeated before all have occurred.
 
-    Or models would answer the second `<mode>` of a sequence by repeating the first and never learn to count.
+    Otherwise models would answer the second `<mode>` of a sequence by repeating the first answer, and never
+    learn to count.
     """
     left: dict[str, list[tuple[int, ...]]] = {}
     while True:

@@ -1,8 +1,8 @@
 """Rows: samples as padded arrays. A row is a prompt, then a forced text whose predictions are scored.
 
-The model reads the prompt, compresses, and is then given the questions and the right answers token by
-token; its prediction at every position of an answer is compared with the answer. An answer is right
-under greedy decoding exactly when all of these are.
+The model reads the prompt, compresses, and is then fed the questions and the right answers token by token;
+its prediction at every position of an answer is compared with the answer. An answer is right under greedy
+decoding exactly when all of these are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Rows(NamedTuple):
     `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question: prediction j
     of its answer comes after token start + j of `forced`.
 
-    again: the first forced token is the prompt's last one, asked again over the compressed cache. newest: how
-    many of the prompts' last tokens stay, whatever the method. of: the prompt of each row, where several rows
-    ask about one; None: each has its own, and P = B.
+    again: the first forced token is the prompt's last one, read again over the compressed cache. newest: how
+    many of the prompts' last tokens are protected under any method. of: the prompt of each row, if several
+    rows ask about one; None: each has its own, and P = B.
     """
 
     prompt: Int[np.ndarray, "P T"]
@@ -53,8 +53,9 @@ def make_rows(
     """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
 
     agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, whose tokens
-    stay, and its last token is asked again; aware-unprotected: the same, but only the last token stays.
-    prompts: so many are read, each once, for the rows that ask about it (`prompts_of`).
+    are protected, and its last token is read again; aware-unprotected: the same, but only the last token is
+    protected. prompts: how many distinct prompts there are; each is read once for all its rows
+    (`prompts_of`).
     """
     shared = prompts is not None
     number = prompts_of(rows, protocol) if shared else list(range(len(rows)))
@@ -88,9 +89,9 @@ def make_rows(
 
 
 def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
-    """The number of each row's prompt: one for all rows that ask in the model's own words about one context.
+    """The index of each row's prompt: rows with generated answers about one context share a prompt.
 
-    Forced answers keep a prompt per row, so that methods that draw do so for each question.
+    Rows with forced answers have a prompt each, so that methods with random draws draw for each question.
     """
     if protocol in ASKED_FIRST or not all(isinstance(row[0], OpenSample) for row in rows):
         return list(range(len(rows)))
@@ -108,7 +109,7 @@ def targets_of(rows: Rows) -> Int[np.ndarray, "B F"]:
 
 
 def forced_length(rows: Sequence[Sequence[Sample]], protocol: str | None = None) -> int:
-    """Most tokens that a protocol feeds after a prompt; by default that any does."""
+    """The most tokens that a protocol feeds after a prompt; without `protocol`, that any of them feeds."""
     if protocol in ASKED_FIRST:
         return max(len(row[0].answer) for row in rows)
     return max(sum(len(s.question) + len(s.answer) for s in row) for row in rows)

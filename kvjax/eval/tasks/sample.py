@@ -105,10 +105,10 @@ class Suite(Protocol):
 
 
 def new_tokens(sample: Sample) -> int:
-    """How many tokens the model writes itself: 0 for samples whose answer is forced."""
+    """How many tokens the model generates: 0 for samples whose answer is forced."""
     return sample.max_new_tokens if isinstance(sample, OpenSample) else 0
 
 
 def most_new_tokens(rows: Sequence[Sequence[Sample]]) -> int:
-    """The largest `new_tokens` of rows of samples: the room a cache needs beyond what is forced."""
+    """The largest `new_tokens` of rows of samples: the room a cache needs beyond forced tokens."""
     return max((new_tokens(sample) for row in rows for sample in row), default=0)

@@ -1,4 +1,4 @@
-"""Which suite answers to which task names: built-in questions, those of local files, or both side by side."""
+"""Chooses suites by the names of tasks: built-in questions, those of local files, or both together."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Recall:
 
 @dataclasses.dataclass(frozen=True)
 class CombinedSuite:
-    """Several suites of one model side by side; context number i of each. Their tasks differ in name."""
+    """Several suites of one model together; row i has context number i of each.
+
+    Their tasks differ in name.
+    """
 
     parts: tuple[Suite, ...]
 
@@ -99,7 +102,7 @@ class CombinedSuite:
 
 # Tasks of RULER that a model of a hundred million parameters answers, and the length at which it does.
 FIRST_IN_ENGLISH = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multiquery")
-# Tokenizers with fewer tokens were made for an experiment, not for English.
+# Tokenizers with fewer tokens were made for experiments, not for English.
 ENGLISH_VOCAB = 8000
 
 
@@ -132,10 +135,10 @@ def make_suite(
             paths alone, and functions (`kvjax.eval.tasks.functions`), also as "file.py:function".
         length: bound on context and question together, and on the answer in RULER's tasks; by default 512
             tokens, 1024 in RULER's tasks, or the longest prompt in files.
-        seed: of the contexts.
+        seed: the seed of the contexts.
         contexts: at most so many records of each file are read.
         gold: a right answer is fed to the model, and its prediction at each token is graded, also in tasks
-            whose answers it would write.
+            whose answers it would otherwise generate.
 
     Returns:
         The questions, as a `Suite`.
@@ -194,7 +197,7 @@ def _check_gold(suite: Suite) -> None:
 
 
 def notes_of(suite: Suite) -> tuple[str, ...]:
-    """What a suite left out of its files."""
+    """What a suite skipped in its files."""
     parts = suite.parts if isinstance(suite, CombinedSuite) else (suite,)
     return tuple(note for part in parts if isinstance(part, Published) for note in part.notes)
 
@@ -219,7 +222,7 @@ def _is_path(task: str) -> bool:
 
 
 def _check_names(names: tuple[str, ...], known: Sequence[str]) -> None:
-    """InputError for what is no built-in task, with the nearest name of those and of RULER's."""
+    """InputError for names that are no built-in task, with the nearest name of those and of RULER's."""
     for task in names:
         if task not in known:
             near = get_close_matches(task, (*known, RULER, *RULER_TASKS), 1, cutoff=0.0)[0]

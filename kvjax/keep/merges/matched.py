@@ -1,4 +1,4 @@
-"""Attention Matching: what stays gets biases and values by which reference queries see no difference."""
+"""Attention Matching: fits biases and values of kept slots to preserve attention of reference queries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.matched import reference_logits
 from kvjax.ops.base.solve import one_by_one
 
-# A slot counts as e^-3 to e^3 tokens.
+# The weight of a slot is between e^-3 and e^3 tokens.
 _MOST = 3.0
-# Directions whose squares are below this part of the largest are left alone: rounding would be most of them.
+# Directions whose squared singular value is below this share of the largest are rounding errors, and left
+# out.
 _CUT = 1e-4
-# An inverse of squares has half of the digits: what it leaves is solved for again.
+# Inverting squares loses half of the digits, so solutions are refined once with the remaining error.
 _TWICE = 2
 
 
@@ -31,8 +32,8 @@ class Matched:
     e^-3 and e^3: least squares cut to these bounds, then `turns` steps of projected gradient descent. Values
     c are those by which softmax_kept(q_i k_j / sqrt(H) + log w_j) c is nearest to the attention of i over all
     slots. Of several solutions, w is the one nearest to 1 and c the one nearest to the slots' own values, and
-    directions that the queries feel less than a hundredth as much as the largest are left alone.
-    Queries see all slots, those behind them too. A list that nothing leaves stays as it is.
+    directions with a singular value below a hundredth of the largest are not changed. Queries see all slots,
+    those of later tokens too. A KV head without evictions is unchanged.
     """
 
     last: int = 64

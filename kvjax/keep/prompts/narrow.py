@@ -1,4 +1,4 @@
-"""Narrow: above one layer, only the prompt tokens that matter go on, at their own positions."""
+"""Narrow: layers above one layer read only some tokens of a prompt, at their original positions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Narrow:
     """Layers above `layer` read only a share of every prompt's tokens (arXiv:2502.01068, section 3).
 
     layer: the last layer that reads all of them, by number, or as a share of the layers. score: the score of
-    new tokens, summed over the heads of that layer; it does not see earlier turns. share: how many tokens go
-    on, rounded down per row; the newest `window` always do, and are counted.
+    new tokens, summed over the heads of that layer; it does not see earlier turns. share: how many tokens the
+    upper layers read, rounded down per row; the newest `window` are always among them.
 
     ValueError for numbers outside their ranges, or a score that needs more than queries, keys and values.
 
@@ -76,7 +76,7 @@ class Narrow:
         return Fraction(self.share).limit_denominator(1000)
 
     def most(self, tokens: int) -> int:
-        """How many of `tokens` new tokens go on."""
+        """How many of `tokens` new tokens the upper layers read."""
         return min(tokens, max(self.window, tokens * self._ratio.numerator // self._ratio.denominator))
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -85,7 +85,7 @@ class Narrow:
         return jnp.minimum(tokens, jnp.maximum(self.window, shared))
 
     def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The new tokens that go on, in order, and which of the M entries are in use.
+        """The new tokens that upper layers read, in order, and which of the M entries are in use.
 
         view: the layer's new tokens, the same in every KV head.
         """

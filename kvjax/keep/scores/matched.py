@@ -1,4 +1,4 @@
-"""How much of the attention of reference queries a slot has, whoever came first (Attention Matching)."""
+"""Attention that slots receive from reference queries, without a causal mask (Attention Matching)."""
 
 from __future__ import annotations
 

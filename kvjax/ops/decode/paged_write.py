@@ -1,4 +1,4 @@
-"""Writing many new tokens of every list into a pool of pages at once: the pages they touch are made anew."""
+"""Writes many new tokens of every KV head into a pool of pages at once; touched pages are rewritten whole."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def paged_write(
     *,
     numbers: Mapping[str, Float[Array, "B K T"]] | None = None,
 ) -> PagePool:
-    """The pool with the first `counts` of T tokens in every list, from slot `starts` on.
+    """The pool with the first `counts` of T tokens in every KV head, from slot `starts` on.
 
-    As `paged_append` for many tokens of one list: pages that they touch are read, completed and written back
-    whole, so that tokens which share a word or a row of numbers do not overwrite each other. Tokens beyond
-    the table's pages are not stored. No two lists may write into the same page.
+    As `paged_append`, for many tokens of a KV head: pages that they touch are read, completed and written
+    back whole, so that tokens which share a word or a row of numbers do not overwrite each other. Tokens
+    beyond the table's pages are not stored. No two KV heads may write into the same page.
 
-    numbers: what goes with the tokens, by name ("pos", "key_scale", ...). Raises ValueError where these are
-    not the pool's, and where a pool has scales of channels.
+    numbers: the tokens' numbers by name ("pos", "key_scale", ...). Raises ValueError if these are not the
+    pool's, and if a pool has scales per channel.
 
     >>> pages, table = jnp.zeros((1, 3, 4, 1)), jnp.asarray([[[2, 0]]])
     >>> new = jnp.arange(1.0, 4.0).reshape(1, 1, 3, 1)
@@ -78,7 +78,7 @@ def paged_write(
 def _put(
     x: Num[Array, "L T *w"], held: Num[Array, "L P page *w"], slot: Int[Array, "L S"], new: Bool[Array, "L S"]
 ) -> Num[Array, "L P page *w"]:
-    """What pages hold, with tokens of x in the slots that are new."""
+    """The contents of pages, with tokens of x in the new slots."""
     more = (1,) * (x.ndim - 2)
     found = jnp.take_along_axis(x, slot.reshape(*slot.shape, *more), 1)
     whole = held.reshape(held.shape[0], -1, *held.shape[3:])

@@ -1,4 +1,4 @@
-"""What recurrent layers carry of the last tokens: a short convolution's inputs, a token shift."""
+"""The last tokens that recurrent layers carry: a short convolution's inputs, a token shift."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def answered(
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
     """(y with `last` where the mask leaves tokens out, y of the row's last real token, else `last`).
 
-    For layers whose state no longer has the inputs of its last token, in case that token is asked again.
+    For layers whose state no longer has the inputs of its last token, in case that token is read again.
 
     >>> y, last = answered(jnp.ones((1, 1, 1)), jnp.full((1, 1), 5.0), jnp.asarray([[False]]))
     >>> y.item(), last.item()

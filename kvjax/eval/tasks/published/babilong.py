@@ -2,7 +2,7 @@
 
 Prompts (babilong.json), answer length and metric: booydar/babilong 7a6efee, babilong/prompts.py and
 metrics.py (arXiv:2406.10149; Apache-2.0), with instruction, examples and closing instruction. The part of the
-prompt up to the book's end is the context. Rows that are too long are passed over.
+prompt up to the book's end is the context. Rows that are too long are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Whether two final answers of mathematics are the same: as text after MATH's normalisation, or as numbers.
+r"""Compares final answers of mathematics problems: as text after MATH's normalisation, or as numbers.
 
 The normalisation follows MATH (Hendrycks et al., 2021, arXiv:2103.03874, appendix), with numbers compared by
 value. Answers that only algebra finds equal, such as sums in another order, count as wrong.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-# What is written and says nothing.
+# Text without meaning in an answer.
 _EMPTY = re.compile(
     r"\\!|\\,|\\;|\\:|\\ |\\left|\\right|\\\$|\$|\\%|%|\^\{?\\circ\}?|\\mathrm|\\displaystyle|~"
 )
@@ -17,7 +17,7 @@ _WORDS = re.compile(r"\\(?:text|mbox|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} or \fbox{...} of a text holds; None if none closes.
+    r"""The content of the last \boxed{...} or \fbox{...} of a text; None if none is closed.
 
     >>> last_boxed("So x = \\boxed{2}, or \\boxed{\\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -50,13 +50,13 @@ def same_answer(said: str | None, right: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    r"""An answer without what only sets its type, with fractions and roots in braces.
+    r"""An answer without typesetting commands, with fractions and roots in braces.
 
     >>> normalised("x = 3 \\text{ apples}"), normalised("\\tfrac 12"), normalised("\\sqrt3")
     ('3', '\\frac{1}{2}', '\\sqrt{3}')
     """
     text = text.strip().rstrip(".").replace("\n", "")
-    # Units stand at the end: everything else in words is the answer.
+    # Units are at the end; any other words are the answer.
     text = re.sub(r"(?<=[\w})])\\?\s*\\(?:text|mbox)\s*\{\s+[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", text)
     text = _EMPTY.sub("", _WORDS.sub(r"\1", text)).replace("\\\\", "\\")
     text = re.sub(r"\\[td]frac", r"\\frac", text)

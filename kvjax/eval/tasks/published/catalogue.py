@@ -1,4 +1,4 @@
-"""Which benchmarks are read, and how `--tasks` names their files."""
+"""The published benchmarks that can be read, and how `--tasks` names their files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvjax.eval.tasks.published import (
 from kvjax.eval.tasks.published.record import Form
 from kvjax.eval.tasks.published.tables import Row, files_of, read_rows
 
-# In the order in which a file's fields are compared: the first form that has all of its own is taken.
+# The order in which forms are tried: the first form whose fields a file has is taken.
 _ALL = (
     kvpress.FORM, scbench.FORM, longbench_v2.FORM, mrcr.FORM, graphwalks.FORM, babilong.FORM, longproc.FORM,
     nolima.FORM, maths.MATH, maths.GSM8K,
@@ -37,7 +37,7 @@ _SHOWN = 20
 
 
 class BenchmarkFile(NamedTuple):
-    """One file, how it is read, and what was said about it. max_new_tokens: in place of the published one."""
+    """One file, its form, and the options given for it. max_new_tokens: replaces the published number."""
 
     form: Form
     file: Path
@@ -46,19 +46,15 @@ class BenchmarkFile(NamedTuple):
 
 
 def names_form(task: str) -> bool:
-    """Whether a task says which benchmark its file belongs to.
-
-    >>> names_form("kvpress:ruler.parquet"), names_form("ruler.parquet")
-    (True, False)
-    """
+    """Whether a task names the benchmark that its file belongs to."""
     name, colon, _ = task.partition(":")
     return bool(colon) and name in FORMS
 
 
 def asked_of(task: str) -> list[BenchmarkFile]:
-    """The files that "FORM:PATH,option=value" or a path names; of a path only those whose fields are known.
+    """The files of "FORM:PATH,option=value" or of a path; of a path alone, those whose fields are known.
 
-    Raises InputError for unknown options, paths that do not exist, and fields that are another form's.
+    Raises InputError for unknown options, paths that do not exist, and fields that belong to another form.
 
     >>> asked_of("kvpress:rows.jsonl,max_new_tokens=20")  # doctest: +SKIP
     """

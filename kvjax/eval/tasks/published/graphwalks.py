@@ -1,8 +1,8 @@
 """OpenAI's GraphWalks: a graph as a list of edges, and an operation whose nodes must be listed.
 
 Data and metric: the dataset card of openai/graphwalks (MIT), with the nodes found as lm-evaluation-harness
-finds them (lm_eval/tasks/graphwalks; MIT), where the card's line keeps the words before the list. What stands
-before the operation is the context. Rows that are too long are passed over.
+finds them (lm_eval/tasks/graphwalks; MIT), because the card's code keeps the words before the list. The text
+before the operation is the context. Rows that are too long are skipped.
 
 Deviation: an answer that shares no node with the right one scores 0, as in the harness; the card's formula
 gives it 1. Two empty lists are equal, as on the card.

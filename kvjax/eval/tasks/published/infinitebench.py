@@ -1,8 +1,8 @@
-"""How InfiniteBench scores a written answer, task by task: (text, references) -> [0, 1].
+"""InfiniteBench's metrics of generated answers, task by task: (text, references) -> [0, 1].
 
 Source: OpenBMB/InfiniteBench, src/compute_scores.py, as kvpress 8bb29b9 has it (arXiv:2402.13718; MIT).
-Deviation: numbers of code_run, math_find and math_calc are compared as numbers, where kvpress compares them
-with the texts that its data set makes of the answers, so that none is right.
+Deviation: numbers of code_run, math_find and math_calc are compared as numbers, because kvpress compares them
+with the answers as its data set writes them, as text, so that none is right.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def find_number(text: str, references: Sequence[str]) -> float:
 def choice(text: str, references: Sequence[str], last_letter: bool = True) -> float:
     """1 if the letter that a text chooses among A to D is a reference.
 
-    The last letter that stands alone, else the first character, the whole text, what follows "answer is" and
-    the like, or the first word that is a letter. last_letter: SCBench does without the first of these.
+    It is the last single letter; else the first character, the whole text, the text after "answer is" and the
+    like, or the first word that is a letter. last_letter: whether the last single letter is tried; SCBench
+    omits it.
     """
     text = text.strip()
     alone = re.search(r"\b[A-D]\b(?!.*\b[A-D]\b)", text) if last_letter else None

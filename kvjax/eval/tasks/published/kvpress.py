@@ -1,8 +1,8 @@
 """Rows of kvpress' data sets: context, question, answer_prefix, answer, task, max_new_tokens.
 
-Source: NVIDIA/kvpress 8bb29b9, evaluation/ and pipeline.py (Apache-2.0). The context, with what the chat
-template puts before it, is tokenised apart from question, end of the template and answer prefix; a context
-that is too long loses its end.
+Source: NVIDIA/kvpress 8bb29b9, evaluation/ and pipeline.py (Apache-2.0). The context, with the chat
+template's text before it, is tokenised separately from the question, the template's end and the answer
+prefix; a context that is too long loses its end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _task_of(row: Row) -> str | None:
 
 
 def _family(row: Row, task: str) -> _Answer:
-    """How answers of a task are scored; InputError for a task that kvpress does not have."""
+    """The metric of a task; InputError for a task that kvpress does not have."""
     if "answers" in row.data:
         known = {**LONGBENCH, **{f"{name}_e": b for name, b in LONGBENCH.items()}}
         families: dict[str, _Answer] = dict.fromkeys(known, _longbench)
@@ -76,7 +76,7 @@ _RULER = ("niah", "vt", "cwe", "fwe", "qa")
 def _ruler(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
     references = row.texts("answer")
     match = metrics.string_match_part if task.startswith("qa") else metrics.string_match_all
-    # kvpress removes control characters, where RULER makes line ends of them.
+    # kvpress removes control characters, where RULER replaces them by line ends.
     return references, lambda text: match(re.sub(r"[\x00-\x1f]", "", text.strip()).strip(), references)
 
 
@@ -132,7 +132,7 @@ def _choice(row: Row, _: str) -> tuple[tuple[str, ...], Score]:
 
 
 def _boxed(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
-    r"""What the last \boxed{ holds (AIME), or the first (MATH-500), up to the next bracket."""
+    r"""The content of the last \boxed{ (AIME), or the first (MATH-500), up to the next bracket."""
     (right,) = row.texts("answer")
     which = -1 if task == "aime25" else 1
 

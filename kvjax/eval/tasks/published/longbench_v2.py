@@ -1,8 +1,8 @@
 """LongBench v2: a long text, a question and four choices.
 
 Prompt, answer length, truncation and metric: THUDM/LongBench, prompts/0shot.txt and pred.py
-(arXiv:2412.15204; MIT). What the user says loses its middle where it is too long. Deviation: greedy, where
-the authors sample at temperature 0.1; the ids that stay are not written out and read again.
+(arXiv:2412.15204; MIT). A user's message that is too long loses its middle. Deviations: decoding is greedy,
+where the authors sample at temperature 0.1; and the remaining ids are not decoded and tokenised again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _record(row: Row, _: Mapping[str, str]) -> Record:
         raise row.wrong("answer", "A, B, C or D")
     context, *asked = (row.filled(field).strip() for field in _FIELDS[:-1])
     turn = Turn(_QUESTION.format(*asked), (right,), _NEW, lambda text: float(chosen(text) == right))
-    # The authors report by these.
+    # The fields by which the authors report results.
     kind = "-".join(row.text(field, "") for field in ("difficulty", "length"))
     return Record(row.where, "longbench-v2", _CONTEXT.format(context), (turn,), name=kind.strip("-"))
 

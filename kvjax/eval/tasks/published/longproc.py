@@ -3,7 +3,7 @@
 Data and metrics: princeton-pli/LongProc and its rows in the hub's PrincetonPli/LongProc (arXiv:2501.05414;
 Apache-2.0); answer lengths are those of lm-evaluation-harness. The score is the benchmark's accuracy, and the
 rows' F1 for html_to_tsv. All of the prompt but its last paragraph is the context. pseudo_to_code is not read:
-it would compile and run what the model writes.
+its metric compiles and runs generated code.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _equation(line: str) -> tuple[int, int, int] | None:
         return None
     a, b, c = int(found[1]), int(found[3]), int(found[4])
     if a < 0 and found[2] != "+":
-        # The authors take such a sign for the operation.
+        # The authors treat such a sign as the operation.
         return None
     if found[2] == "/":
         right = b != 0 and Fraction(a, b) == c
@@ -121,7 +121,7 @@ def _rows_f1(text: str, right: str, _: Mapping[str, Any]) -> float:
 
 
 def _table(text: str) -> list[list[str]]:
-    """Rows below the header; one of another length is not available, and left out where it is the last."""
+    """Rows below the header; a row of another length counts as missing, and is dropped if it is the last."""
     try:
         header, *rows = csv.reader(text.strip().split("\n"), delimiter="\t")
     except (ValueError, csv.Error):

@@ -2,8 +2,8 @@ r"""GSM8K, MATH and AIME: problems whose answer is in \boxed{}.
 
 The problem is the context; the instruction follows it, as DeepSeek-R1 recommends
 (github.com/deepseek-ai/DeepSeek-R1, README, MIT). Data: openai/gsm8k (arXiv:2110.14168; MIT), MATH
-(arXiv:2103.03874; MIT) and what has its fields. No answer length is published: 2048 tokens for GSM8K, 4096
-for others, 32768 for AIME.
+(arXiv:2103.03874; MIT) and data with the same fields. No answer length is published: 2048 tokens for GSM8K,
+4096 for others, 32768 for AIME.
 """
 
 from __future__ import annotations

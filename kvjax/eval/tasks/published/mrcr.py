@@ -1,8 +1,8 @@
 """OpenAI's MRCR: a conversation in which one of several equal requests must be answered as it was before.
 
 Data and metric: the dataset card of openai/mrcr (MIT). The messages before the last are the context. Rows
-that are too long are passed over, as on the card. The card bounds no answer: it may be twice as long as the
-right one.
+that are too long are skipped, as on the card. The card sets no limit for answers; here it is twice the length
+of the right one.
 """
 
 from __future__ import annotations

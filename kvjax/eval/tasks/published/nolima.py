@@ -1,12 +1,12 @@
 """NoLiMa: a needle that shares no words with the question, in a book.
 
 Placement, draws, answer length and metric ("contains"): adobe-research/NoLiMa, evaluation/ and
-data/book_haystack.py (arXiv:2502.05167; Adobe Research License, not for commercial use). Nothing of it ships:
-needles, books and the prompt are read from a clone, from data/needlesets/*.json, data/haystack/rand_shuffle
-and evaluation/run_tests.py.
+data/book_haystack.py (arXiv:2502.05167; Adobe Research License, not for commercial use). None of its files
+ship with kvjax: needles, books and the prompt are read from a clone, from data/needlesets/*.json,
+data/haystack/rand_shuffle and evaluation/run_tests.py.
 
-Deviation: books are taken in the order of their names, and tests, depths and books are walked through so that
-few samples spread over all depths. Needle sets with distractors are not read.
+Deviation: books are taken in the order of their names, and samples cycle through tests, depths and books, so
+that even a few samples cover all depths. Needle sets with distractors are not read.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_book(reader: Reader, text: str) -> Book:
 def placed(reader: Reader, book: Book, needle: str, size: int, depth: float) -> str:
     """`size` tokens of a book with a needle on a line of its own at a depth from 0 to 1.
 
-    The line end at or after that depth is moved to it: the book starts so much later.
+    The book is shifted so that a line ends exactly at that depth.
     """
     delta = book.ends / (size + 1) - depth
     at = int(book.ends[np.argmin(np.where(delta < 0, np.inf, delta))])
@@ -176,7 +176,7 @@ def _read(file: Path) -> str:
 
 
 def _size(source: Source, tests: Sequence[Test]) -> int:
-    """Tokens of the book: as asked, or the longest published length whose prompts fit."""
+    """How many tokens of a book to use: as asked, or the longest published length that fits."""
     extra = (
         max(len(source.reader.split(t.template + t.needle + t.question)[0]) for t in tests) + _TEMPLATE_TOKENS
     )

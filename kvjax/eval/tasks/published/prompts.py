@@ -1,4 +1,4 @@
-"""Records as samples of a model's tokens: chat template around, cut as the benchmark cuts."""
+"""Converts records to samples: token ids with the chat template around them, cut as the benchmark cuts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvjax.models.model import Model
 
 
 class TooLong(Exception):
-    """A prompt that its benchmark does not cut; says what it takes."""
+    """A prompt is too long and its benchmark does not cut it; the message has its length."""
 
 
 class Chats:
-    """A model's tokenizer, and what its chat template writes, which takes a process of its own each time."""
+    """A model's tokenizer, and cached results of its chat template, since each rendering starts a process."""
 
     def __init__(self, model: Model):
         self.model, self.reader = model, chat_reader(model)
@@ -45,7 +45,7 @@ class Chats:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Turns records of one form into samples. length: most tokens of a prompt, answers not included."""
+    """Turns records of one form into samples. length: the most tokens of a prompt, without answers."""
 
     chats: Chats
     form: Form
@@ -61,7 +61,7 @@ class Encoder:
         return self.chats.reader
 
     def samples(self, record: Record, name: str) -> list[OpenSample]:
-        """One sample per question. InputError for one that does not fit; TooLong where the form skips it."""
+        """One sample per question. InputError for one that does not fit; TooLong if the form skips it."""
         head, tail = self.chats.frame(record.before)
         talk = any(message["role"] != "system" for message in record.before)
         if talk and self.model.chat_template is None:
@@ -89,7 +89,7 @@ class Encoder:
     def dialogue(self, record: Record, name: str) -> list[OpenSample]:
         """One sample per question, after those before it and the right answers to them.
 
-        The first question belongs to the prompt that is compressed, but for its last token.
+        The first question, except its last token, is part of the prompt that is compressed.
         """
         assert record.dialogue is not None
         first, *later = self._dialogue_ids(record.dialogue)
@@ -121,14 +121,14 @@ class Encoder:
     def _cut(
         self, context: Ids, question: Ids, spans: Spans, fits: int, head: str, end: str
     ) -> tuple[Ids, Spans]:
-        """The context that is left where `fits` tokens of it fit, and the spans in it."""
+        """The part of the context that is left if only `fits` tokens of it fit, and the spans in it."""
         if self.form.cut == "skip":
             raise TooLong(f"{len(context) + len(question)} tokens, and {fits + len(question)} fit")
         if self.form.cut == "end":
             return cut_end(context, spans, fits)
         if self.form.apart:
             return cut_middle(context, (), spans, fits)
-        # The benchmark cuts what the user says, before the chat template.
+        # The benchmark cuts the user's message, before the chat template is applied.
         before, after = (len(self.reader.split(text)[0]) for text in (head, end))
         before, after = before + len(self.reader.bos), min(after, len(question))
         inner = tuple((a - before, b - before) for a, b in spans)
@@ -138,7 +138,7 @@ class Encoder:
         return context[:before] + kept, tuple((a + before, b + before) for a, b in inner)
 
     def _ids(self, record: Record, head: str, asked: str) -> tuple[Ids, Ids, Spans]:
-        """Ids of context and question, and where the needles stand in the context."""
+        """Ids of context and question, and the spans of the needles in the context."""
         needles = "|".join(re.escape(needle) for needle in record.needles if needle)
         pieces = re.split(f"({needles})", record.context) if needles else [record.context]
         pieces = [head + pieces[0], *pieces[1:]]
@@ -163,7 +163,7 @@ class Encoder:
         return 2 * len(self.reader.split(turn.references[0])[0])
 
     def _limit(self, record: Record, new: int, question: int) -> int:
-        """Most tokens of context and question; an error where a question leaves no place to a context."""
+        """The most tokens of context and question; an error if a question leaves no room for a context."""
         last = self.model.config.max_positions
         limit = last - new if self.length is None else min(self.length, last - new)
         if limit > question:

@@ -1,4 +1,4 @@
-"""What a benchmark's file holds: records of one context each, with the questions about it."""
+"""Records of a benchmark's file: a context each, with the questions about it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Literal, NamedTuple
 from kvjax.eval.tasks.published.tables import Row, read_rows
 from kvjax.eval.tasks.reader import Reader
 
-# Written text -> score in [0, 1].
+# Generated text -> score in [0, 1].
 Score = Callable[[str], float]
 
 
 class Turn(NamedTuple):
-    """A question: what follows the context, what opens the answer, and how the answer is scored.
+    """A question: its text, the text that opens the answer, and the answer's metric.
 
-    new_tokens: most tokens of the answer; None: twice as many as the first reference has. task: the record's,
-    where empty.
+    new_tokens: the most tokens of the answer; None: twice as many as the first reference has. task: if empty,
+    that of the record.
     """
 
     question: str
@@ -31,8 +31,8 @@ class Turn(NamedTuple):
 class Dialogue(NamedTuple):
     """The questions in turn, with the right answer to each before the next one.
 
-    users: messages, the first with the context. plain: the same for models without a chat template, texts
-    that follow one another, answers included. opens: how later answers begin in a chat.
+    users: messages, the first with the context. plain: the same as plain text for models without a chat
+    template, answers included. opens: the text with which later answers begin in a chat.
     """
 
     users: tuple[str, ...]
@@ -70,10 +70,10 @@ class Source(NamedTuple):
 class Form(NamedTuple):
     """How a benchmark's files are read.
 
-    fields: those by which a file is recognised. cut: what becomes of a prompt that is too long: it loses the
-    end of its context, or its middle, or is passed over. apart: context and question are tokenised by
-    themselves. plain_end: what follows the question where the model has no chat template. mixed: a file holds
-    several tasks. options: names that may follow the path.
+    fields: those by which a file is recognised. cut: how a prompt that is too long is handled: the end or the
+    middle of its context is removed, or it is skipped. apart: context and question are tokenised separately.
+    plain_end: the text after the question if the model has no chat template. mixed: a file holds several
+    tasks. options: names that may follow the path.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Form(NamedTuple):
 
 
 def by_row(read: Callable[[Row, Mapping[str, str]], Record]) -> Callable[[Source], Iterator[Record]]:
-    """Records of files whose every row is one."""
+    """Makes a reader of files in which every row is a record."""
     return lambda source: (read(row, source.options) for row in read_rows(source.file))
 
 

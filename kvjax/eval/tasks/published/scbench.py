@@ -4,9 +4,9 @@ Prompts, answer lengths and metrics: microsoft/MInference, scbench/ (arXiv:2412.
 template option. Protocol multi-turn is its multi-turn mode, with the right answers in the history; agnostic
 is its multi-request mode ("scdq"), in which the context is compressed before any question.
 
-Deviation: tokens that open a text are not doubled, and the context gives way to what questions and answers
-really take, where SCBench subtracts the answer length times the turns (and 1000). An answer that is one text
-is one reference. RepoQA is not read: its score parses code with tree-sitter.
+Deviation: tokens that open a text are not doubled, and the context is shortened by the real length of
+questions and answers, where SCBench subtracts the answer length times the turns (and 1000). An answer that is
+one text is one reference. RepoQA is not read: its score parses code with tree-sitter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PASSKEY = (
 )
 _OPTIONS = "\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
 
-# What precedes the context.
+# The text before the context.
 _OPENS: Mapping[str, str] = {
     "kv": _KV,
     "kv_hard": _KV,
@@ -51,7 +51,7 @@ _NEW: Mapping[str, int] = {
     **dict.fromkeys(("choice_eng", "qa_eng", "qa_chn"), 40),
     "mf": 5, "passkey": 15, "summary": 200, "vt": 30, "many_shot": 10,
 }  # fmt: skip
-# Of tasks in which questions of two kinds alternate: the kinds, and their answer lengths.
+# For tasks in which two kinds of questions alternate: the kinds, and their answer lengths.
 _MIXED: Mapping[str, Mapping[str, int]] = {"summary_with_needles": {"summary": 800, "passkey": 15}}
 
 _Metric = Callable[[str, Sequence[str]], float]
@@ -84,7 +84,7 @@ def _records(source: Source) -> Iterator[Record]:
 
 
 def _task_of(row: Row) -> str:
-    """The task that a file's name says, or its folder's."""
+    """The task named by a file, or by its folder."""
     known = [*_NEW, *_MIXED, "repoqa", "repoqa_and_kv"]
     for part in (row.file.stem, row.file.parent.name):
         name = re.sub(r"^(scbench|multi_turn)_", "", part)
@@ -113,7 +113,7 @@ def _record(row: Row, task: str) -> Record:
 
 
 def _opens(first: Row, task: str) -> str:
-    """What precedes the context of single questions; the array of "mf" follows its first instruction."""
+    """The text before the context of single questions; the array of "mf" follows its first instruction."""
     return first.text("input") + "\n\n" if task == "mf" else _OPENS.get(task, "")
 
 
@@ -148,7 +148,7 @@ def _options(turn: Row) -> tuple[str, ...]:
 
 
 def _references(turn: Row, task: str) -> tuple[str, ...]:
-    """The answers; of a multiple choice, its text and its letter."""
+    """The answers; for a multiple choice, its text and its letter."""
     answers = turn.texts("answer")
     if task != "choice_eng":
         return answers
@@ -159,7 +159,7 @@ def _references(turn: Row, task: str) -> tuple[str, ...]:
 
 
 def _dialogue(asked: Sequence[Row], turns: Sequence[Turn], task: str, context: str) -> Dialogue:
-    """The conversation: the first message with the context, later ones alone, right answers between them."""
+    """The conversation: the context is in the first message, and right answers are between messages."""
     first = turns[0].question
     if task == "mf":
         prefix, _, said = first.partition("\n\n")
@@ -174,7 +174,7 @@ def _dialogue(asked: Sequence[Row], turns: Sequence[Turn], task: str, context: s
     )
     later = [turn.question for turn in turns[1:]]
     if task == "mf":
-        # SCBench's chats ask every later question with the first words of the last one.
+        # In SCBench's chats, later questions begin with the first words of the last one.
         last = turns[-1].question.partition("\n\n")[0]
         later = [f"{last}\n\n{turn.text('input')}" for turn in asked[1:]]
     opens = "This paper" if task == "summary" else ""

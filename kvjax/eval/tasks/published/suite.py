@@ -1,4 +1,4 @@
-"""Records of benchmarks' files as a suite: prompts, answer lengths and scores of each row as published."""
+"""A suite of benchmark records: prompts, answer lengths and scores of each row as published."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
 from kvjax.models.model import Model
 
 Context = list[OpenSample]
-# What tells the files of one table apart.
+# The fields in which the files of one table differ.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """Samples by task and context number; those of conversations apart, where the benchmark has them.
+    """Samples by task and context number; conversations are separate, if the benchmark has them.
 
-    scores: by the id of a sample. notes: what was left out.
+    scores: by the id of a sample. notes: on rows that were skipped.
     """
 
     tasks: tuple[str, ...]
@@ -44,8 +44,9 @@ class Published:
     def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
         """One row per question about context number `index` of each task.
 
-        multi-turn: each is asked after those before it and the right answers to them. Every other protocol
-        asks each of the compressed context alone. InputError for turns of a task that asks once.
+        multi-turn: each question follows the earlier ones with their right answers. All other protocols ask
+        each question over the compressed context alone. InputError for several turns of a task with one
+        question.
         """
         found = self.turns if protocol == "multi-turn" else self.single
         if missing := [task for task in self.single if task not in found]:
@@ -57,7 +58,7 @@ class Published:
         ]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        """The benchmark's metric of this row on the written text."""
+        """The benchmark's metric for this row, on the generated text."""
         assert isinstance(sample, OpenSample)
         text = self.reader.text(prediction)
         return Graded(text, " | ".join(sample.references), self.scores[sample.id](text))
@@ -67,7 +68,7 @@ class Published:
 
 
 class _Made:
-    """What has been read so far."""
+    """The samples read so far."""
 
     def __init__(self) -> None:
         self.single: dict[str, list[Context]] = {}
@@ -77,7 +78,7 @@ class _Made:
         self.notes: list[str] = []
 
     def add(self, record: Record, encoder: Encoder) -> None:
-        """Encodes a record into its task. TooLong where its form passes over it."""
+        """Encodes a record and adds it to its task. TooLong if its form skips it."""
         number = len(self.single.get(record.task, ()))
         name = f"{record.task}-{number}{record.name and '-' + record.name}"
         one = encoder.samples(record, name)
@@ -96,10 +97,10 @@ def read_published(
 ) -> Published:
     """The questions of benchmarks' files; at most `contexts` records per task, in the order of the files.
 
-    length: most tokens of a prompt; by default as far as the model's positions reach.
+    length: the most tokens of a prompt; by default as many as the model has positions.
 
-    Raises InputError for rows that lack a field, with file, row and field; for files that cannot be read or
-    hold nothing; for a task in two files; and where no row fits.
+    Raises InputError for rows that lack a field, with file, row and field; for files that are unreadable or
+    empty; for a task in two files; and if no row fits.
 
     >>> read_published(model, asked_of("scbench_kv.jsonl"), contexts=4).tasks  # doctest: +SKIP
     ('scbench_kv',)

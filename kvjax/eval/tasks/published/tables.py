@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON and parquet files; a field of the wrong kind is named with its file and row."""
+"""Rows of JSONL, JSON and parquet files; errors about a field name its file and row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvjax.base.errors import InputError
 from kvjax.io.json_rows import json_rows
 
 KINDS = (".parquet", ".jsonl", ".json")
-# Rows of a parquet file that are held at once: a row can be megabytes long.
+# How many rows of a parquet file are in memory at once: a row can be megabytes long.
 _ROWS = 16
 
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
         return value
 
     def filled(self, field: str) -> str:
-        """A field that is a text with something in it."""
+        """A field that is a text and not empty."""
         if not (value := self.text(field)).strip():
             raise self.wrong(field, "a text that is not empty")
         return value
@@ -61,7 +61,7 @@ class Row(NamedTuple):
         return [Row(f"{self.where}, {field} {i}", x, self.file) for i, x in enumerate(value, 1)]
 
     def wrong(self, field: str, expected: str) -> InputError:
-        """The error that says what the field is and what it should be."""
+        """The error about a field: its value, and the expected one."""
         if field not in self.data:
             there = ", ".join(self.data) or "none"
             return InputError(
@@ -105,7 +105,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the tables of a folder in their order; those of hidden folders are passed over."""
+    """The file, or the tables of a folder in order; hidden folders are skipped."""
     if path.is_file():
         return [path]
     found = [
@@ -113,5 +113,5 @@ def files_of(path: Path) -> list[Path]:
         for file in sorted(path.rglob("*"))
         if file.suffix in KINDS and not any(p.startswith(".") for p in file.relative_to(path).parts)
     ]
-    # Beside tables, JSON files describe them.
+    # JSON files beside tables describe them.
     return [file for file in found if file.suffix != ".json"] or found

@@ -1,4 +1,4 @@
-"""Variable tracking: a chain of assignments in noise, all of whose names are asked for.
+"""Variable tracking: a chain of assignments in noise; the question asks for all names in it.
 
 Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/variable_tracking.py.
 """

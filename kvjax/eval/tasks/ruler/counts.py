@@ -1,4 +1,4 @@
-"""Words that are counted: the common ones of a numbered list (cwe), the frequent ones of a coded text (fwe).
+"""Counting words: the common words of a numbered list (cwe), the frequent words of a coded text (fwe).
 
 Source: NVIDIA/RULER at c3f5e3b, common_words_extraction.py and freq_words_extraction.py under
 scripts/data/synthetic.
@@ -17,13 +17,13 @@ from kvjax.eval.tasks.ruler.prompts import PROMPTS, Draft, draft, joined, text_o
 from kvjax.eval.tasks.ruler.shipped import words_of
 
 COMMON = 10
-# Lists of prompts below so many tokens repeat their words less often.
+# Prompts below so many tokens have lists that repeat their words less often.
 SHORT = 4096
 _ALPHA, _CODED_LETTERS, _DOTS = 2.0, 6, "..."
 
 
 class Repeats(NamedTuple):
-    """How often common and other words stand in the list, and in the solved example of `words` words."""
+    """How often common and other words occur in the list, and in the solved example of `words` words."""
 
     common: int
     other: int
@@ -39,7 +39,8 @@ def repeats(length: int) -> Repeats:
 def draw_list(rng: np.random.Generator, size: int, length: int) -> Draft:
     """A list of `size` different words, 10 of them common, after a solved example.
 
-    Deviation: RULER takes a second list of words where wonderwords has too few, this draws no longer lists.
+    Deviation: if wonderwords has too few words, RULER uses a second word list; here lists have at most as
+    many words as wonderwords.
     """
     often = repeats(length)
     example = _list(rng, often.words, often.example_common, often.example_other)
@@ -67,7 +68,7 @@ def numbered(words: Sequence[str]) -> str:
 
 
 def coded_counts(words: int, vocabulary: int) -> list[int]:
-    """How often coded words stand in a text of `words`, by rank: n / (rank^2 zeta(2)), rounded down.
+    """How often coded words occur in a text of `words`, by rank: n / (rank^2 zeta(2)), rounded down.
 
     >>> coded_counts(100, 5)
     [60, 15, 6, 3, 2]

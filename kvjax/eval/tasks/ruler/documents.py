@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.ruler.prompts import PROMPTS, Draft, draft, joined
 
-# What each task reads, and where its publishers offer it.
+# The file that each task reads, and where its publishers offer it.
 FILES = {
     "qa_1": "SQuAD 2.0's dev-v2.0.json",
     "qa_2": "HotpotQA's hotpot_dev_distractor_v1.json",
@@ -24,7 +24,7 @@ FILES = {
 
 
 class Question(NamedTuple):
-    """A question; documents by number: those given with it, those it needs, all of its article."""
+    """A question; documents by index: those given with it, those it needs, and all of its article."""
 
     text: str
     answers: tuple[str, ...]
@@ -60,7 +60,7 @@ def read_documents(task: str, path: str) -> Documents:
 def draw_documents(data: Documents, index: int, rng: np.random.Generator, size: int) -> Draft:
     """Question number `index` and `size` documents, those of its article before others.
 
-    Deviation: RULER repeats its documents where a prompt takes more than there are, this takes all once.
+    Deviation: if a prompt needs more documents than there are, RULER repeats some; here each is used once.
     """
     question = data.questions[index]
     near = [i for i in question.article if i not in question.given]

@@ -1,6 +1,7 @@
-"""Needles in a haystack: numbers or uuids for keys, hidden in noise, in a text, or among their like.
+"""Needles in a haystack: numbers or uuids by key, hidden in noise, in a text, or among other needles.
 
-Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py, and synthetic.yaml for what each task has.
+Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py, and synthetic.yaml for the settings of the
+tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvjax.eval.tasks.ruler.prompts import PROMPTS, Draft, draft, joined, of_one
 from kvjax.eval.tasks.ruler.shipped import NOISE, Haystack, sentences, words_of
 
 NEEDLE = "One of the special magic {type} for {key} is: {value}."
-# Depths in percent at which needles may lie in a text.
+# Depths, in percent, at which needles may be in a text.
 DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int)
 
 
@@ -77,7 +78,7 @@ def draw_needles(task: Needles, text: Haystack | None, rng: np.random.Generator,
 
 
 def listed(keys: list[str]) -> str:
-    """Keys as a question names them.
+    """Keys in the form of a question.
 
     >>> listed(["a"]), listed(["a", "b"])
     ('a', 'a, and b')
@@ -105,7 +106,7 @@ def _between(around: list[str], needles: list[tuple[str, bool]], rng: np.random.
 
 
 def _new(kind: str, rng: np.random.Generator, taken: set[str]) -> str:
-    """A word, number of seven digits, or uuid that is not taken yet, which it then is."""
+    """A new word, number of seven digits, or uuid, which is then added to `taken`."""
     while (found := _drawn(kind, rng)) in taken:
         pass
     taken.add(found)

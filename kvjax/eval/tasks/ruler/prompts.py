@@ -1,4 +1,4 @@
-"""What RULER fixes for its tasks: the prompts and the prefixes of answers, word by word.
+"""RULER's prompts and prefixes of answers, word by word.
 
 Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/constants.py and scripts/synthetic.yaml.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Prompt(NamedTuple):
-    """A prompt with places for {context} and {query}, and what the answer begins with."""
+    """A prompt with places for {context} and {query}, and the text with which the answer begins."""
 
     template: str
     prefix: str
@@ -70,8 +70,8 @@ def of_one(prompt: Prompt) -> Prompt:
 class Draft(NamedTuple):
     """A sample as text.
 
-    context: pieces that make up the text in front of the question; those at odd places are what the answer
-    needs. prefix: what the answer begins with.
+    context: pieces of the text before the question; the answer needs those at odd indices. prefix: the text
+    with which the answer begins.
     """
 
     context: tuple[str, ...]
@@ -80,7 +80,7 @@ class Draft(NamedTuple):
     references: tuple[str, ...]
 
     def gold(self, task: str) -> tuple[str, ...]:
-        """A right answer in pieces, written as the solved examples of RULER's prompts write theirs.
+        """A right answer in pieces, in the form of the solved examples in RULER's prompts.
 
         >>> Draft(("",), "", "", ("a", "b")).gold("cwe")
         (' 1. ', 'a', ' 2. ', 'b')

@@ -1,4 +1,4 @@
-"""The texts and the words that tasks are made of: shipped files, or a haystack of the user's."""
+"""The texts and words of the tasks: shipped files, or a haystack of the user's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ENDS = re.compile(r"(?:(?<=[.!?])|(?<=[.!?]['\")”’]))\s+(?=[A-Z`'\"(“‘]
 
 
 class Haystack(NamedTuple):
-    """A text as words, and what names it among the sources of a comparison."""
+    """A text as words, and the name by which a comparison lists it as a source."""
 
     words: tuple[str, ...]
     name: str
 
     def first(self, count: int) -> str:
-        """The first words, from the start again where the text is too short."""
+        """The first `count` words; a text that is too short is repeated."""
         again = -(-count // len(self.words))
         return " ".join((self.words * again)[:count])
 
@@ -30,7 +30,7 @@ class Haystack(NamedTuple):
 def sentences(text: str) -> list[str]:
     """Sentences of a text.
 
-    Deviation: RULER splits with nltk's trained model, this at full stops before a capital.
+    Deviation: RULER splits with nltk's trained model; here a sentence ends at a full stop before a capital.
 
     >>> sentences("It rained. 'Oh!' said Alice. Then all was well.")
     ['It rained.', "'Oh!' said Alice.", 'Then all was well.']

@@ -1,4 +1,4 @@
-"""RULER's tasks for a model: contexts of its tokens, as long as fits, with what the answer needs marked."""
+"""RULER's tasks for a model: contexts as long as fit, with the tokens that the answer needs marked."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Form(NamedTuple):
 class Ruler:
     """Samples of RULER's tasks. length bounds context, question and the tokens of the answer together.
 
-    chat: what the model's chat template puts around a prompt; the answer's prefix follows it, as in RULER and
-    kvpress. gold: a right answer is fed, and the score is the share of references whose tokens are all the
-    model's likeliest; without it the model writes.
+    chat: the chat template's text around a prompt; the answer's prefix follows it, as in RULER and kvpress.
+    gold: a right answer is fed, and the score is the share of references whose tokens are all the model's
+    likeliest; without it the model generates.
     """
 
     tasks: tuple[str, ...]
@@ -78,7 +78,7 @@ class Ruler:
         return [[self.sample(task, index)] for task, most in limits.items() if most is None or index < most]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        """RULER's metric on the written text, or how many references of a fed answer were predicted."""
+        """RULER's metric on the generated text, or how many references of a fed answer were predicted."""
         text = self.reader.text(prediction)
         if isinstance(sample, ForcedSample):
             right = [tuple(prediction[a:b]) == sample.answer[a:b] for a, b in sample.parts]
