@@ -175,7 +175,7 @@ def _static(model: Model, method: Method | str | None) -> Static:
 
 
 def _held(tree: Any) -> Any:
-    """A pytree of dicts, tuples and arrays with an `nnx.Param` for every array."""
+    """A pytree of dicts, tuples and arrays, with every array as an `nnx.Param`."""
     if isinstance(tree, dict):
         return nnx.Dict({name: _held(x) for name, x in tree.items()})
     return nnx.List([_held(x) for x in tree]) if isinstance(tree, tuple) else nnx.Param(tree)

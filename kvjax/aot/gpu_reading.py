@@ -96,7 +96,7 @@ def _texts(folder: str) -> list[tuple[str, Path]]:
 
 
 def _assembled(path: Path, gpu: Gpu) -> tuple[int, int] | None:
-    """(registers of a thread, bytes spilled) as ptxas tells; None if that is not installed."""
+    """(registers of a thread, bytes spilled) as ptxas reports them; None if it is not installed."""
     if (tool := assembler()) is None:
         return None
     text = path.read_text()

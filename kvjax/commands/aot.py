@@ -1,4 +1,4 @@
-"""`kvjax aot`: compiles the kernels for TPUs and GPUs without having either."""
+"""`kvjax aot`: compiles the kernels for TPUs and GPUs that need not be present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvjax compare`: methods on the same model, tokens and bytes."""
+"""`kvjax compare`: runs methods on the same model, and compares scores and bytes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def converse(model: Model, method: Method | None, options: dict[str, Any]) -> No
 
 
 def is_attended() -> bool:
-    """Whether somebody types at a terminal."""
+    """Whether a user types at a terminal."""
     return sys.stdin.isatty()
 
 

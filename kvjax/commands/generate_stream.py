@@ -1,4 +1,4 @@
-"""Generation as `kvjax generate` shows it: token by token, with the seconds of compiling kept apart."""
+"""The output of `kvjax generate`: text token by token, with compile time measured separately."""
 
 from __future__ import annotations
 

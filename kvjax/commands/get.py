@@ -1,4 +1,4 @@
-"""`kvjax get`: fetches a real model, or keeps any GGUF file under a name."""
+"""`kvjax get`: fetches a known model, or stores any GGUF file under a name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def is_place(text: str) -> bool:
-    """Whether an argument is a path or a URL, and no name."""
+    """Whether an argument is a path or a URL, and not a name."""
     return bool(re.search(r"[/\\]|\.gguf$", text)) or Path(text).is_file()
 
 
@@ -86,7 +86,7 @@ def print_model(out, name: str, file: Path) -> None:
 
 
 def print_list(out) -> None:
-    """Prints known models and those that are here."""
+    """Prints the known models, and those that were fetched."""
     from kvjax.commands.terminal import pairs, size
     from kvjax.io.downloads import KNOWN, fetched, models_folder
 

@@ -98,7 +98,7 @@ def _print_card(args: argparse.Namespace) -> None:
 
 
 def _called(search: str) -> str:
-    """What a paper is that was searched among methods and is none; empty where nothing has that name."""
+    """What a paper is here that was searched for among the methods, if it is no method; else empty."""
     from kvjax.methods.elsewhere import elsewhere
     from kvjax.serve.systems import SYSTEMS
 

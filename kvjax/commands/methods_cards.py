@@ -189,7 +189,7 @@ def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
             continue
         try:
             both = chain(own, theirs)
-            # On the model that one of them makes, the other may have no keys to attend to.
+            # On the model that one of the two rewrites, the other may have no keys to attend to.
             if both.make is not None and _fits(own) and _fits(theirs):
                 check_fit(both, PLAIN)
         except ValueError as error:

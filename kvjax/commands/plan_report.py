@@ -20,7 +20,7 @@ from kvjax.plan.picture import curve, tokens_in_words, write_picture
 from kvjax.plan.planning import Planner, PlanRequest
 from kvjax.plan.topologies import topology_of
 
-# The default host link, in bytes per second: 16 lanes of PCIe 4.
+# The default host link, in bytes per second: PCIe 4 with 16 lanes.
 HOST_LINK = 32e9
 
 

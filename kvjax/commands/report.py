@@ -1,4 +1,4 @@
-"""`kvjax report`: the table of a finished comparison again, for a terminal, a spreadsheet or a paper."""
+"""`kvjax report`: prints the table of a finished comparison, for a terminal, a spreadsheet or a paper."""
 
 from __future__ import annotations
 

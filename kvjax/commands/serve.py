@@ -1,4 +1,4 @@
-"""`kvjax serve`: requests answered by a model on this machine, of a trace (`run`) or over HTTP (`http`)."""
+"""`kvjax serve`: answers requests on this machine, from a trace (`run`) or over HTTP (`http`)."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def run_http(args: argparse.Namespace) -> None:
 
 
 def _socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there; InputError if that cannot be, before the model is loaded."""
+    """A socket that listens there; InputError if it cannot, before the model is loaded."""
     from kvjax.base.errors import InputError
 
     if port > 65535:
@@ -196,7 +196,7 @@ def _key(args: argparse.Namespace) -> str | None:
 
 
 def _service(args: argparse.Namespace) -> Any:
-    """The service of the command's options, which are checked before the model is served."""
+    """The service of the command's options; wrong options are refused before it starts."""
     from kvjax.io.load import load
     from kvjax.methods import as_method
     from kvjax.pure import static

@@ -122,7 +122,7 @@ def show(rows: list[dict[str, Any]], count: int) -> None:
 
 
 def methods_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the methods that were asked for change, by their texts."""
+    """How methods change costs, by their texts."""
     from kvjax.serve.sim import Compression
 
     if not args.method:
@@ -133,7 +133,7 @@ def methods_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
-    """The costs of a file, or of a model on a device, with the memory and compression that were asked for."""
+    """The costs from a file, or of a model on a device, with the options for memory and compression."""
     import dataclasses
     import math
 

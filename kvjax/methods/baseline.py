@@ -74,7 +74,7 @@ def int4(*, group: Group | None = 32, keys: Literal["token", "channel"] = "token
 
 @paper("Scales per token and head", family="baseline", aliases=("per-token-per-head",))
 def per_token_head(*, bits: Literal[8, 4] = 8) -> Method:
-    """Baseline: whole numbers around 0 with a float32 scale per token and KV head, as servers store them.
+    """Baseline: symmetric integers with a float32 scale per token and KV head, as serving engines store.
 
     code = round(x (2^(bits - 1) - 1) / max |x|): with 8 bits, vLLM's `int8_per_token_head`. `fp8` is the same
     with float8, and `int8` has a zero point beside the scale.

@@ -1,4 +1,4 @@
-"""Papers that are not methods here but verbs, architectures or systems: what to write instead."""
+"""Papers that are verbs, architectures or systems here, not methods: what to write instead."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ def csr(*, atoms: Annotated[int, Range(1, 64)] = 4, fitted: Fit | None = None) -
 
     Matching pursuit finds `atoms` vectors of a layer's dictionary and their weights for every key and value
     of a head (`Atoms`); stored are indices of 16 bits and weights of 8. fitted: the dictionaries, as `kvjax
-    fit csr --set size=512` fits them. Deviation: a dictionary is fitted by least squares in turns with the
-    pursuit, where the paper trains a network (NeuralDict); weights are float8, and keys are encoded after
+    fit csr --set size=512` fits them. Deviation: a dictionary is fitted by alternating the pursuit with least
+    squares, where the paper trains a network (NeuralDict); weights are float8, and keys are encoded after
     RoPE. There was no code of the authors to compare with.
     """
     keys, values = (Atoms(atoms, of, as_fitted(fitted)) for of in ("key", "value"))

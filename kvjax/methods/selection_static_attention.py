@@ -171,8 +171,8 @@ def fastkv(
     Layers above `tsp_layer` (its number, or the share of the layers up to it) process `share` of the prompt:
     the tokens that its last `window` queries attend to most, summed over all heads and smoothed by the mean,
     and the window itself. Each layer selects by its own such score, once per KV head, and keeps the budget,
-    or all of its tokens if they are fewer. Deviation: a prompt whose share is smaller than the window goes on
-    with its window, for which the authors' code has no rule.
+    or all of its tokens if they are fewer. Deviation: if a prompt's share is smaller than the window, the
+    upper layers process the window; the authors' code has no rule for this.
     """
     score = window_score(window, kernel, "kvpress")
     narrow = Narrow(tsp_layer, score, share, window)

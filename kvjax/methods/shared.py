@@ -25,8 +25,8 @@ Depth = Annotated[int | float, Part(0)]
 # A number of tokens or layers, which may be 0.
 Tokens = Annotated[int, Range(0)]
 Layers = Annotated[int, Range(0)]
-# Slots of a page. Every head pays for the whole of its last one, so a page of a million tokens is a mistake.
-# Slots per page; None chooses it by the length of lists (`kvjax.compress.pages.page_of`).
+# Slots of a page; None chooses it by the slots of a KV head (`kvjax.compress.pages.page_of`). Every head
+# allocates the whole of its last page, so a page of a million tokens is a mistake.
 Page = Annotated[int, Range(1, 65536)]
 # Channels or tokens that are quantised together.
 Group = Annotated[int, Range(1)]

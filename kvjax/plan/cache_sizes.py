@@ -58,7 +58,7 @@ class CacheSizes:
         self.prompt = jax.eval_shape(observe, with_fitted(self.params, *shared), *self._given())
 
     def _given(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the tokens and their lengths."""
+        """The shapes of tokens and lengths."""
         shapes = ((self.rows, self.tokens), (self.rows,))
         return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 

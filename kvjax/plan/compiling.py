@@ -27,7 +27,7 @@ from kvjax.plan.topologies import Topology
 from kvjax.steps import Run, prefill
 from kvjax.steps.decoding.step import step_fn
 
-# How compilers say that a program does not fit.
+# The words by which compilers report that a program does not fit.
 _OUT = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED|Out of memory", re.I)
 # "HLO temporaries" are all memory that the program uses there, operands included.
 _USED = re.compile(r"(?:Used (?:at least )?|HLO temporaries \()([\d.]+)([KMGT]?)\)? (?:of|exceeds)", re.I)
@@ -37,7 +37,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compiled(job: Job) -> dict[str, Any]:
-    """Bytes on one device, collectives, seconds and its roofline; "error" where it fails.
+    """Bytes on one device, collectives, seconds and its roofline; "error" if it fails.
 
     weights, cache: bytes of the operands. arguments, temporaries, outputs, aliases: as the compiler counts
     them, with the padding of tiles. needs: all memory in use at once. collectives: [kind, count, bytes].

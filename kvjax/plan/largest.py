@@ -9,7 +9,8 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.plan.sizes import DeviceSizes
 
 MOST_ROWS, MOST_TOKENS, TOKENS = 2**20, 2**27, 1024
-# How often an unconfirmed answer is searched again, and the relative precision of a context.
+# How many times the search is repeated if the compiler does not confirm its answer, and the relative
+# precision of a context.
 TRIALS, NEAR = 3, 0.01
 # (batch, context) -> the result of `kvjax.plan.compiling.compiled`.
 Compile = Callable[[int, int], dict[str, Any]]

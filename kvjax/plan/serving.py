@@ -1,4 +1,4 @@
-"""What `kvjax simulate` takes: costs of an iteration at published rates, and what a method changes."""
+"""Inputs of `kvjax simulate`: costs of an iteration at published rates, and what a method changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_MEMORY, OF_PRODUCTS, HOST_SECONDS = 0.8, 0.55, 1.5e-3
 TO_HOST = 0.8 * 32e9
 # The share of a device's memory left for activations and programs.
 LEFT = 0.1
-# Of the prompt whose cache says how many bytes a slot has.
+# How long the prompt is whose cache gives the bytes of a slot.
 TOKENS = 4096
 
 
@@ -109,7 +109,8 @@ def serving_compression(
 
     Bytes are those of the method's cache of `tokens` tokens, scales and positions included.
 
-    Raises InputError for a method that is more than fewer bytes per slot and one choice at a prompt's end.
+    Raises InputError for a method that does more than store fewer bytes per slot and select once, at a
+    prompt's end.
 
     >>> serving_compression("llama-3.1-8b", "snapkv(budget=0.25)")
     {'bytes': 1.0, 'slots': 0.25, 'again': 0}

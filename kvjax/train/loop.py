@@ -247,7 +247,8 @@ def begin(
 
 
 def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
-    # Devices are left out: a run may go on on others. Names are those that a user gives.
+    # The settings of devices are left out, because a run may continue on others. Names are those that a user
+    # writes.
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "tune")}
     encoder = run.encoder if isinstance(run.encoder, str | None) else config_to_json(run.encoder)
     model = {"start": run.start, "teacher": run.teacher, "init": run.init, "encoder": encoder}
@@ -267,7 +268,7 @@ def _digest(source: Source, held: HeldOut | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Session:
-    """The running of a run between two starts."""
+    """The state of a run from a start to its end or interruption."""
 
     run: Training
     config: AnyConfig

@@ -135,7 +135,7 @@ def _write_embedding(params: Params, parts: _Directions) -> None:
 
 
 def _write_look_back(params: Params, parts: _Directions, config: Config, look_back: float) -> None:
-    """Layer 0: head j attends j + 1 tokens back, and heads 0 and 1 write the word they find there.
+    """Writes layer 0: head j attends j + 1 tokens back, and heads 0 and 1 copy the word there.
 
     Queries and keys see the constant channel only, so scores depend on the distance alone: rotated to their
     positions, their product is sum_i cos((distance - j - 1) * frequency_i), which peaks at that distance.
@@ -160,10 +160,7 @@ def _write_look_back(params: Params, parts: _Directions, config: Config, look_ba
 
 
 def _feature_sizes(config: Config) -> tuple[float, float]:
-    """Typical size of one channel of `word` and of `before` after the norm of layer 1.
-
-    The embedding spreads norm 1 over all but the two empty subspaces; two of them are filled by layer 0.
-    """
+    """The typical size of one channel of `word` and of `before` after the norm of layer 1."""
     spread = 1 / math.sqrt(config.d_model - 2 * config.head_dim)
     power = 1 + CONSTANT**2
     written = _WRITE * spread / math.sqrt(power / config.d_model)
@@ -172,7 +169,7 @@ def _feature_sizes(config: Config) -> tuple[float, float]:
 
 
 def _write_match(params: Params, parts: _Directions, config: Config, match: float) -> None:
-    """Layer 1: attend to the token after an earlier occurrence of the current one, and copy that token.
+    """Writes layer 1: heads attend to the token after an earlier occurrence of the current one, and copy it.
 
     Groups of query heads alternate between two conditions on a key: (even) its previous word is the current
     word; (odd) the same, and the words before these agree too, each on half of the channels. Only slow RoPE

@@ -27,12 +27,12 @@ PARTS = (LOG, "checkpoints", "model", "encoder", "loss.png")
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Mapping[str, Any] = {}) -> None:
-    """Create the folder of a run, or check that the run in it is the one asked for.
+    """Creates the folder of a run, or checks that it holds a run with these settings.
 
     defaults: values, by section, of settings that did not exist when the run began.
 
-    Raises InputError if it holds a run with other settings, any without `resume` or none with it, and
-    where it cannot be written.
+    Raises InputError if it holds a run with other settings, any run without `resume`, or none with it, and if
+    it cannot be written.
     """
     check_folder(folder, resume)
     asked, written = json.loads(json.dumps(settings)), folder / SETTINGS

@@ -67,7 +67,7 @@ class Saver:
 
     @property
     def kept(self) -> str:
-        """What a run that stops here can continue from, in words."""
+        """What an interrupted run can continue from, in words."""
         if self.latest is None:
             return "no checkpoint was written yet"
         return f"the last checkpoint stays, of step {self.latest}"

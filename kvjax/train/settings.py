@@ -101,7 +101,7 @@ class Optimiser:
     floor: Share = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
-    # A smaller one is 0 in float32, by which the update of a weight without a gradient would be divided.
+    # A smaller eps is 0 in float32, and the update of a weight without a gradient would be 0 / 0.
     eps: Annotated[float, Range(1e-30)] = 1e-8
     weight_decay: Weight = 0.1
     clip: Annotated[float, Range(0, above=True)] = 1.0
@@ -123,11 +123,12 @@ class Loop:
     squared distances from its hidden states and from its mixers' outputs, the mean over channels and layers.
     log_every, evaluate_every: in steps. evaluate_rows: of held-out texts. passes: if layers use slots from
     above, how many passes without a gradient, and then with one, approximate all of them (LCKV,
-    arXiv:2405.10637; its code has 7 and 2). context: tokens at the start of every row that an encoder reads
-    instead of the model (XC-Cache, arXiv:2404.15420), `chunk` of them at a time, apart from each other (CEPE,
-    arXiv:2402.16617), or all at once. method: the model itself reads them under this method instead, and
-    predicts the rest from the compressed cache (`kvjax.train.compressed`). repeat: with the method "loma",
-    the weight of the loss of repeating runs of the context from their memory alone (arXiv:2401.09486).
+    arXiv:2405.10637; its code has 7 and 2). context: how many tokens at the start of every row an encoder
+    reads instead of the model (XC-Cache, arXiv:2404.15420), `chunk` of them at a time, apart from each other
+    (CEPE, arXiv:2402.16617), or all at once. method: the model itself reads them under this method instead,
+    and predicts the rest from the compressed cache (`kvjax.train.compressed`). repeat: with the method
+    "loma", the weight of the loss of repeating runs of the context from their memory alone
+    (arXiv:2401.09486).
     """
 
     steps: Count = 1000

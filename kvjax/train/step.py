@@ -313,7 +313,7 @@ def fault(
 def _fault_ahead(
     params: Params, part: Parts, config: Config | BlockConfig, loop: Loop, beside: Companions
 ) -> str | None:
-    """The same without the gradients."""
+    """`fault` without the gradients."""
     if isinstance(config, BlockConfig):
         return None if bool(jnp.isfinite(_said(params, part, config, loop)).all()) else "the logits"
     if beside.compressor is not None:

@@ -117,7 +117,7 @@ def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Froze
 
 
 def _fresh(run: Training, config: Config, words: Words) -> Frozen:
-    """An encoder that starts at random."""
+    """An encoder with random initial weights."""
     if not run.tune.encoder:
         raise InputError(
             "model.encoder gives the sizes of an encoder that starts at random, and it does not learn: set "
@@ -131,7 +131,7 @@ def _fresh(run: Training, config: Config, words: Words) -> Frozen:
 
 
 def _known(run: Training, words: Words) -> Frozen:
-    """An encoder that was trained before."""
+    """An encoder loaded from a directory."""
     assert isinstance(run.encoder, str)
     model = load(run.encoder, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
     if not isinstance(model.config, Config):

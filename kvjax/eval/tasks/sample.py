@@ -16,7 +16,7 @@ LENGTH = 512
 
 @runtime_checkable
 class Sample(Protocol):
-    """One question about one context, as ids; spans are the [start, end) of the context it needs."""
+    """One question about one context, as ids; spans are the [start, end) of the tokens that it needs."""
 
     @property
     def id(self) -> str: ...

@@ -25,9 +25,9 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions, unembed
 from kvjax.ops.attention.union import Keys, weigh
 
-# Log-odds beyond these are as good as certain, and so is a drop: exp(-16) of a token's weight is left.
+# Log-odds beyond this bound count as certain, and a dropped token keeps exp(-16) of its weight.
 MOST = 16.0
-# The bias at first, by which a token is dropped by none of many newer ones.
+# The initial bias, with which a token is not dropped even by many newer tokens.
 START = 8.0
 
 

@@ -1,4 +1,4 @@
-"""Gates that guess KVzip's scores from a layer's input (KVzap, arXiv:2601.07891, and Fast KVzip)."""
+"""Fits gates that predict KVzip's scores from a layer's input (KVzap, arXiv:2601.07891, and Fast KVzip)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvjax.models.model import Model
 from kvjax.pure import bind
 from kvjax.steps import Run
 
-# Scores below this are as good as none; their logarithm would rule the fit.
+# The lower bound of scores: the logarithms of smaller ones would dominate the fit.
 LEAST = 1e-6
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -160,7 +160,7 @@ def _solved(batches: Iterable[GateBatch], ridge: float) -> dict[str, np.ndarray]
     assert isinstance(squares, np.ndarray)
     size = squares.shape[-1]
     weight = ridge * np.trace(squares[:, :-1, :-1], axis1=1, axis2=2) / max(size - 1, 1)
-    # The constant is not held small.
+    # The constant is not regularised.
     penalty = weight[:, None, None] * np.diag([*np.ones(size - 1), 0.0])
     found = np.linalg.solve(squares + penalty, products).astype(np.float32)
     return {"out": found[:, :-1], "out_bias": found[:, -1]}

@@ -100,7 +100,7 @@ def _learnt(
 def basis(
     ties: Array, inverse: Float[Array, "H H"], matrix: Float[Array, "H H"], params: Params
 ) -> tuple[Float[Array, "H H"], Float[Array, "H H"]]:
-    """M = diag(e^-s) Q' R^-1 and M^-1 = R Q diag(e^s), with Q = (1 - A) (1 + A)^-1 for A = S - S'."""
+    """Computes M = diag(e^-s) Q' R^-1 and M^-1 = R Q diag(e^s), with Q = (1 - A) (1 + A)^-1, A = S - S'."""
     if "skew" in params:
         a = params["skew"] - params["skew"].T
         one = jnp.eye(len(a), dtype=a.dtype)

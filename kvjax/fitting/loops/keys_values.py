@@ -1,4 +1,4 @@
-"""Keys and values of texts, as codecs meet them, on the host."""
+"""Reads the keys and values of texts, as codecs get them, to the host."""
 
 from __future__ import annotations
 

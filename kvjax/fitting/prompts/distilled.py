@@ -145,11 +145,11 @@ def distilled(
 def decided(
     score: Float[Array, "B T"], given: AnswerBatch, aim: Aim
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """The log-odds that tokens stay, of decisions that are relaxed, and which token stays in any case."""
+    """The relaxed log-odds that tokens stay, and which token stays in any case."""
     share, noise = jax.random.split(jax.random.key(given.seed))
     at, last = jnp.arange(score.shape[1])[None], given.lengths[:, None] - 1
     part = jax.random.uniform(share, minval=aim.least, maxval=aim.most)
-    # Nothing is gained by raising all scores alike, or by making them larger.
+    # Scores are normalised, so that raising or scaling all of them gains nothing.
     many = given.lengths[:, None].astype(jnp.float32)
     n = jnp.ceil(part * many).astype(jnp.int32)
     score = jnp.where(at <= last, score, 0.0)

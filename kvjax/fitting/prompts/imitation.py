@@ -34,8 +34,8 @@ def taught(
 
     The loss is `imitated` alone in the first `imitate` batches, and then the loss plus `alike` times
     `imitated`. A model that is not trained can use only slots that resemble its own, so answers give no
-    useful gradient until the memory holds such slots; and answers alone would then soon make it predict only
-    what answers look like.
+    useful gradient until the memory holds such slots; and with the loss of answers alone it soon learns only
+    the form of answers.
     """
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None

@@ -106,7 +106,7 @@ def said_behind(config: Config, params: Params, cache: Cache, batch: AnswerBatch
 
 
 def mean_said(x: Float[Array, "B Q"], batch: AnswerBatch) -> Float[Array, ""]:
-    """The mean over the tokens at which answers are said."""
+    """The mean over the tokens at which answers are predicted."""
     return jnp.where(batch.said, x, 0.0).sum() / jnp.maximum(batch.said.sum(), 1).astype(jnp.float32)
 
 
@@ -117,7 +117,7 @@ def divergence(p: Float[Array, "*b V"], q: Float[Array, "*b V"], forward: float 
 
 
 def adapter(model: Model, rank: int, seed: int) -> dict[str, Array]:
-    """Weights of marked tokens as they begin: of this rank, and without any effect (arXiv:2106.09685)."""
+    """The initial additional weights of marked tokens, of this rank and without effect (arXiv:2106.09685)."""
     c, keys = model.config, jax.random.split(jax.random.key(seed), 4)
     q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
     widths = {"q": (c.d_model, q), "k": (c.d_model, k), "v": (c.d_model, k), "o": (q, q)}

@@ -1,4 +1,4 @@
-"""Bases by what attention makes of errors: the queries that keys meet, the weights of values (OSCAR)."""
+"""Bases from attention's sensitivity to errors: by the queries of keys, by the weights of values (OSCAR)."""
 
 from __future__ import annotations
 

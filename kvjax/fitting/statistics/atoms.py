@@ -16,7 +16,7 @@ from kvjax.grammar.fitted import Fitted
 from kvjax.models.model import Model
 from kvjax.store.atoms import Atoms
 
-# Rows of a layer that a dictionary is fitted to, and turns of the fit.
+# How many rows of a layer a dictionary is fitted to, and how many iterations the fit takes.
 ROWS, TURNS = 8192, 10
 
 
@@ -55,7 +55,7 @@ def fit_atoms(
 
 
 def dictionary(rows: Float[np.ndarray, "R H"], size: int, count: int) -> Float[np.ndarray, "N H"]:
-    """Unit vectors of which `count` weighted ones add up to nearly each of these rows."""
+    """Unit vectors, `count` of which, weighted, approximately add up to each of these rows."""
     atoms = _unit(rows[:size])
     for _ in range(TURNS):
         index, weight = pursuit(rows, atoms, count)

@@ -13,19 +13,19 @@ from kvjax.store.rotate import hadamard
 
 
 def flat(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """FlatQuant: a rotation and scales for all heads of a layer, from a Hadamard rotation on."""
+    """FlatQuant: a rotation and scales for all heads of a layer, starting at a Hadamard rotation."""
     return _of_layers(x, meant, ("skew", "scales"))
 
 
 def rotated(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """SpinQuant: a rotation for all heads of a layer, from a Hadamard rotation on."""
+    """SpinQuant: a rotation for all heads of a layer, starting at a Hadamard rotation."""
     return _of_layers(x, meant, ("skew",))
 
 
 def scaled_keys(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """OmniQuant: scales of each head's channels, of keys one for each rotated pair; a shift of values, too.
+    """OmniQuant: scales of each head's channels, of keys one for each rotated pair; and a shift of values.
 
-    Scales start as the roots of channels' largest numbers, and a shift as the middle of a channel's range.
+    Scales start as the roots of channels' largest numbers, and the shift as the middle of a channel's range.
     """
     by = scaled(paired(np.abs(x).max(2), meant.rope) ** 0.5)
     if meant.of == "key":
@@ -35,7 +35,7 @@ def scaled_keys(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
 
 
 def shifted(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
-    """WKVQuant: a shift and a scale of each channel of a head, from the middle and half of its range on."""
+    """WKVQuant: a shift and a scale per channel of a head, initially the middle and half of its range."""
     high, low = x.max(2), x.min(2)
     return _of_heads(x, meant, scaled((high - low) / 2), (high + low) / 2, ("scales", "shift"))
 
@@ -53,7 +53,7 @@ def _of_heads(
     x: Numbers, meant: Meant, by: dict[str, np.ndarray], shift: Float[np.ndarray, "L K H"] | None,
     learnt: tuple[str, ...],
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """A diagonal matrix for every head, and a shift where one is given to begin with."""
+    """A diagonal matrix for every head, and a shift if an initial one is given."""
     layers, heads, tokens, width = x.shape
     flat = lambda a: a.reshape(layers * heads, *a.shape[2:])  # noqa: E731
     zero = np.zeros((layers * heads, width))
@@ -67,7 +67,7 @@ def _of_heads(
 
 
 def coded(meant: Meant, width: int) -> Coded:
-    """The codes through which is learnt; InputError for others than those of single tokens."""
+    """The codes whose error is minimised; InputError unless they encode tokens one by one."""
     codec = meant.codec
     if not isinstance(codec, Affine) or codec.axis != "token":
         raise InputError(f"a basis is learnt through an Affine of tokens, and {codec!r} was given")

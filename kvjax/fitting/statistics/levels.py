@@ -29,12 +29,12 @@ from kvjax.store.extremes import Extremes
 from kvjax.store.kmeans import best_levels
 from kvjax.store.levels import ByChannel, Levels
 
-# Into so many bins the range [-1, 1] is cut, and numbers of one bin get one level.
+# The number of bins into which the range [-1, 1] is cut; numbers of one bin get one level.
 BINS = 1024
 
 
 class Numbers(NamedTuple):
-    """Keys before rotation and values of every layer, or a number for each of theirs."""
+    """Keys before rotation and values of every layer, or one number for each of these."""
 
     k: Float[Array, "L B K T H"]
     v: Float[Array, "L B K T V"]
@@ -158,7 +158,7 @@ def _by_token(
     order = np.argsort(np.argsort(v, -1, kind="stable"), -1, kind="stable")
     inner = np.where((order >= ends) & (order < v.shape[-1] - ends), v, np.nan)
     if v.shape[-1] <= 2 * ends:
-        # All are outliers, and none is left to have a range.
+        # If all numbers are outliers, none is left to have a range.
         return inner, np.zeros_like(v[..., :1])
     low, high = np.nanmin(inner, -1, keepdims=True), np.nanmax(inner, -1, keepdims=True)
     size = (high - low) / 2

@@ -18,9 +18,9 @@ from kvjax.state.code_forms import span_of
 from kvjax.store.fixed import Fixed
 
 Numbers = Float[np.ndarray, "L K T H"]
-# Low and step of every head.
+# The arrays "low" and "step" of every head.
 Found = tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L K"]]
-# Parts of a range that are tried.
+# Shares of a range that are tried as the range.
 TRIED = np.linspace(0.01, 1, 100)
 
 
@@ -31,10 +31,10 @@ def fit_ranges(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """What the method's ranges are of a model, by the rule of its paper, in one reading of texts.
+    """Fits the method's ranges to a model by the rule of its paper, in one pass over the texts.
 
-    Rows are those that codes see, behind a rotation where one stands before them. Raises InputError for a
-    model whose layers are not all plain attention with slots of their own, and for a method whose rule is not
+    Rows are those that the codec encodes, after a rotation if one comes first. Raises InputError for a model
+    whose layers are not all plain attention with slots of their own, and for a method whose rule is not
     known.
     """
     only_slots(model, "ranges")
@@ -55,25 +55,25 @@ def fit_ranges(
 
 
 def largest_of_layer(x: Numbers, bits: int) -> Found:
-    """SmoothQuant: whole numbers times max |x| / (2^(bits - 1) - 1), of all heads of a layer together."""
+    """SmoothQuant: integers times max |x| / (2^(bits - 1) - 1), for all heads of a layer together."""
     return _around_zero(np.abs(x).max((1, 2, 3)), x.shape[1], bits)
 
 
 def closest_of_layer(x: Numbers, bits: int) -> Found:
-    """4-bit training: the step of all heads of a layer by which numbers come back closest, of those tried."""
+    """4-bit training: of the steps that are tried, the one of least error over all heads of a layer."""
     most = np.abs(x).max((1, 2, 3))
     error = np.stack([_lost(x, *_around_zero(most * part, x.shape[1], bits), bits) for part in TRIED])
     return _around_zero(most * TRIED[error.argmin(0)], x.shape[1], bits)
 
 
 def _around_zero(most: Float[np.ndarray, "L"], heads: int, bits: int) -> Found:
-    """The range of whole numbers times a step, where `most` is 2^(bits - 1) - 1 of them."""
+    """The range of integers times a step, if `most` is 2^(bits - 1) - 1 steps."""
     step = np.repeat((most / max(2 ** (bits - 1) - 1, 1))[:, None], heads, 1)
     return -(2 ** (bits - 1)) * step, step
 
 
 def _lost(x: Numbers, low: np.ndarray, step: np.ndarray, bits: int) -> Float[np.ndarray, "L"]:
-    """The squared error of numbers that come back."""
+    """The squared error of numbers that are encoded and decoded."""
     low, step = (a[..., None, None] for a in (low, np.where(step > 0, step, 1.0)))
     code = np.clip(np.rint((x - low) / step), 0, 2**bits - 1)
     return np.square(code * step + low - x).sum((1, 2, 3))

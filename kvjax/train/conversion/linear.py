@@ -161,7 +161,7 @@ def _divergence(
 
 
 def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalOutputs, steps: int) -> Params:
-    """The parameters of a layer with replaced attention, its feed-forward unchanged."""
+    """Trains the layer that replaces attention; its feed-forward is unchanged."""
     alone = dataclasses.replace(
         config, layers=1, mixers=(word,), mlps=(NoMLP(),), windows=(), inputs=(), vocab=1
     )

@@ -37,7 +37,7 @@ class Prefetcher:
 
     def __init__(self, source: Made, workers: int):
         self.source, self.place, self.depth = source, source.place, 2 * workers
-        # Processes that a fork makes would share the locks of the threads of jax.
+        # Processes made by fork would share locks of jax's threads.
         self.pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)
         self.under_way: deque[Future[Rows]] = deque()
         self.next_of: Any = None

@@ -84,7 +84,7 @@ def text_words(size: int, tokens: int) -> int:
 
 
 def draw_coded(rng: np.random.Generator, size: int, tokens: int) -> Draft:
-    """A coded text of `text_words(size, tokens)` words; the first is dots, the next three are asked."""
+    """A coded text of `text_words(size, tokens)` words: mostly dots; the next three words are asked for."""
     vocabulary = max(tokens // 50, 5)
     words = [_DOTS]
     while len(words) < vocabulary:
