@@ -25,8 +25,8 @@ KNOWN = {
     "v5e:2x2": {
         "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
         "less": TAKEN, "qserve": DECODED, "skvq": DECODED,
-        "int4": DECODED, "intactkv": DECODED, "think": DECODED, "mikv": DECODED, "zipcache": DECODED,
-        "adakv-int4": DECODED, "magicpig": RELAID,
+        "int4": DECODED, "intactkv": DECODED, "prefixquant": DECODED, "think": DECODED, "mikv": DECODED,
+        "zipcache": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
     } | POOLED,
     "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED} | POOLED,
 }  # fmt: skip

@@ -46,10 +46,16 @@ def ranged(of, bits):
     return lambda layer, head: of_range(low[layer, head], step[layer, head], bits)
 
 
-def mixed(of):
-    """The same in 4 bits behind a rotation of every 8 channels."""
-    matrix = np.kron(np.eye(2), hadamard(8, 0))
+def mixed(of, block):
+    """The same in 4 bits behind a rotation of every `block` channels."""
+    matrix = np.kron(np.eye(16 // block), hadamard(block, 0))
     return lambda layer, head: behind(matrix, ranged(of, 4)(layer, head))
+
+
+def prefix_bytes(s):
+    """A row's first two tokens as they are; the others in 4 bits without scales."""
+    slots = 2 * plain(s) + (everything(s) - 2) * (2 * s.h // 2 + 4)
+    return s.layers * s.b * s.k * slots + 4 * s.b
 
 
 DIRECTIONS = {f"{of} atoms": DRAWN.normal(size=(2, 40, 16)) for of in ("key", "value")}
@@ -101,7 +107,11 @@ BASES = [
     ),
     row(
         "q-int4", dense(everything, slot=lambda s: 2 * s.h // 2 + 4), hyper=dict(block=8, fitted=RANGED),
-        error=FLIPS, attends=of_lists(mixed("key"), mixed("value")),
+        error=FLIPS, attends=of_lists(mixed("key", 8), mixed("value", 8)),
+    ),
+    row(
+        "prefixquant", prefix_bytes, moves=False, hyper=dict(sinks=2, fitted=RANGED), error=FLIPS,
+        attends=of_lists(mixed("key", 16), mixed("value", 16), sinks=2),
     ),
     row(
         "csr", dense(everything, slot=lambda s: 2 * 3 * (2 + 1) + 4), hyper=dict(atoms=3, fitted=ATOMS),

@@ -36,6 +36,20 @@ def test_q_int4_finds_the_step_of_least_error_of_rotated_numbers():
             assert lost(step) <= 1.001 * min(map(lost, tried))
 
 
+def test_prefixquant_finds_each_head_s_step_from_the_tokens_behind_the_prefix():
+    fitted = kvjax.fit(model("4/2"), "prefixquant:sinks=3", TEXTS).arrays
+    behind = np.concatenate([np.arange(len(row)) >= 3 for row in TEXTS])
+    for of, x in zip(("key", "value"), read_keys_values(model("4/2"), [TEXTS]), strict=True):
+        rows = (x.astype(float) @ Rotate().matrix(16).T)[:, :, behind]
+        for at in np.ndindex(2, 2):
+            lost = lambda step: np.square(of_range(-8 * step, step, 4)(rows[at]) - rows[at]).sum()  # noqa: E731, B023
+            tried = [np.abs(rows[at]).max() / 7.5 * (1 - i / 20) for i in range(10)]
+            np.testing.assert_allclose(fitted[f"{of} step"][at], min(tried, key=lost), rtol=1e-6)
+        np.testing.assert_allclose(fitted[f"{of} low"], -8 * fitted[f"{of} step"], rtol=1e-6)
+    with pytest.raises(InputError, match="at most 40 tokens, which stay unencoded"):
+        kvjax.fit(model("4/2"), "prefixquant:sinks=40", TEXTS)
+
+
 def test_numbers_beyond_a_range_become_its_ends_and_come_back_as_they_are(rng):
     x = jnp.asarray(10 * rng.normal(size=(2, 3, 2, 4, 16)), jnp.float32)
     codec = OfRange(3, jnp.full((2, 2), -2.0), jnp.full((2, 2), 0.5))

@@ -89,6 +89,7 @@ KEY_BASIS = _fitted("InBasis", {f"key {name}": shape for name, shape in _SQUARE.
 BASES = _fitted(
     "InBasis", {f"{of} {name}": shape for of in ("key", "value") for name, shape in _SQUARE.items()}
 )
+RANGES = _fitted("Fixed", {f"{of} {name}": (LISTS,) for of in ("key", "value") for name in ("low", "step")})
 # One bit per number. On a TPU, vectors of fewer channels fill less of a row of lanes when they are looked up.
 VECTORS = _fitted("CoupledCodes", {f"{of} centroids": (LISTS, WIDTH // 8, 256, 8) for of in ("key", "value")})
 _ALL = LISTS * WIDTH
@@ -143,6 +144,7 @@ SENTENCES = {
     "cq": _one("cq", channels=8, fitted=VECTORS),
     "aqua-kv": _one("aqua-kv", apart=True, fitted=MAPS),
     "intactkv": _one("intactkv"),
+    "prefixquant": _one("prefixquant", fitted=RANGES),
     "think": _one("think", fitted=NORMS),
     "mikv": _one("mikv", **HALF),
     "zipcache": _one("zipcache", **HALF),

@@ -33,13 +33,16 @@ def fit_ranges(
 ) -> Fitted:
     """Fits the method's ranges to a model by the rule of its paper, in one pass over the texts.
 
-    Rows are those that the codec encodes, after a rotation if one comes first. Raises InputError for a model
-    whose layers are not all plain attention with slots of their own, and for a method whose rule is not
-    known.
+    Rows are those that the codec encodes: after a rotation if one comes first, and without the first tokens
+    of a text that stay unencoded. Raises InputError for a model whose layers are not all plain attention with
+    slots of their own, for a method whose rule is not known, and if no token is encoded.
     """
     only_slots(model, "ranges")
     store, width = method.store, model.config.head_dim
     assert store is not None
+    encoded = np.concatenate([np.arange(len(row)) >= store.sinks for rows in batches for row in rows])
+    if not encoded.any():
+        raise InputError(f"texts have at most {store.sinks} tokens, which stay unencoded: give longer texts")
     read = read_keys_values(model, batches, progress, store.unrotated)
     found: dict[str, np.ndarray] = {}
     for of, codec, x in (("key", store.keys, read.k), ("value", store.values, read.v)):
@@ -48,7 +51,7 @@ def fit_ranges(
         if inner.by not in RULES:
             raise InputError(f"no rule is known for the range of {inner.by}, expected {', '.join(RULES)}")
         matrix = np.asarray(span_of(codec, width).matrix, np.float64)
-        rows = x.astype(np.float64) @ np.linalg.inv(matrix)
+        rows = x[:, :, encoded].astype(np.float64) @ np.linalg.inv(matrix)
         low, step = RULES[inner.by](rows, inner.bits)
         found |= {f"{of} low": low.astype(np.float32), f"{of} step": step.astype(np.float32)}
     return Fitted(found, "Fixed", model.signature)
@@ -62,8 +65,19 @@ def largest_of_layer(x: Numbers, bits: int) -> Found:
 def closest_of_layer(x: Numbers, bits: int) -> Found:
     """4-bit training: of the steps that are tried, the one of least error over all heads of a layer."""
     most = np.abs(x).max((1, 2, 3))
-    error = np.stack([_lost(x, *_around_zero(most * part, x.shape[1], bits), bits) for part in TRIED])
+    error = np.stack([_lost(x, *_around_zero(most * part, x.shape[1], bits), bits).sum(1) for part in TRIED])
     return _around_zero(most * TRIED[error.argmin(0)], x.shape[1], bits)
+
+
+def closest_of_head(x: Numbers, bits: int) -> Found:
+    """PrefixQuant: of the steps that are tried, the one of least error for each head.
+
+    Tried are 1, 0.95, ... 0.55 times 2 max |x| / (2^bits - 1), as in the authors' code.
+    """
+    tried = np.linspace(1, 0.55, 10)[:, None, None] * 2 * np.abs(x).max((2, 3)) / (2**bits - 1)
+    error = np.stack([_lost(x, -(2 ** (bits - 1)) * step, step, bits) for step in tried])
+    step = np.take_along_axis(tried, error.argmin(0)[None], 0)[0]
+    return -(2 ** (bits - 1)) * step, step
 
 
 def _around_zero(most: Float[np.ndarray, "L"], heads: int, bits: int) -> Found:
@@ -72,14 +86,15 @@ def _around_zero(most: Float[np.ndarray, "L"], heads: int, bits: int) -> Found:
     return -(2 ** (bits - 1)) * step, step
 
 
-def _lost(x: Numbers, low: np.ndarray, step: np.ndarray, bits: int) -> Float[np.ndarray, "L"]:
-    """The squared error of numbers that are encoded and decoded."""
+def _lost(x: Numbers, low: np.ndarray, step: np.ndarray, bits: int) -> Float[np.ndarray, "L K"]:
+    """The squared error of each head's numbers that are encoded and decoded."""
     low, step = (a[..., None, None] for a in (low, np.where(step > 0, step, 1.0)))
     code = np.clip(np.rint((x - low) / step), 0, 2**bits - 1)
-    return np.square(code * step + low - x).sum((1, 2, 3))
+    return np.square(code * step + low - x).sum((2, 3))
 
 
 RULES: dict[str, Callable[[Numbers, int], Found]] = {
     "smoothquant": largest_of_layer,
     "q-int4": closest_of_layer,
+    "prefixquant": closest_of_head,
 }
