@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvjax.base.ranges import FieldError
-from kvjax.models import mixers
+from kvjax.models import gated_mlps, mixers
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward
@@ -25,6 +25,7 @@ from kvjax.ops.base.rope import Rope
 
 C = TypeVar("C")
 
+assert gated_mlps  # Its classes are found by name, too.
 for _file in pkgutil.iter_modules(mixers.__path__):
     importlib.import_module(f"{mixers.__name__}.{_file.name}")
 

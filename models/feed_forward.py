@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -57,32 +56,11 @@ class GatedMLP(FeedForward):
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
         act = ACTIVATIONS[config.activation]
-        return linear(p, "down", act(self.thinned(linear(p, "gate", x))) * linear(p, "up", x))
+        return linear(p, "down", act(self.gated(linear(p, "gate", x))) * linear(p, "up", x))
 
-    def thinned(self, gate: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        """The gate's inputs, of which none are cut off here."""
+    def gated(self, gate: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+        """What the activation is given of the gate's projection: here all of it."""
         return gate
-
-
-@dataclasses.dataclass(frozen=True)
-class SparseMLP(GatedMLP):
-    """A gated MLP whose gate g loses about the share `sparsity` of its channels (Gemma 3n).
-
-    down(act(relu(g - mean(g) - z std(g))) * (x up)), z being the normal quantile of `sparsity` (as in the
-    statistical top-k of Spark Transformer, arXiv:2506.06644).
-    """
-
-    sparsity: float = 0.95
-
-    def check(self, config: Config) -> None:
-        if not 0 < self.sparsity < 1:
-            raise ValueError(f"sparsity must be above 0 and below 1, got {self.sparsity}")
-
-    def thinned(self, gate: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        g = gate.astype(wide(gate))
-        z = statistics.NormalDist().inv_cdf(self.sparsity)
-        cut = g.mean(-1, keepdims=True) + z * g.std(-1, keepdims=True)
-        return jax.nn.relu(g - cut).astype(gate.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvjax.base.errors import InputError
 from kvjax.models.hf_tensors import Part, short_name, tensors, transposed
 from kvjax.models.model import Model
 
@@ -29,6 +30,8 @@ def fetcher(model: Model) -> Callable[[str], np.ndarray]:
         if all(p.rows is None for p in tensor.parts):
             return np.concatenate([part(p) for p in tensor.parts])
         values = [part(p) for p in tensor.parts]
+        if len({p.layer for p in tensor.parts}) > 1:
+            return _one_of_equals(name, values)
         if any(p.turned or p.stacked for p in tensor.parts):
             out = np.empty(tensor.shape, values[0].dtype)
         else:
@@ -39,3 +42,13 @@ def fetcher(model: Model) -> Callable[[str], np.ndarray]:
         return out.reshape(tensor.shape)
 
     return whole
+
+
+def _one_of_equals(name: str, values: list[np.ndarray]) -> np.ndarray:
+    """A tensor that is a parameter of several layers; InputError if theirs differ."""
+    if any(not np.array_equal(values[0], other) for other in values[1:]):
+        raise InputError(
+            f"{name} is one tensor in a checkpoint of this family, and the layers side by side that share it "
+            "hold different numbers: use save_checkpoint instead"
+        )
+    return values[0]

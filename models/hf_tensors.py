@@ -122,9 +122,11 @@ def tensors(config: Config) -> dict[str, Tensor]:
     pieces_of = FAMILIES[config.family].pieces
     if pieces_of is not None:
         for i in range(config.layers):
-            sizes = layer_shapes(config, i)
+            sizes, number = layer_shapes(config, i), i // FAMILIES[config.family].side_by_side
             for name, pieces in pieces_of(config, i):
-                out[f"layers.{i}.{name}"] = _gathered(pieces, i, sizes)
+                full, tensor = f"layers.{number}.{name}", _gathered(pieces, i, sizes)
+                # A norm of several mixers is a parameter of each.
+                out[full] = Tensor(tensor.shape, (*(out[full].parts if full in out else ()), *tensor.parts))
         return out
     sizes = layer_shapes(config)
     table = _layer_table(config)

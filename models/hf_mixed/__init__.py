@@ -16,6 +16,12 @@ from kvjax.models.hf_mixed.deepseek import (
     write_glm4_moe_lite,
     write_indexed,
 )
+from kvjax.models.hf_mixed.falcon_h1 import (
+    falcon_h1,
+    read_falcon_h1,
+    spell_falcon_h1,
+    write_falcon_h1,
+)
 from kvjax.models.hf_mixed.gemma3n import gemma3n, read_gemma3n, spell_gemma3n, write_gemma3n
 from kvjax.models.hf_mixed.gemma4 import gemma4, read_gemma4, spell_gemma4, write_gemma4
 from kvjax.models.hf_mixed.glm4_moe import glm4_moe, read_glm4_moe, write_glm4_moe
@@ -193,6 +199,14 @@ _NEMOTRON_H = _COMMON | {
     "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "norm_topk_prob": True,
     "routed_scaling_factor": 1.0, "n_group": 1,
 }  # fmt: skip
+_FALCON_H1 = _COMMON | {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8, "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_norm_before_gate": True,
+    "mamba_rms_norm": False, "time_step_limit": (0.0, math.inf), "lm_head_multiplier": 1.0,
+    "embedding_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
+}  # fmt: skip
 _GEMMA_3N = _COMMON | {
     "vocab_size": 262400, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "sliding_window": 512,
@@ -291,6 +305,12 @@ MIXED: dict[str, Family] = {
         "Lfm2ForCausalLM", _LFM_2, read_lfm2, write_lfm2, lfm2, spell_lfm2,
         top=("model", "embed_tokens", "embedding_norm"),
         title="LFM2 (dense)", special="short convolutions, and attention in few layers",
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM", _FALCON_H1, read_falcon_h1, write_falcon_h1, falcon_h1, spell_falcon_h1,
+        top=("model", "embed_tokens", "final_layernorm"), side_by_side=2,
+        title="Falcon-H1",
+        special="Mamba-2 and attention side by side, which count as two layers; multipliers",
     ),
     "gemma3n_text": Family(
         "Gemma3nForCausalLM", _GEMMA_3N, read_gemma3n, write_gemma3n, gemma3n, spell_gemma3n,

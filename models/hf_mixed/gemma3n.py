@@ -7,7 +7,8 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import FeedForward, GatedMLP, SparseMLP
+from kvjax.models.feed_forward import FeedForward, GatedMLP
+from kvjax.models.gated_mlps import SparseMLP
 from kvjax.models.hf_family import Json, Piece
 from kvjax.models.hf_mixed.pieces import attention, whole
 from kvjax.models.mixer import Mixer

@@ -66,5 +66,6 @@ def mamba2_block(config: Config, layer: int, room: str) -> Iterator[tuple[str, l
     yield f"{room}.conv1d.bias", whole("conv_bias", sizes["conv"][-1])
     names = {"dt_bias": "dt_bias", "A_log": "a_log", "D": "skip", "norm.weight": "out_norm"}
     for name, leaf in names.items():
-        yield f"{room}.{name}", whole(leaf, sizes[leaf][-1])
+        if leaf in sizes:
+            yield f"{room}.{name}", whole(leaf, sizes[leaf][-1])
     yield f"{room}.out_proj.weight", whole("o", config.d_model)

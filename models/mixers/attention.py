@@ -46,7 +46,7 @@ class Attention(Mixer):
     arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that receives attention and has no
     value (GPT-OSS). kv_bias: one learned key and value per KV head that every query sees (Massive
     Activations, arXiv:2402.17762). clip: (gamma, zeta) of the clipped softmax, clip((zeta - gamma) p + gamma,
-    0, 1) (Quantizable Transformers, arXiv:2306.12929).
+    0, 1) (Quantizable Transformers, arXiv:2306.12929). out_scale: the factor on the output (Falcon-H1).
     """
 
     heads: int | None = None
@@ -62,6 +62,7 @@ class Attention(Mixer):
     rotates: bool = dataclasses.field(default=True, metadata=ADDED)
     query_growth: tuple[float, int] | None = dataclasses.field(default=None, metadata=ADDED)
     growth_shift: Whole = dataclasses.field(default=0, metadata=ADDED)
+    out_scale: float = dataclasses.field(default=1.0, metadata=ADDED)
     gate: bool = False
     sink: bool = False
     kv_bias: bool = False
@@ -186,7 +187,8 @@ class Attention(Mixer):
         out = jnp.swapaxes(out, 1, 2).reshape(b, t, -1)
         if self.gate:
             out = out * jax.nn.sigmoid(linear(p, "attn_gate", x))
-        return linear(p, "o", out), state, left
+        out = linear(p, "o", out)
+        return out if self.out_scale == 1 else out * jnp.asarray(self.out_scale, out.dtype), state, left
 
     def project(
         self, p: Params, x: Float[Array, "B T D"], config: Config, below: Float[Array, "B S D"] | None = None

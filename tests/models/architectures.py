@@ -16,8 +16,8 @@ from kvjax.models.feed_forward import (
     LatentMoE,
     MoE,
     NoMLP,
-    SparseMLP,
 )
+from kvjax.models.gated_mlps import ScaledMLP, SparseMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.deltaformer import DeltaFormer
@@ -231,6 +231,14 @@ TABLE = {
             laurel=5, norms="both", qk_norm="head", mlps=(SparseMLP(20, 0.7), GatedMLP()),
         ),
         KV, 2,
+    ),
+    "falcon-h1": Row(
+        with_layers(
+            Mamba2(4, 5, 6, 2, norm_groups=2, normed="first", multipliers=(0.7, 1.4, 0.8, 1.3, 0.6)),
+            Attention(out_scale=0.8), mlps=(NoMLP(), ScaledMLP(gate_scale=1.5, out_scale=0.8)),
+            inputs=(None, 0),
+        ),
+        KV, 2, 4 * 6 * 5 + 4 * (4 * 6 + 2 * 2 * 5),
     ),
     "side by side": Row(dataclasses.replace(SMALL, layers=1, norms="parallel", centred=True), KV, 2),
     "lfm2": Row(with_layers(ShortConv(3, bias=True), Attention()), KV, 2, 3 * 16),

@@ -116,6 +116,16 @@ def _nemotron_h(pattern: str, **fields: Any) -> dict[str, Any]:
     return case
 
 
+def _falcon_h1(**fields: Any) -> dict[str, Any]:
+    return _case(
+        "falcon_h1", **_WHOLE, mamba_d_ssm=30, mamba_n_heads=6, mamba_d_head=5, mamba_d_state=7,
+        mamba_d_conv=4, mamba_chunk_size=8, embedding_multiplier=1.7, lm_head_multiplier=0.6,
+        key_multiplier=0.8, attention_in_multiplier=1.3, attention_out_multiplier=0.7,
+        ssm_in_multiplier=1.2, ssm_out_multiplier=0.9, ssm_multipliers=[0.7, 1.4, 0.8, 1.3, 0.6],
+        mlp_multipliers=[1.5, 0.8], **fields,
+    )  # fmt: skip
+
+
 def _gemma_4(layers: int, full: list[int], **fields: Any) -> dict[str, Any]:
     kinds = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
     return _case(
@@ -449,4 +459,9 @@ CASES: dict[str, dict[str, Any]] = {
         altup_num_inputs=2, laurel_rank=4, tie_word_embeddings=False, rope_theta=1000.0,
         rope_local_base_freq=500.0, attention_bias=True,
     ) | {"num_hidden_layers": 5},
+    "falcon_h1": _falcon_h1(mamba_n_groups=2, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    "falcon_h1_plain": _falcon_h1(
+        mamba_n_groups=1, mamba_rms_norm=False, tie_word_embeddings=True, rope_theta=1000.0,
+    ),
+    "falcon_h1_norm_first": _falcon_h1(mamba_n_groups=3, mamba_rms_norm=True, mamba_norm_before_gate=True),
 }  # fmt: skip

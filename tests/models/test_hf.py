@@ -71,7 +71,7 @@ FAMILIES = (
     "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
     "granite", "granitemoehybrid", "lfm2_bias", "gemma4_text", "gemma4_experts",
     "llama4_text", "cohere2", "jamba", "bamba", "nemotron_h", "lfm2_moe", "ernie4_5_moe", "glm_moe_dsa",
-    "gemma3n_text",
+    "gemma3n_text", "falcon_h1",
 )  # fmt: skip
 
 
@@ -318,6 +318,7 @@ def test_numbers_are_written_in_the_types_that_transformers_declares(name):
     floats = {*floats.split(), *softcaps, "routed_scaling_factor", "swiglu_limit"}
     floats |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
     floats |= {"norm_eps", "layer_norm_eps", "logit_scale", "attn_scale", "time_step_min"}
+    floats |= {key for key in written if key.endswith("_multiplier")}
     kinds = {key: type(x) for key, x in written.items() if type(x) in (int, float)}
     assert kinds == {key: float if key in floats else int for key in kinds}
 

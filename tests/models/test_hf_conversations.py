@@ -25,6 +25,7 @@ FAMILIES = (
     "qwen3_5_text", "minimax_m2", "glm4_moe",
     "granitemoehybrid", "gemma4_text", "gemma4_experts", "llama4_text", "cohere2", "jamba", "bamba",
     "nemotron_h", "lfm2_moe", "glm_moe_dsa", "gemma3n_text",
+    "falcon_h1",
 )  # fmt: skip
 # Keys that are computed from values in each step cannot be ranked there.
 REFUSED = {("gemma4_experts", "quest(budget=16)"): "the model stores factors"}

@@ -1,11 +1,14 @@
 """Config files of Gemma, Llama 4, Nemotron-H and Jamba: other spellings, published sizes, refusals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.commands.inspect_model import acts_on, model_rows
-from kvjax.models.feed_forward import GatedMLP, SparseMLP
+from kvjax.models.feed_forward import GatedMLP
+from kvjax.models.gated_mlps import SparseMLP
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixers.attention import Attention
@@ -83,9 +86,24 @@ def test_a_token_without_a_per_layer_embedding_has_that_of_token_0(tmp_path):
     np.testing.assert_array_equal(load_hf(tmp_path / "again")(fixture.tokens), found)
 
 
+def test_layers_side_by_side_share_the_norm_of_the_checkpoint(tmp_path):
+    model = load_hf(hf_fixtures.write(hf_fixtures.read("falcon_h1"), tmp_path))
+    assert model.config.layers == 6 and model.config.inputs == (None, 0, None, 2, None, 4)
+    first, second, *rest = model.params["layers"]
+    np.testing.assert_array_equal(first["attn_norm"], second["attn_norm"])
+    apart = first | {"attn_norm": first["attn_norm"] + 1}
+    apart = dataclasses.replace(model, params=model.params | {"layers": (apart, second, *rest)})
+    with pytest.raises(InputError, match="layers.0.input_layernorm.weight is one tensor in a checkpoint"):
+        save_hf(apart, tmp_path / "again")
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias, attention_bias, mlp_bias = true"),
+        ("falcon_h1", {"mamba_d_head": 6}, "mamba_d_head = 6 times 6 heads is not mamba_d_ssm = 30"),
+        ("falcon_h1", {"time_step_limit": [0.1, 1.0]}, "expected 0 and infinity"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "2 multipliers were given, expected 5"),
         ("gemma3n_text", {"altup_correct_scale": False}, "altup_correct_scale = false is not supported"),
         ("gemma3n_text", {"num_kv_shared_layers": 5}, "leave layers without keys"),
         ("gemma3n_text", {"intermediate_size": [28, 28]}, "one for each of 5 layers"),

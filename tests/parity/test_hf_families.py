@@ -103,7 +103,7 @@ def test_transformers_loads_what_was_saved(name, tmp_path):
     assert again.dtype == torch.float32
     tokens = prompt(21, 2)
     found, expected = hf_reference.logits(again, tokens), hf_reference.logits(reference, tokens)
-    if name.startswith(("mamba2", "granitemoehybrid", "bamba", "nemotron_h")):
+    if name.startswith(("mamba2", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1")):
         # Their chunks have another size than in the file that was read: it changes the order of sums alone.
         assert relative_error(found, expected) <= 1e-5
     elif name.startswith("gpt_oss"):
