@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hosts(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     from kvjax.base.errors import InputError
     from kvjax.methods.parse import parse_budget
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     budgets = args.budgets and [parse_budget(b) for b in args.budgets]
     from kvjax.eval.compare import compare
 
-    compare(
+    found = compare(
         model=args.model,
         methods=args.methods,
         budgets=budgets,
@@ -128,3 +128,4 @@ def run(args: argparse.Namespace) -> None:
         gold=args.gold or None,
         **mesh_options(args),
     )
+    return 1 if found.metrics.get("failed") else 0

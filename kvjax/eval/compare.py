@@ -26,7 +26,7 @@ from kvjax.eval.report.duels import duels_of
 from kvjax.eval.report.frontier import panels_of, write_frontier
 from kvjax.eval.report.page import caption_of, write_report
 from kvjax.eval.report.scores_section import Picture
-from kvjax.eval.run.asking import ask, unit_key
+from kvjax.eval.run.asking import Failure, ask, unit_key
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.estimate import estimate
@@ -126,7 +126,8 @@ def compare(
         A `Comparison`: cells as in the table, rows as in results.jsonl, and where the files are.
 
     Raises:
-        InputError: before any long work, for anything that cannot run.
+        InputError: before any long work, for anything that cannot run. A method that fails later is left out,
+            in `metrics["failed"]` and errors.txt; the last error is raised if all fail.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """
@@ -198,13 +199,13 @@ def _asked(
     if not log.done and (told := estimate(plan, batches)):
         console.print(told)
     try:
-        ask(plan, batches, log, console)
+        failed = [Failure(*one) for host in gathered(ask(plan, batches, log, console)) for one in host]
         log.join()
     finally:
         log.close()
     sample = batches[0].rows[0][0]
     pictures = draw_pictures(plan.model, plan.entries, plan.protocols[0], sample) if scores else []
-    return _report(plan, batches, log, given, pictures, folder, started, console)
+    return _report(plan, batches, log, given, pictures, folder, started, console, failed)
 
 
 def check_model(model: Any) -> None:
@@ -270,7 +271,10 @@ def _report(
     folder: Path,
     started: float,
     console: Console,
+    failed: Sequence[Failure] = (),
 ) -> Comparison:
+    left_out = {one.cell for one in failed}
+    plan = plan._replace(entries=[e for e in plan.entries if (e.label, e.budget) not in left_out])
     keys = [unit_key(batch.protocol, batch.number, entry) for batch in batches for entry in plan.entries]
     rows = [row for key in keys if key in log.done for row in log.done[key]["rows"]]
     cells, timings = summarise(rows), timings_of(plan.entries, log.done)
@@ -285,19 +289,35 @@ def _report(
         "wall_seconds": round(time.time() - started, 1),
         "peak_bytes": max(gathered(peak_bytes())),
         "examples": task_examples(plan, batches, rows),
+        "failed": [[*one.cell, one.protocol, one.error] for one in failed],
         "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
     }
     if is_first():
         _write(
             folder, rows, metrics, cells, kept_examples(plan, batches, log.done, unit_key), timings, pictures
         )
+        _write_errors(folder, failed)
     print_table(cells, timings, console)
     console.print(
         f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "
         f"{metrics['peak_bytes'] / 2**30:.2f} GiB, preset {preset['name']}"
     )
     console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
+    for one in failed:
+        console.print(f"left out, because it failed: {one}", markup=False)
+    if failed:
+        console.print(f"{folder / 'errors.txt'} has the tracebacks; --resume tries these again")
     return Comparison(cells, rows, timings, metrics, folder)
+
+
+def _write_errors(folder: Path, failed: Sequence[Failure]) -> None:
+    """Writes the tracebacks of methods that failed, or removes those of an earlier try."""
+    with writing(folder):
+        if failed:
+            text = "\n".join(f"{one}\n\n{one.trace}" for one in failed)
+            write_atomic(folder / "errors.txt", text.encode())
+        else:
+            (folder / "errors.txt").unlink(missing_ok=True)
 
 
 def _write(

@@ -22,6 +22,7 @@ from kvjax.eval.compare import compare
 from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
 from kvjax.eval.run.revision import revision
+from kvjax.eval.run.runner import Runner
 from kvjax.eval.tasks import recall_tasks
 from kvjax.methods import METHODS as EVERY
 
@@ -135,6 +136,37 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_cell(small, tmp_path
     found = compare(**SMALL, **QUIET, out=out, resume=True)
     assert log.read_text().count("\n") == 2 * 5 and finished >= 1
     assert without_times(found.rows) == without_times(small.rows)
+
+
+def test_a_method_that_fails_is_left_out_and_tried_again_by_resume(small, tmp_path, monkeypatch):
+    out = shutil.copytree(small.out, tmp_path / "run")
+    log = (out / "units.jsonl").read_text().splitlines(keepends=True)
+    (out / "units.jsonl").write_text("".join(x for x in log if not ("aware/" in x and "/int8/" in x)))
+    real = Runner.unit
+
+    def broken(self, entry, *args, **options):
+        if entry.label == "int8":
+            raise ZeroDivisionError("a <fault> of int8")
+        return real(self, entry, *args, **options)
+
+    monkeypatch.setattr(Runner, "unit", broken)
+    printed = StringIO()
+    found = compare(**SMALL, console=Console(file=printed, width=140), out=out, resume=True)
+    assert {c.method for c in found.cells} == {c.method for c in small.cells} - {"int8"}
+    assert (
+        "left out, because it failed: int8, aware: ZeroDivisionError: a <fault> of int8" in printed.getvalue()
+    )
+    assert "in broken" in (out / "errors.txt").read_text()
+    assert "int8, aware: ZeroDivisionError: a &lt;fault&gt;" in (out / "report.html").read_text()
+    monkeypatch.setattr(Runner, "unit", real)
+    again = compare(**SMALL, **QUIET, out=out, resume=True)
+    assert without_times(again.rows) == without_times(small.rows) and not (out / "errors.txt").exists()
+
+
+def test_where_every_method_fails_the_error_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(Runner, "unit", lambda self, *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare(methods=["int8"], tasks=["get"], samples=1, baselines=False, **QUIET, out=tmp_path / "all")
 
 
 @pytest.mark.rotating

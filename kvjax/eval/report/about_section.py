@@ -35,10 +35,21 @@ def about_section(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
     asked = {"samples per task": sample_count(cells)} if cells else {}
     examples = "".join(map(_example, metrics.get("examples", ()))).replace("<details>", "<details open>", 1)
     shown = f"<h3>An example of each task</h3>{examples}" if examples else ""
-    run = facts({**metrics, **asked})
+    run = _failures(metrics) + facts({**metrics, **asked})
     return (
         f'<section id="about"><h2>What was measured</h2>{said}{shown}<h3>How it was run</h3>{run}</section>'
     )
+
+
+def _failures(metrics: Mapping[str, Any]) -> str:
+    """The methods that failed and are in no table, as HTML."""
+    lines = (
+        f"<li>{escape(method if budget is None else f'{method} {budget}')}, {escape(protocol)}: "
+        f"{escape(error)}</li>"
+        for method, budget, protocol, error in metrics.get("failed", ())
+    )
+    found = "".join(lines)
+    return f"<p>These failed and are left out:</p><ul>{found}</ul>" if found else ""
 
 
 def model_in_words(metrics: Mapping[str, Any]) -> str:

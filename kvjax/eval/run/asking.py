@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
+from kvjax.base.errors import InputError
 from kvjax.eval.report.progress import Bars
 from kvjax.eval.run.cellplan import Entry, my_cells
 from kvjax.eval.run.log import UnitLog
@@ -32,25 +34,57 @@ def unit_key(protocol: str, number: int, entry: Entry) -> str:
     return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
 
 
-def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
-    """Runs every cell of a plan on every batch that the log lacks, and adds the results to the log."""
+class Failure(NamedTuple):
+    """A cell that raised an error and is left out of the rest of the run; trace: the traceback."""
+
+    method: str
+    budget: float | int | None
+    protocol: str
+    error: str
+    trace: str
+
+    @property
+    def cell(self) -> tuple[str, float | int | None]:
+        return self.method, self.budget
+
+    def __str__(self) -> str:
+        return f"{named(*self.cell)}, {self.protocol}: {self.error}"
+
+
+def named(label: str, budget: float | int | None) -> str:
+    """A cell as its lines begin."""
+    return label if budget is None else f"{label} {budget}"
+
+
+def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> list[Failure]:
+    """Runs every cell of a plan on every batch that the log lacks, and adds the results to the log.
+
+    A cell that fails is left out, and the others go on. If all fail, the last error is raised.
+    """
     arrays = arrays_of(plan, batches)
     room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)
     runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold, scan=plan.gold)
+    failed: dict[Entry, Failure] = {}
     with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for cells in _groups(entries, len(batches)):
             for (protocol, number, seed, *_), rows in zip(batches, arrays, strict=True):
-                todo = [e for e in cells if unit_key(protocol, number, e) not in log.done]
+                todo = [e for e in cells if e not in failed and unit_key(protocol, number, e) not in log.done]
                 progress.advance(bar, len(cells) - len(todo))
                 if not todo:
                     continue
                 prompt, read_s = runner.prompt(rows)
                 full_bytes = runner.bytes_of(FULL, prompt).kept
                 for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
-                    budget = "" if entry.budget is None else f" {entry.budget}"
-                    progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
+                    about = f"{named(entry.label, entry.budget)}, {protocol}"
+                    progress.update(bar, description=about, advance=1)
+                    if isinstance(unit, Exception):
+                        failed[entry] = _failure(entry, protocol, unit)
+                        if len(failed) == len(entries):
+                            raise unit
+                        progress.say(f"{failed[entry]}; it is left out, and the others go on")
+                        continue
                     log.add(unit_key(protocol, number, entry), _record(unit, read_s, rows, seed))
                     if number == 0:
                         many = sum(b.protocol == protocol for b in batches)
@@ -58,7 +92,16 @@ def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> Non
                     runner.make_room()
                 if len(batches) == 1:
                     progress.update(bar, description="timing")
-                    _time_again(runner, log, batches[0], rows, todo, full_bytes)
+                    _time_again(
+                        runner, log, batches[0], rows, [e for e in todo if e not in failed], full_bytes
+                    )
+    return [*failed.values()]
+
+
+def _failure(entry: Entry, protocol: str, error: Exception) -> Failure:
+    why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error))
+    return Failure(entry.label, entry.budget, protocol, why, trace)
 
 
 def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
@@ -66,9 +109,10 @@ def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
     tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
     score = np.mean([np.mean(scores) for scores in tasks.values()])
     kept = np.mean([row["kept_bytes"] for row in unit.rows])
-    budget = "" if entry.budget is None else f" {entry.budget}"
     more = "" if batches == 1 else f", after 1 of {batches} batches"
-    return f"{entry.label}{budget}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB{more}"
+    return (
+        f"{named(entry.label, entry.budget)}, {protocol}: {100 * score:.0f}% in {kept / 1024:.0f} KiB{more}"
+    )
 
 
 def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
@@ -97,10 +141,13 @@ def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) 
 
 def _units(
     runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
-) -> Iterator[tuple[Entry, Unit]]:
-    """Units as they finish."""
+) -> Iterator[tuple[Entry, Unit | Exception]]:
+    """Units as they finish, or the errors that they raise."""
 
-    def unit(entry: Entry, alone: bool = False) -> Unit:
-        return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
+    def unit(entry: Entry, alone: bool = False) -> Unit | Exception:
+        try:
+            return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
+        except Exception as error:
+            return error
 
     return runner.units(unit, todo, [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED])
