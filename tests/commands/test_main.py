@@ -15,6 +15,7 @@ from kvjax.aot import probe as probing
 from kvjax.commands import info
 from kvjax.commands.generate import SAMPLE
 from kvjax.commands.main import main
+from kvjax.eval.compare import Comparison
 from kvjax.io.load import SHIPPED
 from kvjax.methods import METHODS
 
@@ -123,8 +124,17 @@ def test_help_version_and_no_arguments(capsys):
 @pytest.fixture
 def compared(monkeypatch) -> list[dict]:
     calls: list[dict] = []
-    monkeypatch.setattr("kvjax.eval.compare.compare", lambda **arguments: calls.append(arguments))
+
+    def compare(**arguments) -> Comparison:
+        calls.append(arguments)
+        return Comparison([], [], {}, {"failed": (calls[-1]["methods"] or [])[3:]}, Path())
+
+    monkeypatch.setattr("kvjax.eval.compare.compare", compare)
     return calls
+
+
+def test_compare_ends_with_1_where_a_method_failed(compared):
+    assert main(["compare", "--methods", "int8", "int4", "kivi", "snapkv"]) == 1
 
 
 def test_compare_without_arguments_leaves_the_defaults(compared):

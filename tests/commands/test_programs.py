@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 from kvjax.commands import programs
 from kvjax.commands.main import main
+from kvjax.eval.compare import Comparison
 
 FOLDER = ("kvjax", "programs")
 # A command without the parts that take long: it keeps programs, as commands do, and compiles one.
@@ -102,6 +104,6 @@ def test_commands_that_run_a_model_keep_their_programs(monkeypatch):
     monkeypatch.setattr("kvjax.commands.generate_stream.stream", lambda *args, **options: None)
     assert main(["generate", "--tokens", "1"]) == 0
     monkeypatch.setattr("kvjax.commands.compare.keep_programs", lambda: called.append("compare"))
-    monkeypatch.setattr("kvjax.eval.compare.compare", lambda **options: None)
+    monkeypatch.setattr("kvjax.eval.compare.compare", lambda **options: Comparison([], [], {}, {}, Path()))
     assert main(["compare"]) == 0
     assert called == ["generate", "compare"]
