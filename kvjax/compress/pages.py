@@ -92,24 +92,34 @@ def _build_tier(
     assert keep is not None
     sizes = [view.pos.shape[0] for view in views]
     shares = [sum(tier.most[sum(sizes[:i]) :][:size]) for i, size in enumerate(sizes)]
-    numbers = range(len(gms))
-    out: list[Paged] = []
-    for batch in [numbers] if keep.allocate.across_layers else [[i] for i in numbers]:
+    out: dict[int, Paged] = {}
+    for batch in _pools(keep, tier.codecs):
         _, rows, heads, _ = views[batch[0]].pos.shape
         count = sum(sizes[i] for i in batch) * rows * heads
+        # Budgets that move between layers may all move to those of one pool.
+        most = rows * sum(shares if keep.allocate.across_layers else [shares[i] for i in batch])
         indices, pool = build_pages(
             tuple(tier.kept[i] for i in batch),
             tuple(views[i] for i in batch),
             page=page,
-            pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, page, tier.longest), 1),
+            pages=max(pool_pages(most, count, page, tier.longest), 1),
             slots=max(tier.longest, 1),
             codecs=tier.codecs[batch[0]],
             number=len(pools),
             shared=gms[batch[0]].shared,
+            taught=tuple(gms[i].taught for i in batch),
         )
         pools.append(pool)
-        out += indices
-    return out
+        out |= dict(zip(batch, indices, strict=True))
+    return [out[i] for i in range(len(gms))]
+
+
+def _pools(keep: Keep, codecs: list[tuple[Any, Any]]) -> list[list[int]]:
+    """Which groups share a pool: if the budget moves between layers, all that are encoded alike."""
+    numbers = range(len(codecs))
+    if not keep.allocate.across_layers:
+        return [[i] for i in numbers]
+    return [[i for i in numbers if codecs[i] == own] for own in dict.fromkeys(codecs)]
 
 
 def list_slots(keep: Keep, slots: int, tokens: int) -> int:

@@ -132,7 +132,7 @@ def summarised(
     if not pages and not isinstance(read, Learning):
         return group, pools
     before = past.bodies[-1].sums if past.bodies and isinstance(past.bodies[-1], Slots) else {}
-    lists = next((part for part in pages if isinstance(part, Paged)), None)
+    lists = next((lent(part, gm.taught) for part in pages if isinstance(part, Paged)), None)
     sums = _of_lists(gm, lists, body, pools, before, idle)
     body = dataclasses.replace(body, sums=body.sums | sums)
     if isinstance(read, Learning):
@@ -172,7 +172,7 @@ def _of_lists(
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
     """The pool with summaries of a group's pages; those of other groups are unchanged."""
-    k = as_queries_meet(gm, dense(pool.k)[None, :, None], pool.pos[None, :, None])[0, :, 0]
+    k = as_queries_meet(gm, _keys_in_pool(lists, pool)[None, :, None], pool.pos[None, :, None])[0, :, 0]
     layers, rows, heads = lists.lengths.shape
     owner = pool.owner - lists.first_layer * rows * heads
     mine = (owner >= 0) & (owner < layers * rows * heads) & (pool.owner >= 0)
@@ -184,3 +184,16 @@ def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array])
 
     new = _summarised(gm.read, k, held, pool.traces)
     return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})
+
+
+def _keys_in_pool(lists: Paged, pool: Pages) -> Float[Array, "P page H"]:
+    """The decoded keys of a pool; if codes are fitted to layers, those of one group, with its arrays."""
+    if not lists.taught:
+        return dense(pool.k)
+    k = over_layers(lambda one: gather_pages(one, pool).k, lists)
+    page = jnp.arange(lists.most, dtype=jnp.int32)[None, None, None]
+    # Pages after a head's end may belong to another head.
+    own = page * pool.page_tokens < lists.lengths[..., None]
+    row = jnp.where(own, pool.table(lists), pool.owner.shape[0]).reshape(-1)
+    out = jnp.zeros((*pool.pos.shape, k.shape[-1]), k.dtype)
+    return out.at[row].set(k.reshape(-1, *out.shape[1:]), mode="drop")

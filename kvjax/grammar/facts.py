@@ -67,7 +67,6 @@ NEEDLESS = {
     (Fact.MET_VALUES, "keep"): "sink-recent",
     (Fact.KV_HEADS, "keep"): "h2o",
     (Fact.ONE_BY_ONE, "keep"): "h2o",
-    (Fact.ONE_CODE, "keep"): "snapkv",
     (Fact.PLAIN_READING, "read"): "quest",
     (Fact.WHOLE_PROMPTS, "keep"): "snapkv",
 }

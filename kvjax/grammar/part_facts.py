@@ -20,8 +20,6 @@ class KeepFacts(Stating):
     @property
     def requires(self: Keep) -> Told:  # type: ignore[misc]
         found = {Fact.OPEN_CHOICE: "chooses which slots stay", **_looked_at(self)}
-        if not self.allocate.uniform:
-            found[Fact.ONE_CODE] = "gives heads unequal numbers of slots, which lie in pages of all layers"
         if self.merge is not None:
             found[Fact.TURNED_KEYS] = f"merges keys by {self.merge!r}"
             if self.when.in_steps:

@@ -143,11 +143,6 @@ def _lower(keep: Keep) -> Refusals:
             "a second tier takes what leaves at the end of prompts or, with the uniform allocation, after "
             "every token",
         ),
-        (
-            not keep.allocate.uniform and any(True for _ in fitted_words(lower)),
-            "codes of a second tier are read by what was fitted to each layer, which pages do not know: use "
-            "a keep of equal heads",
-        ),
     ]
 
 

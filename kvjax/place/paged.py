@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.protocols import View
-from kvjax.ops.attention.union import NEG_INF
+from kvjax.ops.attention.union import NEG_INF, attend
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import ragged_decode as ragged
 from kvjax.state.cache import Paged, Pages
 from kvjax.state.code_forms import is_rows, meet
-from kvjax.state.codes import Codec, Codes, dense, encode
+from kvjax.state.codes import Codec, Codes, Taught, dense, encode, lent
+from kvjax.state.page_gather import gather_pages
 
 FREE = np.iinfo(np.int32).max
 # How many tokens of pages one pass of the walk takes: enough for the matrix unit, few enough for the cache.
@@ -49,11 +51,12 @@ def build_pages(
     number: int,
     shared: int | None = None,
     slots: int = 0,
+    taught: tuple[Taught | tuple[()], ...] = (),
 ) -> tuple[tuple[Paged, ...], Pages]:
     """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
 
     pages: how many pages the pool has. slots: the most slots of a KV head; 0 for as many as the views have.
-    shared: as in `Pages`; values are then not stored.
+    shared: as in `Pages`; values are then not stored. taught: what each group's codecs need (`Codes`).
     """
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
     need = -(-counts.reshape(-1) // page)
@@ -65,9 +68,20 @@ def build_pages(
     def move(xs: tuple[Array, ...], fill: int) -> Array:
         return _scatter(xs, kept, start, page, pages, fill)
 
+    # As wide for a small pool as for a large one: layers that share a budget must have equal structure.
+    most = -(-(slots or max(m.shape[-1] for m in kept)) // page)
+    of = jnp.maximum(owner, 0)
+    within = jnp.arange(pages, dtype=jnp.int32) - (ends - need)[of]
+    source = of * most + jnp.clip(within, 0, most - 1)
+
+    def rows(xs: tuple[Array, ...], codec: Codec | None) -> Array | Codes:
+        if codec is None or not any(taught):
+            return encode(move(xs, 0), codec)
+        return _encoded_in_lists(xs, kept, taught, codec, source, page, most)
+
     pool = Pages(
-        encode(move(tuple(v.k for v in views), 0), codecs[0]),
-        None if shared is not None else encode(move(tuple(v.v for v in views), 0), codecs[1]),
+        rows(tuple(v.k for v in views), codecs[0]),
+        None if shared is not None else rows(tuple(v.v for v in views), codecs[1]),
         move(tuple(v.pos for v in views), -1),
         owner,
         None if views[0].bias is None else move(tuple(v.bias for v in views), 0),  # type: ignore[arg-type]
@@ -75,8 +89,6 @@ def build_pages(
         layers=counts.shape[0],
         shared=shared or 0,
     )
-    # As wide for a small pool as for a large one: layers that share a budget must have equal structure.
-    most = -(-(slots or max(m.shape[-1] for m in kept)) // page)
     # An empty head after the last page has no page of its own.
     first = jnp.minimum(start, pages - 1)
     indices, at = [], 0
@@ -84,6 +96,32 @@ def build_pages(
         indices.append(Paged(first[at : at + m.shape[0]], counts[at : at + m.shape[0]], number, at, most))
         at += m.shape[0]
     return tuple(indices), pool
+
+
+def _encoded_in_lists(
+    xs: tuple[Array, ...],
+    kept: tuple[Array, ...],
+    taught: tuple[Taught | tuple[()], ...],
+    codec: Codec,
+    source: Int[Array, "P"],
+    page: int,
+    most: int,
+) -> Codes:
+    """Kept slots as codes [P, page / granule, ...] of arrays that are fitted to layers and their heads.
+
+    They are encoded in lists of `most` pages, layer by layer, before these pages are moved. source: which of
+    the pages of all lists a page of the pool is; that of a free one is never read.
+    """
+    lists = []
+    for x, m, arrays in zip(xs, kept, taught, strict=True):
+        first = jnp.arange(m[..., 0].size, dtype=jnp.int32).reshape(m.shape[:3]) * most
+        alone = _scatter((x,), (m,), first, page, first.size * most, 0)
+        codes = encode(alone.reshape(*m.shape[:3], most * page, -1), codec, arrays)
+        assert isinstance(codes, Codes)
+        granules = page // codec.granule
+        lists.append({n: a.reshape(-1, granules, *a.shape[4:]) for n, a in codes.data.items()})
+    data = {n: jnp.concatenate([one[n] for one in lists])[source] for n in lists[0]}
+    return Codes(data, codec, codes.width, codes.dtype)
 
 
 def _scatter(
@@ -136,9 +174,10 @@ def attend_pages(
     takes every live slot as visible to each query, as in a decode step, and reads no positions. Raises
     NotImplementedError if a forced one cannot run.
     """
-    met = meet(q, pool.k, pool.v)
+    k, v = lent((pool.k, pool.v), jax.tree.map(lambda x: x[None], segment.taught))
+    met = meet(q, k, v)
     if met.turned:
-        turned = dataclasses.replace(pool, k=met.k, v=met.v)
+        turned = dataclasses.replace(pool, **lent(dict(k=met.k, v=met.v), ()))
         out, lse = attend_pages(
             met.q, segment, layer, turned, q_pos, scale=scale, softcap=softcap, implementation=implementation
         )
@@ -192,6 +231,9 @@ def _attend_walking(
     A pool of one layer is read at once. In a pool of several layers, the layer's pages are walked in blocks
     with an online softmax: the trip count is data, so a layer with fewer pages costs less.
     """
+    if any(isinstance(x, Codes) and any(fitted_words(x.codec)) for x in (pool.k, pool.v)):
+        # Codes that are read by what was fitted to the layer and its heads.
+        return attend(q, gather_pages(segment, pool), q_pos, scale=scale, softcap=softcap)[:2]
     b, n, t, h = q.shape
     kv_heads = segment.lengths.shape[-1]
     lists, rows = b * kv_heads, n // kv_heads * t

@@ -11,12 +11,26 @@ import jax.numpy as jnp
 
 from kvjax.hosts.arrays import fetch
 from kvjax.state.cache import Cache, Paged
+from kvjax.state.codes import at_layer
 
 
 def counted(method: Any) -> bool:
-    """Whether the number of slots that a method keeps depends on the data."""
-    keeps = [one.keep for one in method.sentences]
-    return any(keep is not None and hasattr(keep.allocate, "threshold") for keep in keeps)
+    """Whether the number of pages in use depends on the data.
+
+    If scores alone decide how many slots stay, or which of several pools, of layers that are encoded
+    differently, they are in.
+    """
+
+    def one(method: Any) -> bool:
+        if method.keep is None:
+            return False
+        allocate, store = method.keep.allocate, method.store
+        apart = store is not None and (store.keys, store.values) != tuple(
+            at_layer(codec, 0) for codec in (store.keys, store.values)
+        )
+        return hasattr(allocate, "threshold") or (apart and allocate.across_layers and not allocate.uniform)
+
+    return any(map(one, method.sentences))
 
 
 def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:

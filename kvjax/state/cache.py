@@ -24,7 +24,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host
 from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.ops.recurrent.recurrence import StackedState
-from kvjax.state.codes import Codes, dense, encode
+from kvjax.state.codes import Codes, Taught, dense, encode
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +134,8 @@ class Paged:
     """A segment whose slots are in one of the cache's pools, with the pages of a KV head side by side.
 
     first: the first page of each (row, KV head). lengths: the live slots of each. `pool` is the pool's index,
-    `first_layer` the group's first layer in it, and `most` the most pages that a head can have.
+    `first_layer` the group's first layer in it, and `most` the most pages that a head can have. taught: as of
+    `Codes`, for the codes of these slots.
     """
 
     first: Int[Array, "Lg B K"]
@@ -142,6 +143,7 @@ class Paged:
     pool: int = dataclasses.field(metadata=dict(static=True))
     first_layer: int = dataclasses.field(metadata=dict(static=True))
     most: int = dataclasses.field(metadata=dict(static=True))
+    taught: Taught = dataclasses.field(default_factory=dict)
 
     def layer(self, index: int | Array) -> Paged:
         return jax.tree.map(lambda x: x[index], self)

@@ -134,7 +134,10 @@ def encode(x: Array, codec: Codec | None, arrays: Taught | tuple[()] = ()) -> Ar
 
 
 def lent(tree: Any, arrays: Taught | tuple[()]) -> Any:
-    """A tree of codes with the fitted arrays of its layers attached; with none, as stored in a cache."""
-    is_codes = lambda x: isinstance(x, Codes)  # noqa: E731
-    lend = lambda x: dataclasses.replace(x, taught=arrays or {}) if is_codes(x) else x  # noqa: E731
-    return jax.tree.map(lend, tree, is_leaf=is_codes)
+    """A tree of codes, or of lists in pages of codes, with the fitted arrays of its layers attached.
+
+    With no arrays, as it is stored in a cache.
+    """
+    takes = lambda x: hasattr(x, "taught")  # noqa: E731
+    lend = lambda x: dataclasses.replace(x, taught=arrays or {}) if takes(x) else x  # noqa: E731
+    return jax.tree.map(lend, tree, is_leaf=takes)

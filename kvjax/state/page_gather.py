@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +11,36 @@ from jaxtyping import Array, Float
 
 from kvjax.ops.attention.union import Keys
 from kvjax.state.cache import Paged, Pages
-from kvjax.state.codes import dense
+from kvjax.state.codes import dense, lent
+
+T = TypeVar("T")
+
+
+def in_lists(tree: T, segment: Paged, pool: Pages) -> T:
+    """Arrays [P, page, ...] of a pool as [B, K, M * page, ...], for one layer's pages.
+
+    Codes come with the fitted arrays of that layer, which have an axis of its KV heads.
+    """
+    table = pool.table(segment)
+    listed = jax.tree.map(lambda x: x[table].reshape(*table.shape[:2], -1, *x.shape[2:]), tree)
+    return lent(listed, segment.taught)
 
 
 def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"]]:
     """The traces of one layer's pages, in the order of `gather_pages`."""
-    table, lists = pool.table(segment), segment.lengths.shape
-    return {name: x[table].reshape(*lists, -1) for name, x in pool.traces.items()}
+    return in_lists(pool.traces, segment, pool)
 
 
 def gather_summary(segment: Paged, pool: Pages) -> dict[str, Array]:
     """What a read method keeps for one layer's pages, [B, K, M * page / granule, ...]."""
-    table, lists = pool.table(segment), segment.lengths.shape
-    return {name: x[table].reshape(*lists, -1, *x.shape[2:]) for name, x in pool.summary.items()}
+    return in_lists(pool.summary, segment, pool)
 
 
 def gather_pages(segment: Paged, pool: Pages) -> Keys:
     """One layer's pages as dense keys [B, K, M * page, H]."""
-    b, k = segment.lengths.shape
-    most, table = segment.most * pool.page_tokens, pool.table(segment)
-    live = jnp.arange(most)[None, None] < segment.lengths[..., None]
-
-    mine = jax.tree.map(lambda leaf: leaf[table], dataclasses.replace(pool, traces={}, summary={}))
-
-    def flat(x: Array) -> Array:
-        return x.reshape(b, k, most, -1)
-
-    pos = jnp.where(live, mine.pos.reshape(b, k, -1), -1)
-    bias = None if mine.bias is None else mine.bias.reshape(b, k, -1)
+    live = jnp.arange(segment.most * pool.page_tokens)[None, None] < segment.lengths[..., None]
+    mine = in_lists(dataclasses.replace(pool, traces={}, summary={}), segment, pool)
     # Pages after a head's end may belong to another row, and inf or NaN there times a weight of 0 is NaN.
-    v = flat(mine.values())
-    return Keys(flat(dense(mine.k)), jnp.where(live[..., None], v, jnp.zeros((), v.dtype)), pos, bias)
+    v = mine.values()
+    v = jnp.where(live[..., None], v, jnp.zeros((), v.dtype))
+    return Keys(dense(mine.k), v, jnp.where(live, mine.pos, -1), mine.bias)

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.decode.picked_decode import picked
 from kvjax.state.cache import Paged, Pages, Slots
-from kvjax.state.codes import Codes, dense
+from kvjax.state.codes import Codes, dense, lent
+from kvjax.state.page_gather import in_lists
 
 
 def visited(
@@ -60,8 +61,9 @@ def visited_of_lists(
     live = (used[..., None] & (slot < lists.lengths[..., None, None])).reshape(*pages.shape[:2], -1)
 
     def of_rows(x: Array | Codes) -> Array:
-        whole = isinstance(x, Codes) and page % x.codec.granule
-        return pick(dense(x)) if whole else dense(jax.tree.map(pick, x))
+        if isinstance(x, Codes) and page % x.codec.granule:
+            return picked(dense(in_lists(x, lists, pool))[None], pages, 0, page)
+        return dense(lent(jax.tree.map(pick, x), lists.taught))
 
     pos, bias = jax.tree.map(pick, (pool.pos, pool.bias))
     k = of_rows(pool.k)

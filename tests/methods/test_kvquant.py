@@ -149,11 +149,6 @@ MERGES = dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, merge=ZipM
             KVQUANT,
             "this store holds the first 1 tokens apart: use int8 for this store",
         ),
-        (
-            kvjax.method("adakv", budget=0.5),
-            BARE,
-            "lie in pages of all layers, .* has codes that were fitted to each layer: use int8",
-        ),
         (MERGES, BARE, r"merges keys by ZipMerge\(.* and this store holds keys unrotated"),
     ],
 )

@@ -39,6 +39,7 @@ from tests.methods.battery import (
 )
 from tests.methods.rows import SNAP, PromptSizes, coded, count, paged
 from tests.methods.table import BY_LABEL
+from tests.methods.table_bases import sums
 from tests.store.test_affine import affine_by_hand
 from tests.sweep import sweep
 
@@ -82,12 +83,23 @@ def by_hand(x, bits, group):
     return want.reshape(x.shape)
 
 
-def lowered(prompt, kept):
-    """The prompt with the codes of what is not kept in place of its keys and values."""
+def four_bits(layer, head):
+    return partial(by_hand, bits=4, group=8)
+
+
+def lowered(prompt, kept, codes=(four_bits, four_bits)):
+    """The prompt with the codes of what is not kept in place of its keys and values.
+
+    codes: of keys and of values; (layer, head) -> what comes back of rows.
+    """
     new, theta, pos = copy.copy(prompt), prompt.decoder.config.rope.theta, np.arange(prompt.length)
     new.raw_k, new.v = [], []
-    for k, v, stays in zip(prompt.k, prompt.v, kept, strict=True):
-        k, v = (np.where(stays[..., None], x, by_hand(x, 4, 8)) for x in (k, v))
+    for layer, (k, v, stays) in enumerate(zip(prompt.k, prompt.v, kept, strict=True)):
+        back = [
+            np.stack([of(layer, i)(rows) for i, rows in enumerate(x)])
+            for of, x in zip(codes, (k, v), strict=True)
+        ]
+        k, v = (np.where(stays[..., None], x, low) for x, low in zip((k, v), back, strict=True))
         new.raw_k.append(rope(k, -pos, theta))
         new.v.append(v)
     return new
@@ -165,6 +177,23 @@ def test_a_conversation_attends_to_what_stays_and_to_the_codes_of_all_else(label
             assert off(logits[b], rows[b].step(token[b])) < 2e-3
             assert [lists[b] for lists in positions(cache)] == rows[b].positions()
         assert tiers(cache) == before
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("label", ["adakv", "kvzip"])
+def test_a_second_tier_may_be_fitted_to_layers(label):
+    m, method = model("4/2"), tiered(label, BY_LABEL["csr"].method().store)
+    _, cache = kvjax.prefill(m, MAIN.first, method=method, room=ROOM)
+    rows = []
+    for b in range(B):
+        prompt = prompt_of("4/2", "main", b)
+        kept = kept_of(label, prompt)
+        new = lowered(prompt, kept, (sums("key"), sums("value")))
+        rows.append(Slotwise(new, [np.ones_like(x) for x in kept]))
+    for token in MAIN.steps:
+        logits, cache = step(m, cache, token, append=True)
+        for b in range(B):
+            assert off(logits[b], rows[b].step(token[b])) < 2e-3
 
 
 @pytest.mark.rotating

@@ -11,8 +11,8 @@ from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import key_of
 from kvjax.models.layers import Params
-from kvjax.state.cache import Cache, GroupState
-from kvjax.state.codes import LEARNT, Taught, lent
+from kvjax.state.cache import Cache, GroupState, Paged, Pages
+from kvjax.state.codes import LEARNT, Codec, Codes, Taught, lent
 
 
 def taught_groups(
@@ -23,7 +23,8 @@ def taught_groups(
     Also with what the rows of the cache have learnt.
     """
     sizes = [next(iter(p.values())).shape[0] for p in params["layers"]]
-    found = [_taught(gm, n, params) for gm, n in zip(gms, sizes, strict=True)]
+    stored = [()] * len(gms) if cache is None else [_codecs_in(g, cache.pools) for g in cache.groups]
+    found = [_taught(gm, n, params, own) for gm, n, own in zip(gms, sizes, stored, strict=True)]
     gms = tuple(gm.replaced(taught=x) if x else gm for gm, x in zip(gms, found, strict=True))
     if cache is None:
         return gms
@@ -36,9 +37,15 @@ def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:
     return gm.replaced(taught=dict(gm.taught) | learnt) if learnt else gm
 
 
-def _taught(gm: GroupMethod, layers: int, params: Params) -> Taught | tuple[()]:
+def _codecs_in(group: GroupState, pools: tuple[Pages, ...]) -> tuple[Codec, ...]:
+    """The codecs of a group's slots: also of a second tier, which a step that moves no slots leaves out."""
+    parts = [pools[part.pool] if isinstance(part, Paged) else part for part in group.parts]
+    return tuple(x.codec for part in parts for x in (part.k, part.v) if isinstance(x, Codes))
+
+
+def _taught(gm: GroupMethod, layers: int, params: Params, stored: tuple[Codec, ...]) -> Taught | tuple[()]:
     lower = None if gm.keep is None else gm.keep.lower
-    codecs: Any = (*gm.codecs, lower)
+    codecs: Any = (*gm.codecs, lower, stored)
     digests = sorted({word.fitted.digest for word in fitted_words(codecs) if word.fitted is not None})
     mine = slice(gm.first, gm.first + layers)
     return {d: jax.tree.map(lambda x: x[mine], params["fitted"][d]) for d in digests} or ()
