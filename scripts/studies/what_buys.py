@@ -1,0 +1,215 @@
+"""What buys what: dropping, merging, coding, reading less and computing less, beside each other on one model.
+
+    python -m scripts.studies.what_buys sizes     # bytes held and read of every row of the board
+    python -m scripts.studies.what_buys --write   # the tables of docs/what-buys-what.md
+    python -m scripts.studies.what_buys picture   # draws docs/what-buys-what.png
+
+Losses are those of the board (`scripts.studies.board`). Bytes are those of the same model with a cache in
+bfloat16, as it is served, where the board's cache is float32: there, codes look twice as small beside it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import kvjax
+from kvjax.base.atomic_files import write_atomic
+from kvjax.base.errors import InputError
+from kvjax.eval.report.cells import budget_label
+from kvjax.grammar import Method
+from kvjax.methods import METHODS
+from kvjax.models.config import Config, Rope
+from kvjax.plan.cache_sizes import CacheSizes
+from scripts.docs_tables import DOCS
+from scripts.studies import board
+from scripts.studies.real_model_picture import PANELS
+from scripts.studies.runner import Data, Page, parser, progress
+
+TOKENS = 1024
+# The kinds in the order of the tables, with the families of methods that each holds.
+KINDS = {
+    "drop tokens": ("selection-static", "selection-dynamic", "budget-layer", "budget-head"),
+    "merge tokens": ("merge-token", "merge-head", "merge-layer"),
+    "fewer bits": ("quant", "quant-mixed", "outlier-transform"),
+    "fewer numbers": ("low-rank", "pruning"),
+    "read less": ("retrieval-sparse",),
+    "compute less": (),
+}
+# Baselines have no family of their own.
+BASELINES = {"int8": "fewer bits", "int4": "fewer bits", "fp8": "fewer bits", "per-token-head": "fewer bits"}
+BASELINES |= {"random": "drop tokens", "sink-recent": "drop tokens"}
+COLOURS = {
+    "drop tokens": "#d55e00", "merge tokens": "#cc79a7", "fewer bits": "#0072b2", "fewer numbers": "#56b4e9",
+    "read less": "#009e73", "compute less": "#e69f00",
+}  # fmt: skip
+DATA = Data(DOCS / "what-buys-what.json", {"tokens": TOKENS, "sizes": {}})
+
+
+class Row(NamedTuple):
+    """A method with a budget: shares of the full cache in percent, and what it loses under each protocol.
+
+    held: bytes of the cache. read: bytes that a step reads. computed: of a prompt, the share of its tokens'
+    layers that run. losses: nats per token above the full cache, by protocol.
+    """
+
+    kind: str
+    label: str
+    held: float
+    read: float
+    computed: float
+    losses: dict[str, float]
+
+
+def main() -> None:
+    args = parser(__doc__, ("sizes", "picture")).parse_args()
+    if args.what == "sizes":
+        make()
+    elif args.what == "picture":
+        write_atomic(DATA.path.with_suffix(".png"), picture(rows()))
+    else:
+        PAGE.show(args)
+
+
+# --- data ------------------------------------------------------------------------------------------------
+
+
+def make() -> None:
+    """Adds what the board's sentences hold, read and compute, where the data lacks it."""
+    config = of_the_board()
+    lines = {line["sentence"]: kvjax.method(line["sentence"]) for line in board.at_1024()}
+    known = DATA.read()["sizes"]
+    full = CacheSizes(config, "bfloat16", TOKENS, [Method()]).nbytes(Method())
+    for sentence in progress(sorted(lines.keys() - known.keys())):
+        method = lines[sentence]
+        try:
+            sizes = CacheSizes(config, "bfloat16", TOKENS, [method])
+            held, read = sizes.nbytes(method) / full, sizes.read_bytes(method) / full
+        except (InputError, ValueError) as error:
+            print(f"{sentence}: {error}")
+            continue
+        found = [round(x, 4) for x in (held, read, computed(method, config.layers))]
+        DATA.change(lambda data, sentence=sentence, found=found: data["sizes"].update({sentence: found}))
+
+
+def of_the_board() -> Config:
+    """The configuration of SmolLM2-135M."""
+    return Config(
+        vocab=49152, d_model=576, layers=30, heads=9, kv_heads=3, head_dim=64, d_ff=1536, max_positions=8192,
+        rope=Rope(theta=100_000.0), norm_eps=1e-5, tied=True,
+    )  # fmt: skip
+
+
+def computed(method: Method, layers: int) -> float:
+    """The share of a prompt's (token, layer) pairs that are computed; above 1 where tokens are read again."""
+    word, narrow = method.reread, None if method.keep is None else method.keep.narrow
+    if word is not None and hasattr(word, "stages"):
+        ((last, _),) = word.stages(layers, TOKENS)
+        return (last + 1) / layers + word.most(TOKENS) / TOKENS
+    left, total, stages = TOKENS, 0, {} if narrow is None else dict(narrow.stages(layers, TOKENS))
+    for layer in range(layers):
+        total += left
+        left = stages[layer].most(left) if layer in stages else left
+    return total / (layers * TOKENS)
+
+
+def kind_of(method: str, computes: float) -> str | None:
+    """The kind of a method; None for what saves nothing by itself."""
+    if computes < 1:
+        return "compute less"
+    family = METHODS[method].paper.family if method in METHODS else None
+    found = (kind for kind, families in KINDS.items() if family in families)
+    return BASELINES.get(method) or next(found, None)
+
+
+def rows() -> list[Row]:
+    """The board's methods that have losses under a protocol, and sizes."""
+    lines, sizes = board.at_1024(), DATA.read()["sizes"]
+    sentences = {(line["method"], line["budget"]): line["sentence"] for line in lines}
+    lost: dict[tuple[str, float | None], dict[str, float]] = {}
+    for protocol in PANELS:
+        for x in board.losses(lines, protocol):
+            lost.setdefault((x.method, x.budget), {})[protocol] = x.nats.mean
+    return [*_rows(lost, sentences, sizes)]
+
+
+def _rows(lost: dict[Any, dict[str, float]], sentences: dict[Any, str], sizes: Any) -> Iterator[Row]:
+    for (method, budget), losses in lost.items():
+        held, read, computes = sizes.get(sentences[method, budget], (None, None, None))
+        if held is None or (kind := kind_of(method, computes)) is None:
+            continue
+        label = method if budget is None else f"{method} {budget_label(budget)}"
+        yield Row(kind, label, 100 * held, 100 * read, 100 * computes, losses)
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def best(found: Sequence[Row], protocol: str) -> str:
+    """Per kind, the least loss of a method that holds, or that reads, at most so much of the full cache."""
+    limits = (("held", 55), ("held", 30), ("read", 55), ("read", 30))
+    head = " | ".join(f"{'holds' if by == 'held' else 'reads'} at most {at}%" for by, at in limits)
+    out = [f"| what is saved | {head} |", f"|---|{'---|' * len(limits)}"]
+    for kind in KINDS:
+        cells = []
+        for by, at in limits:
+            fits = [x for x in found if x.kind == kind and getattr(x, by) <= at and protocol in x.losses]
+            least = min(fits, key=lambda x: x.losses[protocol], default=None)
+            cells.append("–" if least is None else f"{_nats(least.losses[protocol])} ({least.label})")
+        out.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def table(found: Sequence[Row]) -> str:
+    """All rows, a kind after the other, the least bytes held first."""
+    out = [
+        "| what is saved | method | holds, % | reads, % | computes, % | loss, question later | loss, first |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for kind in KINDS:
+        for x in sorted((x for x in found if x.kind == kind), key=lambda x: (x.held, x.read, x.label)):
+            losses = " | ".join(_nats(x.losses[p]) if p in x.losses else "–" for p in PANELS)
+            out.append(f"| {kind} | {x.label} | {x.held:.0f} | {x.read:.0f} | {x.computed:.0f} | {losses} |")
+    return "\n".join(out)
+
+
+def _nats(x: float) -> str:
+    return f"{round(x, 2) + 0.0:+.2f}"
+
+
+def picture(found: Sequence[Row]) -> bytes:
+    """A PNG: loss against bytes held and bytes read, a colour per kind, a row of panels per protocol."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9, 7), dpi=110, layout="constrained")
+    axes = figure.subplots(len(PANELS), 2, sharey=True)
+    for across, (protocol, title) in zip(axes, PANELS.items(), strict=True):
+        for axis, (by, label) in zip(across, (("held", "held"), ("read", "read by a step")), strict=True):
+            for kind, colour in COLOURS.items():
+                mine = [x for x in found if x.kind == kind and protocol in x.losses]
+                xs, ys = [getattr(x, by) for x in mine], [x.losses[protocol] for x in mine]
+                axis.scatter(xs, ys, s=22, color=colour, alpha=0.8, label=kind, linewidths=0)
+            axis.axhline(0, color="black", linewidth=1, linestyle=":")
+            axis.set(title=title, xlabel=f"bytes {label}, % of the full cache in bfloat16", xlim=(0, 112))
+            axis.title.set_fontsize(10)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        across[0].set_ylabel("-log p above the full cache's, nats")
+    axes[0][1].legend(frameon=False, fontsize=9)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", metadata={"Software": None})
+    return data.getvalue()
+
+
+PAGE = Page(
+    "what-buys-what.md",
+    {
+        "best agnostic": lambda: best(rows(), "agnostic"),
+        "best aware": lambda: best(rows(), "aware"),
+        "all": lambda: table(rows()),
+    },
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The page of what buys what: it shows its data, and counts what a prompt computes."""
+
+import pytest
+
+import kvjax
+from kvjax.methods import METHODS
+from scripts.studies import what_buys
+
+LAYERS = 30
+
+
+def test_the_page_shows_its_data():
+    assert what_buys.PAGE.agrees(), "run: python -m scripts.studies.what_buys --write"
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("snapkv(budget=0.25)", 1.0),
+        # 13 layers read 1024 tokens, and then all 30 read the quarter that layer 12 chose.
+        ("gemfilter(budget=0.25, filter_layer=12)", 13 / 30 + 0.25),
+        # 15 layers read all tokens, the upper 15 a fifth (204 of 1024).
+        ("fastkv(budget=0.25, tsp_layer=14, share=0.2)", (15 * 1024 + 15 * 204) / (30 * 1024)),
+        ("lazyllm(layer=9, share=0.5)", (10 + 20 * 0.5) / 30),
+    ],
+)
+def test_layers_that_read_fewer_tokens_compute_less(text, share):
+    assert what_buys.computed(kvjax.method(text), LAYERS) == pytest.approx(share, abs=1e-9)
+
+
+def test_every_family_of_methods_that_saves_something_has_a_kind():
+    families = {METHODS[id].paper.family for id in METHODS} - {"baseline", "prefix-reuse"}
+    assert families <= {family for of in what_buys.KINDS.values() for family in of}
+
+
+def test_the_best_of_a_kind_is_within_its_limit():
+    rows = [
+        what_buys.Row("drop tokens", "a 0.25", 25, 25, 100, {"aware": 1.5}),
+        what_buys.Row("drop tokens", "b 0.5", 50, 50, 100, {"aware": 0.5}),
+        what_buys.Row("read less", "c", 107, 27, 100, {"aware": -0.001}),
+    ]
+    lines = what_buys.best(rows, "aware").splitlines()
+    assert "| drop tokens | +0.50 (b 0.5) | +1.50 (a 0.25) | +0.50 (b 0.5) | +1.50 (a 0.25) |" in lines
+    assert "| read less | – | – | +0.00 (c) | +0.00 (c) |" in lines
