@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax.commands.main import main
 from kvjax.models.model import Model
+from kvjax.models.transformer import forward
 from kvjax.serve import Prompt, System, run
 from kvjax.serve.device import engine as engines
 from kvjax.serve.device import lanes, paged_step, write
@@ -255,6 +256,35 @@ def test_tokens_are_drawn_as_generate_draws_them():
         )
         assert answer.tokens.tolist() == want.tokens[0, : prompt.max_new_tokens].tolist()
     assert done.answers[0].tokens.tolist() == alone(texts()[0])[:3]
+
+
+def test_the_likeliest_tokens_are_named_beside_each_that_is_written():
+    """As a pass over the whole text without a cache has them; by pages and by lanes."""
+    model, text = battery.model("4/2"), texts()[2]
+    asked = [(3, None), (0, None), (20, None), (4, BY_LABEL["kivi"].method())]
+    prompts = [Prompt(text, NEW, method, stop=[], top=top) for top, method in asked]
+    done = run(model, prompts, SYSTEMS["iterations"])
+    want = np.array(alone(text))
+    whole = jnp.array([[*text, *want[:-1]]])
+    logits = np.float64(forward(model.params, whole, model.config, jnp.array([whole.shape[1]])))[0]
+    logits = logits[len(text) - 1 :]
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for answer, (top, method) in zip(done.answers, asked, strict=True):
+        assert [len(one) for one in answer.tops] == [top] * NEW
+        best = [one[0] for one in answer.tops if one]
+        if top:
+            # Nothing is drawn, so what was written is the likeliest.
+            assert best == [*zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True)]
+        if method is None:
+            assert answer.tokens.tolist() == want.tolist()
+            ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :top]
+            np.testing.assert_array_equal([[id for id, _ in one] for one in answer.tops], ids)
+            np.testing.assert_allclose(
+                [[x for _, x in one] for one in answer.tops],
+                np.take_along_axis(logprobs, ids, -1), atol=1e-5,
+            )  # fmt: skip
+    with pytest.raises(kvjax.InputError, match="top is 21, expected at most 20"):
+        run(model, [Prompt(text, NEW, top=21)])
 
 
 def test_a_stop_token_ends_a_request_and_its_pages_are_free():

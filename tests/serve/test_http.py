@@ -162,6 +162,43 @@ def test_a_prompt_is_scored_where_it_is_echoed():
     assert tops[:-1] == want.greedy[0, 1:].tolist() and tops[-1]
 
 
+def test_likeliest_tokens_are_named_in_completions_chats_and_echoes():
+    sampled = {"temperature": 2.0, "seed": 3, "ignore_eos": True}
+    with door(service()) as client:
+        body = GREEDY | sampled | {"logprobs": 4, "echo": True, "max_tokens": 6}
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+        echoed = client.post("/v1/completions", json=body | {"stream": True})
+        chat = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 6, "logprobs": True}
+        post = lambda more: client.post("/v1/chat/completions", json=chat | sampled | more)  # noqa: E731
+        (whole,) = post({"top_logprobs": 3}).json()["choices"]
+        parts = events(post({"top_logprobs": 3, "stream": True}).text)
+        (plain,) = post({}).json()["choices"]
+    said, written = choice["logprobs"], choice["token_ids"]
+    text = [*ids(), *written]
+    want = kvjax.likelihood(model(), [text])
+    np.testing.assert_allclose(said["token_logprobs"][1:], want.logprobs[0, 1:], atol=1e-4)
+    decode = lambda id: model().tokenizer.decode([id], skip_special_tokens=False)  # noqa: E731
+    for id, own, top in zip(text[1:], said["token_logprobs"][1:], said["top_logprobs"][1:], strict=True):
+        assert top[decode(id)] == own and len(top) in (4, 5)
+        ranked = sorted(top.values(), reverse=True)
+        # A fifth is there only where the token itself is none of the four likeliest.
+        assert len(top) == 4 or ranked[4] == own
+    pairs = zip(said["token_logprobs"][1:], said["top_logprobs"][1:], strict=True)
+    greedy = [max(top.values()) == own for own, top in pairs]
+    assert greedy == want.greedy[0, 1:].tolist() and not all(greedy[-6:])
+    assert [e["choices"][0]["logprobs"]["tokens"] for e in events(echoed.text)[:-1]][0] == [
+        decode(id) for id in ids()
+    ]
+    content = whole["logprobs"]["content"]
+    assert [len(one["top_logprobs"]) for one in content] == [3] * 6
+    for one in content:
+        best = [top["logprob"] for top in one["top_logprobs"]]
+        assert best == sorted(best, reverse=True) and one["logprob"] <= best[0]
+    streamed = [one for e in parts if (got := e["choices"][0].get("logprobs")) for one in got["content"]]
+    assert streamed == content
+    assert [one["top_logprobs"] for one in plain["logprobs"]["content"]] == [[]] * 6
+
+
 REFUSED = [
     ({"content": b"{"}, 400, "the body is no JSON"),
     ({"json": {"prompt": "zebra"}}, 400, "cannot read 'zebra'"),
@@ -177,7 +214,7 @@ REFUSED = [
     ({"json": GREEDY | {"top_p": 0}}, 400, "top_p"),
     ({"json": GREEDY | {"n": 2}}, 400, "n is 2"),
     ({"json": GREEDY | {"model": "gpt"}}, 400, "model is 'gpt', expected 'small'"),
-    ({"json": GREEDY | {"logprobs": 5}}, 400, "logprobs is 5"),
+    ({"json": GREEDY | {"logprobs": 21}}, 400, "logprobs is 21, expected at most 20"),
     ({"json": GREEDY | {"stop": [""]}}, 400, "stop is"),
     ({"json": GREEDY | {"stream": 1}}, 400, "stream is 1"),
 ]  # fmt: skip

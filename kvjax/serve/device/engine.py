@@ -18,7 +18,7 @@ from kvjax.serve.device.jobs import Job
 from kvjax.serve.device.lanes import Lanes
 from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
-from kvjax.serve.device.write import SLICE, Written
+from kvjax.serve.device.write import SLICE
 from kvjax.serve.grammar import System
 from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
 from kvjax.serve.requests import AWAY, Entry, Request
@@ -174,7 +174,7 @@ class Engine:
                 job.error, token = str(error), None
             self.computed += count
             if token is not None:
-                job.add(*token)
+                job.add(token)
             if job.error:
                 failed.append(entry)
             elif token is not None:
@@ -211,11 +211,11 @@ class Engine:
         n = 1 if one else n
         for crew in crews.values():
             jobs = [self._job(entry) for entry in crew]
-            found: Written = jobs[0].place.write(jobs, n)
+            found = jobs[0].place.write(jobs, n)
             n = found.count
-            for entry, job, tokens, logprobs in zip(crew, jobs, found.tokens, found.logprobs, strict=True):
-                for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
-                    job.add(token, logprob)
+            for row, (entry, job) in enumerate(zip(crew, jobs, strict=True)):
+                for token in found.of(row):
+                    job.add(token)
                 if job.error:
                     failed.append(entry)
                 elif job.over:

@@ -21,6 +21,17 @@ from kvjax.methods import as_method
 from kvjax.models.model import Model, check_single
 from kvjax.serve.requests import Entry
 
+# The most tokens that may be named beside one that was written.
+TOP = 20
+
+
+class Token(NamedTuple):
+    """A token, its log-probability, and (id, log-probability) of the likeliest tokens in its place."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
@@ -34,6 +45,7 @@ class Prompt:
         key: a PRNG key, by which `kvjax.generate` would draw the same tokens.
         stop: token ids that end the text; None takes the checkpoint's.
         arrived: its arrival time, in seconds after the start.
+        top: how many of the likeliest tokens are returned beside each generated token, at most 20.
 
     >>> Prompt([1, 2, 3], max_new_tokens=4).max_new_tokens
     4
@@ -46,6 +58,7 @@ class Prompt:
     key: Array | None = None
     stop: Sequence[int] | None = None
     arrived: float = 0.0
+    top: int = 0
 
 
 class Answer(NamedTuple):
@@ -54,7 +67,8 @@ class Answer(NamedTuple):
     tokens, logprobs: of the generated tokens, a stop token included. state: "ended", "refused" (it needs more
     pages than the pool has), "failed" (`error` says why) or "gone" (its client disconnected). reason: why the
     text ended, "stop" or "length"; empty if it did not. matched: how many tokens of its prompt were found in
-    the prefix tree.
+    the prefix tree. tops: for every generated token, (id, log-probability) of the likeliest ones, as many as
+    were asked for.
     """
 
     tokens: Int[np.ndarray, "n"]
@@ -64,6 +78,7 @@ class Answer(NamedTuple):
     error: str = ""
     matched: int = 0
     preempted: int = 0
+    tops: tuple[list[tuple[int, float]], ...] = ()
 
 
 @dataclass(eq=False)
@@ -81,11 +96,13 @@ class Job:
     sampler: Sampler
     key: np.ndarray
     stop: tuple[int, ...]
+    top: int = 0
     place: Any = None
     entry: Entry | None = None
     next: int = 0
     written: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
     error: str = ""
     told: Callable[[Job], None] | None = None
 
@@ -101,16 +118,17 @@ class Job:
             return "stop"
         return "length" if len(self.written) >= self.most else ""
 
-    def add(self, token: int, logprob: float) -> None:
+    def add(self, token: Token) -> None:
         """Appends a token; sets `error` if its log-probability is NaN."""
-        if np.isnan(logprob):
+        if np.isnan(token.logprob):
             self.error = (
                 f"the logits of token {len(self.written)} are not numbers: the model or its method overflows "
                 "there"
             )
             return
-        self.written.append(token)
-        self.logprobs.append(logprob)
+        self.written.append(token.id)
+        self.logprobs.append(token.logprob)
+        self.tops.append(token.top[: self.top])
         if self.told is not None:
             self.told(self)
 
@@ -121,7 +139,7 @@ class Job:
         matched, preempted = (0, 0) if entry is None else (entry.matched, entry.preempted)
         reason = self.reason if state == "ended" else ""
         ids, heard = np.array(self.written, np.int32), np.array(self.logprobs, np.float32)
-        return Answer(ids, heard, state, reason, self.error, matched, preempted)
+        return Answer(ids, heard, state, reason, self.error, matched, preempted, tuple(self.tops))
 
 
 def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = None) -> Job:
@@ -139,6 +157,8 @@ def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = 
     check_in_vocabulary(ids, model.config.vocab)
     most = whole_number("max_new_tokens", given.max_new_tokens, 1, "tokens")
     finite_number("arrived", given.arrived, 0.0)
+    if whole_number("top", given.top, 0, "tokens") > TOP:
+        raise InputError(f"top is {given.top}, expected at most {TOP} of the likeliest tokens")
     check_reach(model, len(ids) + most, method)
     read = len(ids) if method.reread is None else method.reread.most(len(ids))
     check_budget(method, {read})
@@ -148,4 +168,4 @@ def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = 
         raise InputError(f"sampler is {sampler!r}, expected a kvjax.Sampler, such as kvjax.Sampler(1.0)")
     key = jax.random.key(0) if given.key is None else prng_key(given.key)
     data = np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
-    return Job(id, model, method, ids.astype(np.int32), most, sampler, data, stop)
+    return Job(id, model, method, ids.astype(np.int32), most, sampler, data, stop, given.top)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.api.step import stepping
 from kvjax.api.types import Step as OneStep
-from kvjax.serve.device.jobs import Job
+from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.reading import read_alone
-from kvjax.serve.device.write import Token, Written, draws_of, first_token, replayed, write_slice, written
+from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
 from kvjax.state.cache import Cache, lies_far
 
 FIRST_ROWS = 4
@@ -95,7 +95,8 @@ class Lanes:
         token, active = np.zeros(rows, np.int32), np.zeros(rows, bool)
         token[where], active[where] = tokens, True
         draws, step = draws_of(jobs, where, rows), LaneStep(self.one, False)
-        done = write_slice(step, self.params, self.stack, token, active, draws, np.int32(n))
+        args = token, active, draws, np.int32(n), top_of(jobs)
+        done = write_slice(step, self.params, self.stack, *args)
         self.stack = done.state
         return written(done, where)
 
@@ -104,12 +105,10 @@ class Lanes:
         found, step = [], LaneStep(self.one, True)
         for job, token in zip(jobs, tokens, strict=True):
             args = np.array([token], np.int32), np.ones(1, bool), draws_of([job], [0], 1), np.int32(1)
-            done = write_slice(step, self.params, self.alone[job.id], *args)
+            done = write_slice(step, self.params, self.alone[job.id], *args, top_of(jobs))
             self.alone[job.id] = done.state
             found.append(written(done, [0]))
-        return Written(
-            1, *(np.concatenate(x) for x in zip(*((one[1], one[2]) for one in found), strict=True))
-        )
+        return Written(1, *(np.concatenate(x) for x in zip(*(one[1:] for one in found), strict=True)))
 
     def _store(self, id: int, cache: Cache) -> None:
         if any(jax.tree.leaves(lies_far(cache))):

@@ -20,11 +20,11 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.model import Model
 from kvjax.ops.decode.page_pool import BITS, PagePool, page_rows
 from kvjax.pure import bind
-from kvjax.serve.device.jobs import Job
+from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lists import in_front, lists_of
 from kvjax.serve.device.paged_step import PagedStep, Rows, adopt, put_back, read_piece, taken
 from kvjax.serve.device.reading import read_alone, size_of
-from kvjax.serve.device.write import Token, Written, draws_of, first_token, replayed, write_slice, written
+from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
 from kvjax.steps import Run
 
 PIECES = (16, 64, 256)
@@ -138,7 +138,7 @@ class Pages:
         token[: len(jobs)], active[: len(jobs)] = tokens, True
         state = self.pools, self._rows(jobs, rows)
         draws = draws_of(jobs, where, rows)
-        done = write_slice(self.step, self.params, state, token, active, draws, np.int32(n))
+        done = write_slice(self.step, self.params, state, token, active, draws, np.int32(n), top_of(jobs))
         self.pools = done.state[0]
         found = written(done, where)
         for job in jobs:

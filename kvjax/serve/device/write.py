@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,10 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.api.sampling import GREEDY, Sampler, Settings, chosen, logprob_of
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
-from kvjax.serve.device.jobs import Job
+from kvjax.serve.device.jobs import TOP, Job, Token
 
-# A token and its log-probability.
-Token = tuple[int, float]
 # The most tokens that the device generates before the host checks them.
 SLICE = 16
 STOPS = 8
@@ -36,13 +34,21 @@ class Draws(NamedTuple):
     stop: Int[Array, "R S"]
 
 
+class Drawn(NamedTuple):
+    """The next token of every row, its log-probability, and those of the N likeliest tokens."""
+
+    token: Int[Array, "R"]
+    logprob: Float[Array, "R"]
+    top: Int[Array, "R N"]
+    top_logprobs: Float[Array, "R N"]
+
+
 class Slice(NamedTuple):
-    """The result of a slice of `count` steps."""
+    """The result of a slice of `count` steps. found: what was drawn, by row and step."""
 
     count: Int[Array, ""]
     token: Int[Array, "R"]
-    tokens: Int[Array, "R slice"]
-    logprobs: Float[Array, "R slice"]
+    found: tuple[Array, ...]
     over: Bool[Array, ""]
     state: Any
 
@@ -61,10 +67,8 @@ def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> Draws:
     return Draws(settings, keys, at, stop)  # type: ignore[arg-type]  # they go to the device by the call
 
 
-def drawn(
-    draws: Draws, logits: Float[Array, "R V"], more: Int[Array, ""] | int
-) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
-    """The next token of every row, and its log-probability."""
+def drawn(draws: Draws, logits: Float[Array, "R V"], more: Int[Array, ""] | int, top: int) -> Drawn:
+    """Draws the next token of every row, and names the `top` likeliest, or all if there are fewer."""
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(draws.keys), draws.at + more)
 
     def each(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
@@ -75,19 +79,26 @@ def drawn(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     token = jax.lax.cond((draws.settings.kind == GREEDY).all(), likeliest, each, logits)
-    return token, logprob_of(logits, token)
+    all_of_them = jax.nn.log_softmax(logits.astype(jnp.float32))
+    best, ids = jax.lax.top_k(all_of_them, min(top, logits.shape[1]))
+    return Drawn(token, logprob_of(logits, token), ids, best)
 
 
-_first = jax.jit(drawn)
+_first = jax.jit(drawn, static_argnames=("top",))
 
 
 def first_token(job: Job, logits: Float[Array, "1 V"]) -> Token:
     """Draws a job's next token after what it has read."""
-    token, logprob = fetch(_first(draws_of([job], [0], 1), logits, np.int32(0)))
-    return int(token[0]), float(logprob[0])
+    found = fetch(_first(draws_of([job], [0], 1), logits, np.int32(0), top_of([job])))
+    return next(Written(1, *(np.asarray(x)[:, None] for x in found)).of(0))
 
 
-@partial(jax.jit, static_argnames=("step",), donate_argnames=("state",))
+def top_of(jobs: Sequence[Job]) -> int:
+    """How many of the likeliest tokens a program names for these jobs: none or `TOP`, so that few compile."""
+    return TOP if any(job.top for job in jobs) else 0
+
+
+@partial(jax.jit, static_argnames=("step", "top"), donate_argnames=("state",))
 def write_slice(
     step: Step,
     params: Params,
@@ -96,6 +107,7 @@ def write_slice(
     active: Bool[Array, "R"],
     draws: Draws,
     n: Int[Array, ""] | np.int32,
+    top: int,
 ) -> Slice:
     """Runs up to n <= SLICE steps of the active rows; each stores a row's token and draws the next one.
 
@@ -107,17 +119,21 @@ def write_slice(
 
     def one(now: Slice) -> Slice:
         logits, state = step(params, now.state, now.token, active)
-        found, heard = drawn(draws, logits, now.count)
-        found = jnp.where(active, found, now.token)
-        ends = (found[:, None] == draws.stop).any(-1) | jnp.isnan(heard)
-        tokens = jax.lax.dynamic_update_index_in_dim(now.tokens, found, now.count, 1)
-        logprobs = jax.lax.dynamic_update_index_in_dim(now.logprobs, heard, now.count, 1)
-        return Slice(now.count + 1, found, tokens, logprobs, (active & ends).any(), state)
+        new = drawn(draws, logits, now.count, top)
+        new = new._replace(token=jnp.where(active, new.token, now.token))
+        ends = (new.token[:, None] == draws.stop).any(-1) | jnp.isnan(new.logprob)
+        found = tuple(
+            jax.lax.dynamic_update_index_in_dim(x, y, now.count, 1)
+            for x, y in zip(now.found, new, strict=True)
+        )
+        return Slice(now.count + 1, new.token, found, (active & ends).any(), state)
 
-    blank = jnp.zeros((token.shape[0], SLICE))
-    start = Slice(
-        jnp.int32(0), token, blank.astype(jnp.int32), blank.astype(jnp.float32), jnp.zeros((), bool), state
-    )
+    def blank(x: jax.ShapeDtypeStruct) -> Array:
+        return jnp.zeros((x.shape[0], SLICE, *x.shape[1:]), x.dtype)
+
+    logits = jax.eval_shape(lambda: step(params, state, token, active)[0])
+    new = jax.eval_shape(partial(drawn, draws, more=0, top=top), logits)
+    start = Slice(jnp.int32(0), token, tuple(map(blank, new)), jnp.zeros((), bool), state)
     return jax.lax.while_loop(goes_on, one, start)
 
 
@@ -127,13 +143,21 @@ class Written(NamedTuple):
     count: int
     tokens: Int[np.ndarray, "J n"]
     logprobs: Float[np.ndarray, "J n"]
+    top: Int[np.ndarray, "J n N"]
+    top_logprobs: Float[np.ndarray, "J n N"]
+
+    def of(self, job: int) -> Iterator[Token]:
+        """The tokens of one of the jobs."""
+        rows = (x[job].tolist() for x in self[1:])
+        for token, logprob, top, logprobs in zip(*rows, strict=True):
+            yield Token(token, logprob, [*zip(top, logprobs, strict=True)])
 
 
 def written(done: Slice, where: Sequence[int]) -> Written:
     """The results of a slice for the jobs in these rows, on the host."""
-    count, tokens, logprobs = fetch((done.count, done.tokens, done.logprobs))
+    count, found = fetch((done.count, done.found))
     here, n = list(where), int(count)
-    return Written(n, tokens[here, :n], logprobs[here, :n])
+    return Written(n, *(np.asarray(x)[here, :n] for x in found))
 
 
 def replayed(job: Job, steps: Callable[[list[Job], list[int], int], Written]) -> Token | None:
@@ -144,4 +168,4 @@ def replayed(job: Job, steps: Callable[[list[Job], list[int], int], Written]) ->
     found = None
     for token in job.written:
         found = steps([job], [token], 1)
-    return None if found is None else (int(found.tokens[0, -1]), float(found.logprobs[0, -1]))
+    return None if found is None else [*found.of(0)][-1]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.api.streamed_text import Decoding
-from kvjax.serve.device.jobs import Job, Prompt
+from kvjax.serve.device.jobs import Job, Prompt, Token
 from kvjax.serve.http.service import Service
 
 
@@ -16,10 +16,9 @@ class Failed(Exception):
 
 
 class Piece(NamedTuple):
-    """A token, its log-probability, and the text that can no longer change; at the end id may be None."""
+    """A token, and the text that can no longer change; at the end token may be None."""
 
-    id: int | None
-    logprob: float
+    token: Token | None
     text: str
 
 
@@ -66,16 +65,15 @@ class Answering:
                 loop.call_soon_threadsafe(self.queue.put_nowait, thing)
 
         def told(job: Job) -> None:
-            put((job.written[-1], job.logprobs[-1]))
+            put(Token(job.written[-1], job.logprobs[-1], job.tops[-1]))
 
         self.job = service.submit(given, told, lambda _: put(None))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yields its pieces as they are generated; raises `Failed` if it cannot be answered."""
         while not self.text.over and (got := await self.queue.get()) is not None:
-            id, logprob = got
             self.written += 1
-            yield Piece(id, logprob, "" if id in self.job.stop else self.text.add(id))
+            yield Piece(got, "" if got.id in self.job.stop else self.text.add(got.id))
         if self.text.over:
             self.reason = "stop"
             self.service.cancel(self.job)
@@ -84,7 +82,7 @@ class Answering:
             raise Failed(self.job.error or "the request was taken back")
         self.reason = self.job.reason
         if rest := self.text.rest():
-            yield Piece(None, 0.0, rest)
+            yield Piece(None, rest)
             if self.text.over:
                 self.reason = "stop"
 

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from kvjax.base.errors import InputError
+from kvjax.serve.device.jobs import Token
 from kvjax.serve.device.scored import Scored, scored
 from kvjax.serve.http.answers import Answering, Failed, Piece
 from kvjax.serve.http.metrics_page import metrics_page
@@ -35,12 +36,15 @@ class Door(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One complete answer."""
+    """One answer, or a part of it."""
 
     text: str
-    ids: list[int]
-    logprobs: list[float]
+    tokens: list[Token]
     reason: str
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
 
 
 def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: int = 2**20) -> Starlette:
@@ -191,13 +195,12 @@ async def _unless_gone(request: Request, answers: asyncio.Future[list[Choice]]) 
 
 
 async def _whole(job: Answering) -> Choice:
-    text, ids, logprobs = "", [], []
+    text, tokens = "", []
     async for piece in job.pieces():
         text += piece.text
-        if piece.id is not None:
-            ids.append(piece.id)
-            logprobs.append(piece.logprob)
-    return Choice(text, ids, logprobs, job.reason)
+        if piece.token is not None:
+            tokens.append(piece.token)
+    return Choice(text, tokens, job.reason)
 
 
 class _Head(NamedTuple):
@@ -213,13 +216,13 @@ def _head(service: Service, given: Asked, index: int) -> _Head | None:
         return None
     model, ids = service.model, [*given.prompts[index].tokens]
     text = "" if model.tokenizer is None else model.tokenizer.decode(ids, skip_special_tokens=False)
-    return _Head(text, ids, None if given.logprobs is None else scored(model, ids))
+    return _Head(text, ids, None if given.logprobs is None else scored(model, ids, given.logprobs))
 
 
 def _choice(service: Service, given: Asked, index: int, one: Choice, head: _Head | None) -> dict[str, Any]:
     """A choice of a response that is not streamed."""
     if given.most == 0:
-        one = Choice("", [], [], "length")
+        one = Choice("", [], "length")
     found: dict[str, Any] = {"index": index, "finish_reason": one.reason, "token_ids": one.ids}
     if given.chat:
         said = None if given.logprobs is None else _chat_logprobs(service, one)
@@ -236,16 +239,15 @@ def _token(service: Service, id: int) -> str:
 
 def _logprobs(service: Service, given: Asked, one: Choice, head: _Head | None) -> dict[str, Any]:
     """Log-probabilities in the format of completions; the first token of a prompt has none."""
-    ids, known = [*one.ids], [*one.logprobs]
-    top: list[dict[str, float] | None] = [
-        {_token(service, id): logprob} for id, logprob in zip(ids, known, strict=True)
-    ]
+    found = [*one.tokens]
     if head is not None and head.scored is not None:
-        own, best, best_logprobs = (x.tolist() for x in head.scored)
-        named = [{_token(service, id): x} for id, x in zip(best, best_logprobs, strict=True)]
-        for i, id in enumerate(head.ids[1:]):
-            named[i].setdefault(_token(service, id), own[i])
-        ids, known, top = head.ids + ids, [None, *own, *known], [None, *named, *top]
+        rows = zip(head.ids[1:], *(x.tolist() for x in head.scored), strict=True)
+        prompt = [Token(id, own, [*zip(top, best, strict=True)]) for id, own, top, best in rows]
+        found = prompt + found
+    ids, known = [token.id for token in found], [token.logprob for token in found]
+    top: list[dict[str, float] | None] = [_named(service, token) for token in found]
+    if head is not None and head.scored is not None:
+        ids, known, top = head.ids[:1] + ids, [None, *known], [None, *top]
     tokens, offsets, at = [_token(service, id) for id in ids], [], 0
     for token in tokens:
         offsets.append(at)
@@ -256,11 +258,25 @@ def _logprobs(service: Service, given: Asked, one: Choice, head: _Head | None) -
     }  # fmt: skip
 
 
+def _named(service: Service, token: Token) -> dict[str, float]:
+    """The likeliest tokens by their text, and the token itself; of two with one text the likelier stands."""
+    found: dict[str, float] = {}
+    for id, logprob in (*token.top, token[:2]):
+        found.setdefault(_token(service, id), logprob)
+    return found
+
+
 def _chat_logprobs(service: Service, one: Choice) -> dict[str, Any]:
-    pairs = zip(one.ids, one.logprobs, strict=True)
-    each = [(_token(service, id), logprob) for id, logprob in pairs]
+    """Log-probabilities as chats have them."""
+
+    def said(id: int, logprob: float) -> dict[str, Any]:
+        text = _token(service, id)
+        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
     return {
-        "content": [{"token": t, "logprob": x, "bytes": [*t.encode()], "top_logprobs": []} for t, x in each]
+        "content": [
+            said(*token[:2]) | {"top_logprobs": [said(*top) for top in token.top]} for token in one.tokens
+        ]
     }
 
 
@@ -296,19 +312,18 @@ async def _events(
             if given.chat:
                 yield _event(frame, [{"index": i, "delta": {"role": "assistant", "content": ""}}])
             elif head is not None:
-                yield _event(frame, [_part(door.service, given, i, Choice("", [], [], ""), head)])
+                yield _event(frame, [_part(door.service, given, i, Choice("", [], ""), head)])
         left = len(jobs)
         while left:
             index, thing = await queue.get()
             if isinstance(thing, Piece):
                 if given.most:
-                    ids = [] if thing.id is None else [thing.id]
-                    one = Choice(thing.text, ids, [thing.logprob][: len(ids)], "")
+                    one = Choice(thing.text, [] if thing.token is None else [thing.token], "")
                     yield _event(frame, [_part(door.service, given, index, one, None)])
                 continue
             left -= 1
             if thing is None:
-                one = Choice("", [], [], jobs[index].reason)
+                one = Choice("", [], jobs[index].reason)
                 yield _event(frame, [_part(door.service, given, index, one, None)])
             else:
                 yield _data({"error": {"message": str(thing), "type": "server_error", "code": "failed"}})

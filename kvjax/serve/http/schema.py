@@ -14,7 +14,7 @@ from kvjax.base.checks import check_text
 from kvjax.base.errors import InputError
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import render_chat, text_ids
-from kvjax.serve.device.jobs import Prompt
+from kvjax.serve.device.jobs import TOP, Prompt
 
 # Fields that are not supported: by name, the only values that are accepted.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -34,8 +34,8 @@ class Asked(NamedTuple):
     """A checked request body: prompts that run in parallel, and how their answers are returned.
 
     texts: the prompts as text, if they are echoed. stops: the stop texts. logprobs: how many of the likeliest
-    tokens are returned beside each token of the prompt; None returns no log-probabilities. most: the most
-    tokens of an answer; 0 asks for the prompts alone.
+    tokens are returned beside each token; None returns no log-probabilities. most: the most tokens of an
+    answer; 0 asks for the prompts alone.
     """
 
     prompts: list[Prompt]
@@ -89,7 +89,7 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
     # max_tokens=0 asks for the log-probabilities of the prompt alone; the engine generates one token all the
     # same.
     prompts = [
-        Prompt(ids, max(most, 1), sampler=sampler, key=jax.random.key(seed + i), stop=stop)
+        Prompt(ids, max(most, 1), sampler=sampler, key=jax.random.key(seed + i), stop=stop, top=logprobs or 0)
         for i, ids in enumerate(texts)
     ]
     options = body.get("stream_options") or {}
@@ -169,14 +169,17 @@ def _stops(body: dict[str, Any]) -> list[str]:
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
-    if chat:
-        if _whole(body, "top_logprobs", 0, 0):
-            raise InputError("top_logprobs is not 0: this server gives that of the token itself alone")
-        return 0 if _flag(body, "logprobs") else None
-    found = _whole(body, "logprobs", None, 0)
-    if found is not None and found > 1:
-        raise InputError(f"logprobs is {found}, expected at most 1: that of the likeliest token")
-    return found
+    name = "top_logprobs" if chat else "logprobs"
+    found = _whole(body, name, None, 0)
+    if found is not None and found > TOP:
+        raise InputError(f"{name} is {found}, expected at most {TOP} of the likeliest tokens")
+    if not chat:
+        return found
+    if not _flag(body, "logprobs"):
+        if found:
+            raise InputError(f"top_logprobs is {found} without logprobs: add logprobs=true")
+        return None
+    return found or 0
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
