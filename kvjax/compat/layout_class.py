@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Keep, Method, Store
 from kvjax.grammar.calls import observations, written
 from kvjax.grammar.fitted import fitted_words
-from kvjax.grammar.read_protocols import Read, Remembering, Resting, Reusing, Sampling
+from kvjax.grammar.read_protocols import Read, Recycling, Remembering, Resting, Reusing, Sampling
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.mesh.on_mesh import OnMesh
 
@@ -29,11 +29,11 @@ class LayoutClass(NamedTuple):
     keys are rotated by: "position", "position, when read" (they are stored unrotated) or another phase's
     name, such as "rank". codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens
     together, before an unencoded tail). reads: "all" slots, "pages" of them, "pages and the rest", if
-    attention to the other slots is estimated, "picks of other layers", or "samples", weighted by their
-    probabilities. skips: the first layers are left out. reads_twice: the prompt is read again to be scored.
-    sinks: the first tokens are stored apart from the codes of the others. fitted: codes are decoded with
-    arrays fitted to each layer. pairs: two layers are stored as one. remembers: a read's summaries depend on
-    traces. memory: "device", or "host" if keys and values of a body are there.
+    attention to the other slots is estimated, "picks of other layers" or "of other steps", or "samples",
+    weighted by their probabilities. skips: the first layers are left out. reads_twice: the prompt is read
+    again to be scored. sinks: the first tokens are stored apart from the codes of the others. fitted: codes
+    are decoded with arrays fitted to each layer. pairs: two layers are stored as one. remembers: a read's
+    summaries depend on traces. memory: "device", or "host" if keys and values of a body are there.
     """
 
     storage: str
@@ -162,6 +162,8 @@ def _reads(read: Read | None) -> str:
         return "samples"
     if isinstance(read, Reusing):
         return "picks of other layers"
+    if isinstance(read, Recycling):
+        return "picks of other steps"
     return "pages and the rest" if isinstance(read, Resting) else "pages"
 
 

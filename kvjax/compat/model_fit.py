@@ -16,7 +16,7 @@ from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.protocols import Answering, Preferring
-from kvjax.grammar.read_protocols import Remembering, Resting, Reusing, Sampling
+from kvjax.grammar.read_protocols import Recycling, Remembering, Resting, Reusing, Sampling
 from kvjax.grammar.refuse_keep import crowded
 from kvjax.keep.observations.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
@@ -141,6 +141,8 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
             "quest",
         )
+    if isinstance(read, Recycling) and facts.lent:
+        refuse(method, "a selection is that of one layer, and layers share their slots", "quest")
     if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
         refuse(method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest")
     if isinstance(read, Resting):

@@ -23,7 +23,7 @@ from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.grammar.calls import counts_slots
 from kvjax.grammar.protocols import View, over_layers
-from kvjax.grammar.read_protocols import Remembering
+from kvjax.grammar.read_protocols import Recycling, Remembering
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_its_memory
@@ -367,7 +367,10 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
     left = slots - gm.read.pages_visited(slots) * gm.read.granule
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
-    keys = held * max(left * width - slots * looked, 0) // (slots * width)
+    keys, values = held * max(left * width - slots * looked, 0) // (slots * width), found * left // slots
+    if isinstance(gm.read, Recycling):
+        # Of `stride` steps, one reads everything.
+        keys, values = (x * (gm.read.stride - 1) // gm.read.stride for x in (keys, values))
     # A step reads the device's copies of a body in host memory, and what those copies do not include.
     copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
-    return keys + found * left // slots + copies
+    return keys + values + copies

@@ -20,7 +20,8 @@ class Read(Protocol):
     `by_list`: `select` uses only a KV head's own slots and queries (all heads of a row hold equally many
     slots), so every device of a mesh selects for its own heads. A read that estimates attention to the other
     slots is `Resting`, one that weights the slots it reads is `Sampling`, one whose summaries depend on the
-    prompt's keys is `Learning`, and one that selects in some layers for others is `Reusing`.
+    prompt's keys is `Learning`, one that selects in some layers for others is `Reusing`, and one that selects
+    in some steps for others is `Recycling`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
@@ -62,6 +63,25 @@ class Reusing(Read, Protocol):
 
     def starts(self, layers: int) -> tuple[int, ...]:
         """The layers that select anew, in a model of `layers` layers (or the next layer that can)."""
+        ...
+
+
+@runtime_checkable
+class Recycling(Read, Protocol):
+    """A read that selects in some steps, which read all slots; steps between read what was selected.
+
+    A row selects when `stride` tokens have come since its last selection. Until then its queries read the
+    slots selected then, those that were in the tail, and all newer ones.
+    """
+
+    @property
+    def stride(self) -> int:
+        """Every how many tokens a row selects anew."""
+        ...
+
+    @property
+    def mark(self) -> Trace:
+        """1 + the position of the token that selected a slot last; 0 if none did."""
         ...
 
 

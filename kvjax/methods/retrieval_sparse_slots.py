@@ -15,6 +15,7 @@ from kvjax.read.hashed import HashSampling
 from kvjax.read.narrow_keys import HeavyChannels, PrincipalKeys
 from kvjax.read.persistent import PersistentSlots
 from kvjax.read.ranked import SoftVotes
+from kvjax.read.recycled import RecycledSlots
 
 # How many channels of every key are used.
 Channels = Annotated[int, Range(1)]
@@ -22,6 +23,8 @@ Channels = Annotated[int, Range(1)]
 # candidate if it collides in two, so there are at least two.
 Planes = Annotated[int, Range(1, 32)]
 Tables = Annotated[int, Range(2, 4096)]
+# Every how many tokens a selection is made anew.
+Stride = Annotated[int, Range(1)]
 # Centroids of a head's keys, whose index has 16 bits; parts of a key, and the bits of a part's code.
 Many = Annotated[int, Range(1, 65536)]
 Parts = Annotated[int, Range(1)]
@@ -265,3 +268,25 @@ def kcache(budget: Amount, *, newest: Window = 32, skip_layers: Layers = 0) -> M
     was no code of the authors to compare with. Prompts and several tokens at once are read in full.
     """
     return Method(read=TopValues(Budget(budget), newest, skip_layers))
+
+
+@paper(
+    "Recycled Attention: Efficient inference for long-context language models",
+    arxiv="2411.05787",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def recycled_attention(
+    budget: Amount, *, stride: Stride = 10, newest: Window = 32, skip_layers: Layers = 0
+) -> Method:
+    """Recycled Attention (Xu et al., 2024, arXiv:2411.05787), section 3: tokens reuse an earlier selection.
+
+    Every `stride` tokens one attends to everything, and the tokens with the most attention from it are those
+    that the following ones attend to, with all that come since (`RecycledSlots`; the paper's later title is
+    RefreshKV). budget is the share (or number) of older tokens that are read between two selections.
+    Deviation: the `newest` tokens are selected beside the budget; the first token after a prompt selects,
+    where the paper selects with the prompt's last one; the query heads of a group share tokens, by the sum of
+    their shares of older tokens. Of the paper's schedules this is the fixed one. There was no code of the
+    authors to compare with. Prompts and several tokens at once are read in full.
+    """
+    return Method(read=RecycledSlots(Budget(budget), newest, skip_layers, stride))

@@ -88,13 +88,18 @@ class SoftVotes(RankedSlots):
         return width
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
-        k, pos = dense(jax.tree.map(lambda x: x[layer], body.k)), body.pos[layer]
-        b, h, heads = q.shape[0], q.shape[-1], k.shape[1]
-        rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
-        s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype))
-        votes = _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum(2)
+        votes, pos = votes_of(q, body, layer), body.pos[layer]
         elected = votes if self.by_head else votes.sum(1, keepdims=True)
         return jnp.where((pos >= 0) & (pos < self.sinks), jnp.inf, jnp.broadcast_to(elected, pos.shape))
+
+
+def votes_of(q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+    """softmax_j(q k_j / sqrt(H)) over the live slots of a layer of `body`, summed over a group's heads."""
+    k, pos = dense(jax.tree.map(lambda x: x[layer], body.k)), body.pos[layer]
+    b, h, heads = q.shape[0], q.shape[-1], k.shape[1]
+    rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
+    s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype))
+    return _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum(2)
 
 
 def _shares(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:

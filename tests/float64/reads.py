@@ -273,3 +273,31 @@ def top_values(count, newest):
         return (softmax(s) * read) @ v
 
     return attends
+
+
+def recycled(count, *, stride, newest, seen=None):
+    """Recycled Attention (arXiv:2411.05787): one token of `stride` reads all, the others what it selected.
+
+    seen: a list that is told which positions each step read of each list, as (row, layer, list, positions).
+    """
+    held = {}
+
+    def attends(q, k, v, pos, at):
+        row = (at.queries[:, 0].tobytes(), at.layer, at.number)
+        # A token that is asked again reads what it read before.
+        by, selected = held.get(row, (None, set()))
+        s, old = q @ k.T / np.sqrt(k.shape[-1]), pos < at.stored - newest
+        now, stored = pos.max(), at.stored == pos.max()
+        due = by is None or now <= by or now - by >= stride
+        read = np.array([due or p in selected or p > by for p in pos])
+        if due and stored:
+            best_old = set()
+            if old.any():
+                shares = np.where(old, softmax(np.where(old, s, -np.inf)).sum(0), -np.inf)
+                best_old = set(pos[best(shares, count(old.sum()))])
+            held[row] = now, best_old | set(pos[~old])
+        if seen is not None:
+            seen.append((*row, set(pos[read])))
+        return softmax(s[:, read]) @ v[read]
+
+    return attends

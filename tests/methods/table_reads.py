@@ -32,6 +32,11 @@ def weighed_bytes(s):
     return cluster_bytes(s) + s.layers * s.b * s.k * 4 * (s.h + 1) * 4
 
 
+def marked_bytes(s):
+    """A tail of the newest 4 and one more, and a mark beside every slot."""
+    return split(everything, 1, 4, lambda s: 4, plain)(s) + s.layers * s.b * s.k * 5 * 4
+
+
 READS = [
     row(
         "rocketkv", split(half, 4, 0, lambda s: 2 * s.h * 4, plain),
@@ -65,6 +70,10 @@ READS = [
     row(
         "kcache", split(everything, 1, 4, lambda s: 0, plain), hyper=dict(newest=4), moves=False,
         attends=reads.top_values(count, 4),
+    ),
+    row(
+        "recycled-attention", marked_bytes, hyper=dict(newest=4, stride=2), moves=False,
+        attends=reads.recycled(count, newest=4, stride=2),
     ),
     row(
         # All 16 channels say what a page could have.

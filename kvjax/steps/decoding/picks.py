@@ -15,7 +15,7 @@ from kvjax.grammar.read_protocols import Sampling
 from kvjax.place.host import fetched
 from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
-from kvjax.state.page_gather import gather_pages, gather_summary
+from kvjax.state.page_gather import gather_pages, gather_summary, gather_traces
 from kvjax.state.picked_pages import positions
 from kvjax.steps.decoding.at_layer import AtLayer
 from kvjax.steps.decoding.past import Found, Past, Picks
@@ -26,14 +26,14 @@ from kvjax.steps.shared.run import Run
 def pick(here: AtLayer) -> AtLayer:
     """Chooses the pages that this layer's query reads."""
     token, past = here.token, here.past
-    found = _chosen(here.run, past, here.q, token.length, token.cache.pools)
+    found = select_pages(here.run, past, here.q, token.length, token.cache.pools)
     return here._replace(found=by_part(past, token.cache.pools, found))
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:
     """Chooses pages for the layers above; the layer itself reads all of its slots."""
     token, past = here.token, here.past
-    found = _chosen(here.run, past, here.q, token.length, token.cache.pools)
+    found = select_pages(here.run, past, here.q, token.length, token.cache.pools)
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
     if "picks" not in here.layer.publishes:
         return here
@@ -94,10 +94,10 @@ def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Arra
     join = lambda a, b: jnp.concatenate([a, b], axis=2)[None]  # noqa: E731
     summary = {n: join(x, own.summary[n]) for n, x in gather_summary(pages, pool).items()}
     sums = {n: x[None] for n, x in own.sums.items()}
+    traces = {n: join(x, own.traces[n]) for n, x in gather_traces(pages, pool).items()}
     values = None if own.v is None else join(old.v, new.v)
-    union = Slots(
-        join(old.k, new.k), values, join(old.pos, new.pos), summary=summary, sums=sums, shared=own.shared
-    )
+    k, pos = join(old.k, new.k), join(old.pos, new.pos)
+    union = Slots(k, values, pos, traces=traces, summary=summary, sums=sums, shared=own.shared)
     return as_met(past._replace(index=0), union)
 
 
@@ -139,9 +139,10 @@ def _in_order(
     return jnp.take_along_axis(bias.reshape(b, n, -1, granule), rows, axis=2).reshape(b, n, -1)
 
 
-def _chosen(
+def select_pages(
     run: Run, past: Past, q: Float[Array, "B N 1 H"], length: Int[Array, "B"], pools: tuple[Pages, ...]
 ) -> Picks:
+    """The pages that a layer's read selects for these queries."""
     read, paged = past.gm.read, not isinstance(past.parts[0], Slots)
     body, index = picked_from(past, pools)
     if isinstance(read, Sampling):

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
+from kvjax.grammar.read_protocols import Recycling
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer, Projected, Take
 from kvjax.state.cache import GroupState
@@ -18,6 +19,7 @@ from kvjax.steps.decoding import hooks, picks, step_end
 from kvjax.steps.decoding.append import append_token
 from kvjax.steps.decoding.at_layer import AtLayer, Hook
 from kvjax.steps.decoding.prefetch import any_far
+from kvjax.steps.decoding.recycle import attend_or_recycle
 from kvjax.steps.decoding.step_end import EndHook
 from kvjax.steps.shared.run import Run, below_taken
 
@@ -69,14 +71,16 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         *_of_read(run, facts.read),
         (run.unrotated and not one_turn, hooks.attend_in_other_turns),
     )
-    received = bool(facts.read.masses or gm.meetings)
+    recycles = isinstance(facts.read.read, Recycling)
+    attend = attend_or_recycle if recycles else hooks.attend
+    received = bool(facts.read.masses or gm.meetings) or recycles
     after = chosen(
         (bool(gm.meetings), hooks.compare_slots_with_query),
         (received, hooks.count_stored_tokens_only),
         (bool(facts.publishes & {"slots", "logits"}), hooks.publish),
     )
     if "slots" in facts.publishes or not facts.new:
-        return LayerPlan((*before, hooks.attend, *after, hooks.leave_all_received))
+        return LayerPlan((*before, attend, *after, hooks.leave_all_received))
     carries = bool(gm.carried) or (gm.merge is not None and gm.at_once)
     evicts = gm.at_once and gm.hiding is None
     after += chosen(
@@ -84,12 +88,12 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (evicts, hooks.evict),
         (carries or (received and not gm.at_once), hooks.leave_to_end),
     )
-    return LayerPlan((*before, hooks.attend, *after))
+    return LayerPlan((*before, attend, *after))
 
 
 def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
     """The hooks of a read method, for the group whose slots are read."""
-    if gm.read is None:
+    if gm.read is None or isinstance(gm.read, Recycling):
         return ()
     if gm.picks:
         return ((True, picks.pick_for_others),)
@@ -106,7 +110,8 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
 def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook, ...]:
     """The hooks after the layers. far: slots of some group are copied from host memory by layer."""
     shared = {first for first, names in published(run.config).items() if "slots" in names}
-    remembers = [gm for gm in gms if gm.masses or gm.meetings or gm.carried or gm.merge]
+    recycles = any(isinstance(gm.read, Recycling) for gm in gms)
+    remembers = [gm for gm in gms if gm.masses or gm.meetings or gm.carried or gm.merge] or recycles
     return chosen(
         (far, step_end.forget_brought_layers),
         (bool(remembers), step_end.remember),

@@ -1,0 +1,68 @@
+"""Reading an earlier token's selection: some steps rank all slots, and the steps between read the best."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.facts import Fact, Told
+from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Inputs, Observation, Seen
+from kvjax.read.ranked import RankedSlots, votes_of
+from kvjax.state.cache import Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedBy:
+    """1 + the position of the token that selected a slot last; 0 if none did."""
+
+    needs: frozenset[Observation] = frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        """Selections come in the order of positions, so the last one is the largest."""
+        return jnp.maximum(old, seen.observed.get(key_of(self), jnp.zeros((), old.dtype)).astype(old.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class RecycledSlots(RankedSlots):
+    """Recycled Attention (arXiv:2411.05787, section 3): steps reuse the selection of an earlier token.
+
+    A token that comes `stride` tokens after the last selection attends to everything, and selects the slots
+    with the most attention: softmax(q k_j / sqrt(H)) over the slots before the `newest` tokens, summed over
+    the heads of a group. The tokens until the next selection attend to these, to the tokens that were the
+    newest ones then, and to all that have come since. The first token after a prompt selects. The budget is a
+    share of the slots before the `newest` tokens.
+    Raises ValueError for a stride below 1.
+
+    >>> from kvjax.words import Budget
+    >>> RecycledSlots(Budget(8), stride=4).pages_visited(64)
+    12
+    """
+
+    stride: int = 50
+    by_list = True
+
+    @property
+    def mark(self) -> SelectedBy:
+        return SelectedBy()
+
+    @property
+    def breaks(self) -> Told:
+        return {**super().breaks, Fact.SUMMARIES: "has steps that read all slots"}
+
+    def __post_init__(self):
+        if isinstance(self.stride, bool) or not isinstance(self.stride, int) or self.stride < 1:
+            raise ValueError(f"stride is a number of tokens, at least 1, got {self.stride!r}")
+
+    def pages_visited(self, slots: int) -> int:
+        """The most slots of a body of `slots` that a query between two selections visits (static)."""
+        return min(slots, self.budget.capacity(slots) + self.stride)
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        return votes_of(q, body, layer)

@@ -1,0 +1,73 @@
+"""A step of a read that selects in some steps: a token attends to all slots, or to an earlier selection."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar.keys import key_of
+from kvjax.state.cache import Paged
+from kvjax.state.picked_pages import spread
+from kvjax.steps.decoding.at_layer import AtLayer, Received
+from kvjax.steps.decoding.attend import attend_past
+from kvjax.steps.decoding.past import Found, Past, Picks
+from kvjax.steps.decoding.picks import by_part, picked_from, select_pages
+
+
+def attend_or_recycle(here: AtLayer) -> AtLayer:
+    """Attends to what an earlier token selected, or, in rows whose turn it is, to all slots, and selects.
+
+    What is selected is marked in a trace of the slots, so it stays selected wherever the slots move.
+    """
+    token, past = here.token, here.past
+    read, pools, number = past.gm.read, token.cache.pools, token.at + 1
+    body, index = picked_from(past, pools)
+    pos, marks = body.pos[index], body.traces[key_of(read.mark)][index]
+    newest = past.tail.traces[key_of(read.mark)][past.index]
+    last = jnp.maximum(marks.max((1, 2), initial=0), newest.max((1, 2), initial=0)).astype(jnp.int32)
+    due = (last == 0) | (number <= last) | (number - last >= read.stride)
+    since = _of_rows(last, pos)
+    selected = (pos >= 0) & ((marks.astype(jnp.int32) == since) | (pos >= since))
+    _, slots = jax.lax.top_k(selected.astype(jnp.int32), read.pages_visited(body.capacity))
+    found = by_part(past, pools, Picks(slots, selected.sum(-1, dtype=jnp.int32)))
+
+    def attended(past: Past, found: Found | None) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:
+        return attend_past(here.run, past, here.layer, here.asking, pools, token.at, found, here.parts)[:2]
+
+    def attended_by_turn() -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:
+        whole = attended(past._replace(gm=past.gm.replaced(read=None)), None)
+        return jax.tree.map(lambda all, few: jnp.where(_of_rows(due, all), all, few), whole, selection)
+
+    def best_slots() -> Float[Array, "B K S"]:
+        picks = select_pages(here.run, past, here.q, token.length, pools)
+        mark = jnp.where(due, number, 0).astype(marks.dtype)
+        every = jnp.broadcast_to(_of_rows(mark, picks.pages), picks.pages.shape)
+        return spread(every, 1, picks.pages, picks.counts, body.capacity)
+
+    selection = attended(past, found)
+    out, received = jax.lax.cond(due.any(), attended_by_turn, lambda: selection)
+    best = jax.lax.cond(due.any(), best_slots, lambda: jnp.zeros_like(marks))
+    tail = past.tail.pos[past.index]
+    tail = jnp.where((tail >= 0) & _of_rows(due, tail), _of_rows(number, tail), 0)
+    return here._replace(out=out, received=_marked(here, received, best, tail.astype(marks.dtype)))
+
+
+def _marked(
+    here: AtLayer, received: tuple[Received, ...], body: Float[Array, "B K S"], tail: Float[Array, "B K T"]
+) -> tuple[Received, ...]:
+    """What slots received, and with it the marks of a new selection, sorted by the parts that hold them."""
+    parts, marks, start = here.past.parts, [], 0
+    for part in parts[:-1]:
+        paged = isinstance(part, Paged)
+        size = part.most * here.token.cache.pools[part.pool].page_tokens if paged else part.capacity
+        marks.append(body[..., start : start + size])
+        start += size
+    name = key_of(here.past.gm.read.mark)
+    each = zip(received or ({},) * len(parts), [*marks, tail], strict=True)
+    return tuple(got | {name: mark} for got, mark in each)
+
+
+def _of_rows(x: Array, like: Array) -> Array:
+    """Numbers of rows [B], shaped so that they broadcast over an array of these rows."""
+    return x.reshape(-1, *(1,) * (like.ndim - 1))
