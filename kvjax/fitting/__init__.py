@@ -36,6 +36,7 @@ from kvjax.fitting.statistics.clusters import fit_clusters
 from kvjax.fitting.statistics.curves import fit_curves
 from kvjax.fitting.statistics.drift import fit_drift
 from kvjax.fitting.statistics.hierarchy import fit_biases
+from kvjax.fitting.statistics.layer_bits import fit_layer_bits
 from kvjax.fitting.statistics.levels import fit_levels
 from kvjax.fitting.statistics.predictors import fit_predictors
 from kvjax.fitting.statistics.profiles import fit_copies, fit_profile, fit_semantic_heads
@@ -77,6 +78,7 @@ from kvjax.store.basis import InBasis
 from kvjax.store.channels import AskedChannels
 from kvjax.store.coupled import CoupledCodes
 from kvjax.store.fixed import Fixed
+from kvjax.store.layer_bits import LayerBits
 from kvjax.store.levels import ByChannel, Levels
 from kvjax.store.predicted import Predicted
 
@@ -128,6 +130,7 @@ FITS: dict[type, Fitter] = {
     InBasis: Fitter(fit_basis, acts=True),
     Fixed: Fitter(fit_ranges, acts=True),
     Atoms: Fitter(fit_atoms, acts=True),
+    LayerBits: Fitter(fit_layer_bits, acts=True),
     Predicted: Fitter(fit_predictors, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),

@@ -10,6 +10,7 @@ from kvjax.methods.papers import paper
 from kvjax.methods.shared import Bits, Fit, Group, Layers, Seed, Tokens
 from kvjax.store.affine import Affine
 from kvjax.store.first_layers import FirstLayers
+from kvjax.store.layer_bits import LayerBits
 from kvjax.store.predicted import Predicted
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax
@@ -69,3 +70,24 @@ def aqua_kv(
         FirstLayers(1, rotate >> LloydMax(first), one >> rotate >> LloydMax(bits)) for one in rest
     )
     return Method(store=Store(keys, values, residual, unrotated=True))
+
+
+@paper(
+    "KVTuner: Sensitivity-Aware Layer-Wise Mixed-Precision KV Cache Quantization for Efficient and Nearly "
+    "Lossless LLM Inference",
+    arxiv="2502.04420",
+    family="quant-mixed",
+    exact="deviates",
+)
+def kvtuner(*, group: Group | None = None, fitted: Fit | None = None) -> Method:
+    """KVTuner (Li et al., 2025, arXiv:2502.04420), section 5: bits of keys and values found for every layer.
+
+    Each layer stores keys in 8, 4 or 2 bits, and values, too, token by token in groups of `group` channels:
+    layers differ in how much codes change attention's outputs, and keys matter more than values. fitted: the
+    bits, as `kvjax fit kvtuner --set mean=4` finds them for `mean` bits per number. Deviation: the fit
+    minimises the sum over layers of the relative error of attention's outputs, exactly, where the paper uses
+    these errors to leave out pairs and to group layers, and then searches by the accuracy of generated
+    answers; the paper's other form, with KIVI's codes, is left out.
+    """
+    codec, found = Affine(8, group=group), as_fitted(fitted)
+    return Method(store=Store(LayerBits(codec, "key", found), LayerBits(codec, "value", found)))

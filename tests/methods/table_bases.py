@@ -71,6 +71,20 @@ def sums(of):
     return lambda layer, head: pursued(ATOMS.arrays[f"{of} atoms"][layer].astype(float), 3)
 
 
+TUNED = Fitted({"key bits": np.array([8, 2]), "value bits": np.array([4, 4])}, "LayerBits", "")
+
+
+def tuned(of):
+    """Codes of a layer's own bits."""
+    return lambda layer, head: affine(int(TUNED.arrays[f"{of} bits"][layer]), 8)
+
+
+def tuned_bytes(s):
+    """Keys of 8 and of 2 bits, values of 4, with two ranges each."""
+    each = [codes(a, 2) + codes(4, 2) + 4 for a in (8, 2)]
+    return s.b * s.k * everything(s) * sum(each) + 4 * s.b
+
+
 TURNED = behind(hadamard(16, 0), affine(4, 16))
 # Of 16 numbers, in rising order, the 12th and the 8th from 0 on are the most.
 CUT = dict(keys=0.75, values=0.5)
@@ -112,6 +126,10 @@ BASES = [
     row(
         "prefixquant", prefix_bytes, moves=False, hyper=dict(sinks=2, fitted=RANGED), error=FLIPS,
         attends=of_lists(mixed("key", 16), mixed("value", 16), sinks=2),
+    ),
+    row(
+        "kvtuner", tuned_bytes, hyper=dict(group=8, fitted=TUNED), error=FLIPS, stacks=False,
+        attends=of_lists(tuned("key"), tuned("value")),
     ),
     row(
         "csr", dense(everything, slot=lambda s: 2 * 3 * (2 + 1) + 4), hyper=dict(atoms=3, fitted=ATOMS),
