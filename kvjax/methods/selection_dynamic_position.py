@@ -1,4 +1,4 @@
-"""Selection after every token without attention: by the tokens' positions, or what they are."""
+"""Methods that select after every token without attention: by positions, token ids, keys or values."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvjax.state.axes import map_axes
 from kvjax.state.cache import Cache, check_alive
 
 # Common names of the axes.
-_WORDS = {"batch": "rows", "kv_heads": "lists", "heads": "heads", "slots": "slots", "pages": "pages"}
+_WORDS = {"batch": "rows", "kv_heads": "KV heads", "heads": "heads", "slots": "slots", "pages": "pages"}
 _FIELDS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables", "lengths": "page tables"}
 _FIELDS |= {"owner": "owners", "summary": "summaries", "near": "copies", "bias": "biases"}
 
@@ -218,7 +218,7 @@ def _why(leaf: _Lies, spec: Names, on: OnMesh | None) -> str:
         return ""
     if leaf.axes[0] == "pages" and not spec[0]:
         split = {"batch", "kv_heads"} & {axis for axis, _ in on.rules.used() if on.devices(axis) > 1}
-        return "one pool for lists of unequal lengths: every device holds it" if split else ""
+        return "one pool for KV heads of unequal lengths: every device holds it" if split else ""
     taken = {name for names in spec for name in names}
     for axis, words, size, names in zip(leaf.axes, leaf.words, leaf.x.shape, spec, strict=True):
         if axis is None or names or not size or on.devices(axis) == 1:

@@ -95,4 +95,4 @@ def test_the_page_of_many_devices_runs_and_draws_who_holds_what(capsys, monkeypa
     block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     exec(compile(block, "many-devices.md", "exec"), {})
     drawn = capsys.readouterr().out
-    assert "rows over data=4, lists over model=2" in drawn and "rows 3  device 6  device 7" in drawn
+    assert "rows over data=4, KV heads over model=2" in drawn and "rows 3  device 6    device 7" in drawn

@@ -139,8 +139,8 @@ def test_shardings_say_who_holds_what_in_bytes_that_add_up(capsys):
         ]
         assert sum(mine) == held.per_device
     text = str(held)
-    assert "one pool for lists of unequal lengths: every device holds it" in text
-    assert "rows over data=2, lists over model=2" in text
+    assert "one pool for KV heads of unequal lengths: every device holds it" in text
+    assert "rows over data=2, KV heads over model=2" in text
 
 
 def test_inspect_draws_a_mesh_whose_devices_are_not_there(capsys):
@@ -151,7 +151,7 @@ def test_inspect_draws_a_mesh_whose_devices_are_not_there(capsys):
     assert "32 devices: data=16, model=2" in text and "16 rows of 64 tokens" in text
     # 4 layers x 64 slots x (32 + 32 + 1) numbers of 4 bytes, and the next position: of one row and head.
     assert f"{(4 * 64 * (2 * 32 + 1) * 4 + 4) / 1024:.1f} KiB" in text
-    assert "rows 15  device 30  device 31" in text
+    assert "rows 15  device 30   device 31" in text
     assert main(["inspect", "recall-tiny", "--mesh", "model=8", "--rules", "expert"]) == 2
 
 

@@ -107,7 +107,7 @@ def lost_ends(row: Mapping[str, Any]) -> str:
 
 
 def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Prints the rows of a text: measured bytes, -log p per token and its loss, KL, same top token.
+    """Prints the rows of a text: bytes, nats per token and their rise, KL, same top token.
 
     >>> row = dict(method="full", budget=None, nll=2.0, delta_nll=0.0, delta_low=0.0, delta_high=0.0, kl=0.0)
     >>> row |= dict(top1=1.0, kept_bytes=2048, full_bytes=2048, read_bytes=2048, tokens=128, windows=1)

@@ -262,7 +262,7 @@ def _batches(model: Model, windows: Windows, length: int, steps: int) -> Iterato
 def _units(
     runner: Runner, batch: Windows, count: int, todo: list[Entry], length: int, chunk: int | None
 ) -> Iterator[tuple[Entry, dict[str, Any]]]:
-    """The first `count` windows of a batch under every entry; the prompt is read once."""
+    """Measures entries on the first `count` windows of a batch; all share one computed prompt."""
     rows = len(batch.starts)
     tokens = np.zeros((rows, runner.tokens), np.int32)
     tokens[:, :length] = batch.tokens[:, :length]

@@ -133,6 +133,6 @@ def rest(kept: Kept) -> Read:
 
 
 def planned(system: System, kept: Kept, read: Read) -> Plan:
-    """An iteration in which all that are kept decode, and these prefill."""
+    """The plan of an iteration: the kept sequences decode, and those in `read` prefill."""
     steps = 1 if read else steps_that_fit(system, kept.write, kept.free)
     return Plan(kept.write, read, kept.out, kept.back, steps)

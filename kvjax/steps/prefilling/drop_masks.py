@@ -1,4 +1,4 @@
-"""Dropped slots: which slots new tokens hide from themselves and later ones, known before a layer attends."""
+"""Masks of slots that are dropped within a prefill: from which token on queries no longer see them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def turns_of(
 
 
 def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> PairRotation:
-    """The rotation of one query per row and of the slots; further rotations differ in which pairs attend."""
+    """The first of the rotations of one query per row and of the slots."""
     return turns_of(run, at[:, None], sets)[0]
 
 

@@ -37,7 +37,7 @@ def columns(params: Params, config: Config, moments: Moments | None) -> dict[str
 
 
 def fitted_word(rank: float | int, heads: int, arrays: dict[str, np.ndarray]) -> GroupedLowRank:
-    """The word with these moments."""
+    """`GroupedLowRank`, with these second moments as its fitted arrays."""
     return GroupedLowRank(rank, heads, fitted=Fitted(arrays, GroupedLowRank.__name__, ""))
 
 
