@@ -84,7 +84,7 @@ def _joined(blocks: Cache, tokens: Cache, opened: Int[Array, "B L"], at: Int[Arr
 
 
 def _token_run(config: BlockConfig, method: Method) -> Run:
-    """The run of the token decoder, which keeps its whole block, stored as the method stores."""
+    """The run of the token decoder, whose cache holds its whole block, encoded by the method's store."""
     return Run(config.tokens, Method(store=method.store))
 
 

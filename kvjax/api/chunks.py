@@ -125,7 +125,10 @@ class _Turns:
         return [i for i, gm in enumerate(self.gms) if self.acting[i] and gm.paged]
 
     def read(self, taken: Int[np.ndarray, "B"], width: int, room: int) -> Int[np.ndarray, "groups"]:
-        """One chunk of `width` tokens, `taken` of them real: the slots of groups that keep everything."""
+        """Computes the sizes after one more chunk: `width` tokens, of which `taken` of each row are real.
+
+        Returns for every group that keeps everything how many slots it gets in addition.
+        """
         added, past = np.zeros(len(self.gms), int), self.free is not None
         short = 0 if self.free is None else width + room - int(self.free.min())
         whole = [self.keeps_all(i) for i in range(len(self.gms))]

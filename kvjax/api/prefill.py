@@ -279,7 +279,7 @@ def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, row
     """A cache with shared slots, or with separate ones if slots are evicted: a method selects per row."""
     pairs = zip(run.groups(params), cache.groups, strict=True)
     chooses = any(run.acts(gm, compress) and has_common(group, rows) for gm, group in pairs)
-    # Such methods store other tokens than they read, per row.
+    # These store the tokens that a layer selected, and rows select different ones.
     chooses = chooses or (compress and run.method.reread is not None)
     return apart(cache) if chooses else cache
 
@@ -299,7 +299,7 @@ def check_reach(model: Model, last: int, method: Method | None = None) -> None:
 
 
 def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
-    """InputError if the integers of the rotation of tokens read `new` at a time exceed the positions."""
+    """InputError if reading `new` tokens at a time needs rotations beyond the model's positions."""
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
     phase = method.keep.phase

@@ -98,7 +98,11 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
 
 
 def _at_once(keep: Keep, score: Score) -> Refusals:
-    """Of evictions after every token, which see slots in any order, and after several, which saw no mass."""
+    """Refusals of words that do not fit eviction after every token, or after several.
+
+    After every token, words see slots in any order; after several, they have the mass of the newest query
+    alone.
+    """
     in_steps, at_once, masses = keep.when.in_steps, keep.when.at_once, _masses(score)
     return [
         (

@@ -1,4 +1,4 @@
-"""Wrappers around any selecting method: chunks, blocks, a merge of values, a clock for steps."""
+"""Wrappers around any selecting method: chunks, blocks, a merge of values, selection while decoding."""
 
 from __future__ import annotations
 

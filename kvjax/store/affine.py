@@ -85,7 +85,7 @@ class Affine:
 
     @property
     def steady(self) -> bool:
-        # Each time, a range that is clipped is clipped once more.
+        # Encoding decoded rows once more would clip their range once more.
         return self.clip == 1
 
     def form(self, width: int) -> Form | None:

@@ -150,7 +150,8 @@ def read_prompt(mesh: str, rules: str, name: str, past: int) -> str:
 def prompts() -> str:
     """The table of prompts: tokens read, temporaries per device, and bytes received per layer."""
     head = (
-        "| rules | mesh | model | tokens in the cache | temporaries on a device | collectives | sent per layer |\n"
+        "| rules | mesh | model | tokens in the cache | temporaries on a device | collectives "
+        "| sent per layer |\n"
         "| --- | --- | --- | --- | --- | --- | --- |"
     )
     return "\n".join([head, *(read_prompt(*case) for case in PROMPTS)])

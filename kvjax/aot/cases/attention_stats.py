@@ -1,4 +1,4 @@
-"""Statistics of attention's columns: a whole prompt, and the last queries of one alone."""
+"""Attention statistics per key: over all queries of a prompt, and over its last queries alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _bytes(*xs: Any) -> int:
 
 
 def _flops(chunk: int) -> int:
-    """Pairs with k, the state's readout and update, the inverse, the solve, and the output."""
+    """Operations of the forward pass: products with k, the state, the inverse, the solve, the output."""
     pairs, state, rows = (2 * chunk * n for n in (2 * chunk * WIDTH, 3 * WIDTH * WIDTH, 2 * chunk * WIDTH))
     inverse = 2 * 2 * chunk**3 // 6
     return BATCH * HEADS * TIME // chunk * (pairs + state + rows + inverse)
@@ -73,7 +73,7 @@ def gradient(
     chunk: int = 128,
     span: int = 16,
 ) -> Case:
-    """The backward pass of the same."""
+    """The backward pass of `sequence`."""
     tokens, exact = _tokens(by_channel, dtype), dtype == jnp.float32
     together = heads_together(HEADS, WIDTH * WIDTH, exact)
     saved = jax.ShapeDtypeStruct((BATCH, HEADS, TIME // chunk // span, WIDTH, WIDTH), jnp.float32)

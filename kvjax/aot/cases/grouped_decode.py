@@ -19,7 +19,7 @@ BATCH, HEADS, GROUP, SLOTS = 4, 8, 8, 32768
 def grouped_decode(
     device: Device, *, bits: int, width: int = 128, group: int = 32, block: int | None = None
 ) -> Case:
-    """Full lists of 32768 slots, B = 4, K = 8, G = 8, two layers."""
+    """KV heads of 32768 slots, all in use, B = 4, K = 8, G = 8, two layers."""
     lists = BATCH * HEADS
 
     def words(rows: int) -> Any:

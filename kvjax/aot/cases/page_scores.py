@@ -1,4 +1,4 @@
-"""Page scores: Quest's bounds and centroids of full lists."""
+"""Page scores of full KV heads: Quest's bounds, and centroids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged decoding: full lists at the shape that the aims name."""
+"""Paged decoding over full KV heads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def paged_decode(
     packed: bool = False,
     rope: Rope | None = None,
 ) -> Case:
-    """Full lists of `slots` tokens, B = 4, K = 8, G = 8; `step` tokens per step. width: of a head."""
+    """KV heads of `slots` tokens, all in use, B = 4, K = 8, G = 8; `step` tokens per step.
+
+    width: of a head.
+    """
     stored, names = PAYLOADS[payload]
     names = (*extra, *names)
     row = width * (2 if packed else 1)

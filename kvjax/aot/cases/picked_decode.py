@@ -18,7 +18,7 @@ BATCH, HEADS, GROUP, LAYERS, SLOTS, WIDTH = 4, 8, 4, 4, 32768, 128
 
 
 def picked_decode(device: Device, *, page: int, slots: int) -> Case:
-    """One layer of four, `slots` out of 32768 of every list: B = 4, K = 8, G = 4, H = 128, bfloat16."""
+    """One layer of four, `slots` out of 32768 of every KV head: B = 4, K = 8, G = 4, H = 128, bfloat16."""
     lists, most = BATCH * HEADS, slots // page
     cache = jax.ShapeDtypeStruct((LAYERS, BATCH, HEADS, SLOTS, WIDTH), jnp.bfloat16)
 
@@ -35,7 +35,7 @@ def picked_decode(device: Device, *, page: int, slots: int) -> Case:
     )
     moved = 2 * lists * (slots + GROUP) * WIDTH * 2 + 4 * lists * slots
     block = min(slots_per_step(cache, cache, generation=device.generation), slots)
-    # The copies that start a core's first list are written out, and run once.
+    # The copies for a core's first KV head are written out before the loop, and run once.
     return Case(
         run, operands, moved, 4 * lists * GROUP * slots * WIDTH, 2 * cache.size * 2, "stacked_decode",
         trips={"1": lists, "2": lists * slots // block}, profiles=False, branches=(device.cores,),

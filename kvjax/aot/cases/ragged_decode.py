@@ -18,7 +18,7 @@ BATCH, HEADS, GROUP, SLOTS = 4, 8, 4, 8192
 
 
 def ragged_decode(device: Device, dtype: Any = jnp.bfloat16, *, page: int = 128, bias: bool = False) -> Case:
-    """Lists of 8192 slots that begin at multiples of `page`: B = 4, K = 8, G = 4, H = 128."""
+    """KV heads of 8192 slots that begin at multiples of `page`: B = 4, K = 8, G = 4, H = 128."""
     lists, width, item = BATCH * HEADS, 128, jnp.dtype(dtype).itemsize
     rows = jax.ShapeDtypeStruct((lists * SLOTS, width), dtype)
     numbers = jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32)

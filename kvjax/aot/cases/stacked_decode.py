@@ -32,7 +32,7 @@ def stacked_decode(
     slots: int = 32768,
     block: int | None = None,
 ) -> Case:
-    """Full lists of `slots`, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
+    """KV heads of `slots` slots, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
     lists = BATCH * HEADS
     row = width * (2 if packed else 1)
     coded = dtype == jnp.uint8

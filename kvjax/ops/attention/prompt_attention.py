@@ -187,7 +187,7 @@ def received(
         k_pos, window = jnp.zeros((q.shape[0], 1, keys.k.shape[2]), jnp.int32), None
     newer = newer_queries(q_pos, mass)
     found: dict[Reduction, Array] = {}
-    # One pass over the keys counts for one threshold, or decays at one rate, beside everything else.
+    # A pass over the keys computes counts by one threshold only, and decayed sums at one rate only.
     for threshold, fade in dict.fromkeys(map(_numbers, mass)):
         mine = {r: "weighted" if fade else r.kind for r in mass if _numbers(r) == (threshold, fade)}
         weights = None

@@ -74,7 +74,7 @@ def gpu_stacked_decode(
 
 
 def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"]) -> Array:
-    """A side per KV head, [L, I, S]; one per query head by the queries of a KV head, [1, I, Q, S]."""
+    """Numbers per slot and KV head as [L, I, S]; per query head as [1, I, Q, S], for every query."""
     layers, b, many, slots = x.shape
     if many == heads:
         return x.reshape(layers, b * heads, slots)

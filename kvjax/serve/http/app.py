@@ -259,7 +259,7 @@ def _logprobs(service: Service, given: Asked, one: Choice, head: _Head | None) -
 
 
 def _named(service: Service, token: Token) -> dict[str, float]:
-    """The likeliest tokens by their text, and the token itself; of two with one text the likelier stands."""
+    """The likeliest tokens and the drawn one, by text; of two with one text, the likelier one."""
     found: dict[str, float] = {}
     for id, logprob in (*token.top, token[:2]):
         found.setdefault(_token(service, id), logprob)

@@ -46,7 +46,8 @@ def needed(system: System, plan: Plan, view: View) -> int:
     for entry, _ in plan.read:
         if entry.state == WAITING:
             match = view.match(entry)
-            # Pages that someone gives back and this one shares are not free.
+            # Of the tree's pages, those that only a preempted request holds are not free once this one shares
+            # them.
             idle = match.pages if plan.out else match.idle
             need += pages(place, entry.request, entry.goal) - match.pages + idle
     return need

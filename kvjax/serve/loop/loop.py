@@ -74,7 +74,7 @@ class Loop:
             now = self._hear(done)
 
     def _decided(self, view: View) -> Plan:
-        """A legal plan: the system's, or that of the spare one where its policies fail."""
+        """A legal plan, by the system's policies or, if these fail, by those of the system `spare`."""
         try:
             plan = decide(self.system, view)
             check(self.system, plan, view)

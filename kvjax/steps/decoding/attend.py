@@ -111,8 +111,7 @@ def _parts(
         products = unreadable.products if x.extra is None else None
         q, sets = unreadable.queries(q), sets if products is not None else unreadable.sets(sets)
     if resting is not None and x.extra is not None:
-        # The remaining slots are weighted relative to the slots that were read; these extra slots are not
-        # part of that.
+        # `rest` weights the slots that were left out relative to the slots that were read, without these.
         more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
         x = x._replace(extra=None)
     sets, scores = sets if x.extra is None else [x.extra, *sets], ()
@@ -176,7 +175,7 @@ def _in_kernel(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
     asked: tuple[Array, Array, Array], sizes: Factors, found: Found | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """Segment `i` in a kernel. asked: queries by KV head, and their positions; and those of rows."""
+    """Attends to segment `i` in a kernel. asked: queries and positions per KV head; positions per row."""
     q, when, pos = asked
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if (read := picking(past, i)) is not None:
