@@ -15,7 +15,7 @@ from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_scor
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
-from kvjax.grammar.read_protocols import Recycling, Remembering
+from kvjax.grammar.read_protocols import Asking, Recycling, Remembering
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
@@ -125,6 +125,11 @@ class GroupMethod:
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
         found |= {self.read.mark} if isinstance(self.read, Recycling) else set()
         return tuple(sorted(found, key=key_of))
+
+    @cached_property
+    def asks(self) -> Queries | None:
+        """The prompt's newest queries, from which its read learns; None if it learns from none."""
+        return Queries(self.read.asks) if isinstance(self.read, Asking) else None
 
     @cached_property
     def meetings(self) -> tuple[Meeting, ...]:

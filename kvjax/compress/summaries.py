@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
-from kvjax.grammar.read_protocols import Learning, Remembering, Resting
+from kvjax.grammar.read_protocols import Asking, Learning, Remembering, Resting
 from kvjax.models.attending import turned
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.codes import Codes, dense, lent
@@ -25,7 +25,8 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     body, bare = lent(body, gm.taught), body
     k = as_queries_meet(gm, dense(body.k), body.pos)
     sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
-    if isinstance(gm.read, Learning):
+    # What is learnt from queries, too, is learnt at the end of a prefill.
+    if isinstance(gm.read, Learning) and not isinstance(gm.read, Asking):
         sums = sums | gm.read.learn(k, body.pos)
     return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 
@@ -42,7 +43,7 @@ def as_queries_meet(
 
 def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]) -> dict[str, Array]:
     if isinstance(read, Learning):
-        return read.summarise(k, sums)
+        return read.summarise(k, sums or None)
     return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)
 
 
@@ -116,13 +117,14 @@ def _added(old: Array, more: Array, layer: int | Array) -> Array:
 
 
 def summarised(
-    gm: GroupMethod, group: GroupState, past: GroupState, pools: tuple[Pages, ...], idle: Bool[Array, "B"]
-) -> tuple[GroupState, tuple[Pages, ...]]:
+    gm: GroupMethod, group: GroupState, past: GroupState, pools: tuple[Pages, ...], idle: Bool[Array, "B"],
+    asked: Any = None,
+) -> tuple[GroupState, tuple[Pages, ...]]:  # fmt: skip
     """A group, and the pools, at the end of a prefill, with everything that its read stores beside slots.
 
     What a method learns from keys (`Learning`) is learnt here. Other summaries are made where slots are
     written, except those of pages, which are written once. past: the group before. Rows without new tokens
-    (`idle`) keep what they learnt before.
+    (`idle`) keep what they learnt before. asked: the newest queries and their positions, if it is `Asking`.
     """
     read = gm.read
     if read is None or not group.bodies:
@@ -133,7 +135,7 @@ def summarised(
         return group, pools
     before = past.bodies[-1].sums if past.bodies and isinstance(past.bodies[-1], Slots) else {}
     lists = next((lent(part, gm.taught) for part in pages if isinstance(part, Paged)), None)
-    sums = _of_lists(gm, lists, body, pools, before, idle)
+    sums = _of_lists(gm, lists, body, pools, before, idle, asked)
     body = dataclasses.replace(body, sums=body.sums | sums)
     if isinstance(read, Learning):
         meet = lambda k, pos: as_queries_meet(gm, dense(k)[None], pos[None])[0]  # noqa: E731
@@ -148,26 +150,27 @@ def summarised(
 
 def _of_lists(
     gm: GroupMethod, lists: Paged | None, body: Slots, pools: tuple[Pages, ...], before: dict[str, Array],
-    idle: Bool[Array, "B"],
+    idle: Bool[Array, "B"], asked: Any,
 ) -> dict[str, Array]:  # fmt: skip
     """What a read stores per KV head, over the keys and values of its pages and of the body after them."""
     read = gm.read
     if not isinstance(read, Learning | Resting):
         return {}
 
-    def one(body: Slots, old: dict[str, Array], lists: Paged | None) -> dict[str, Array]:
+    def one(body: Slots, old: dict[str, Array], lists: Paged | None, asked: Any) -> dict[str, Array]:
         parts = [body.keys()] if lists is None else [gather_pages(lists, pools[lists.pool]), body.keys()]
         k, v, pos = (
             jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True)
         )
         new = read.total(jnp.where((pos >= 0)[..., None], v, 0)) if isinstance(read, Resting) else {}
         if isinstance(read, Learning):
-            new = new | read.learn(as_queries_meet(gm, k[None], pos[None])[0], pos)
+            queries = () if asked is None else (asked,)
+            new = new | read.learn(as_queries_meet(gm, k[None], pos[None])[0], pos, *queries)
         stay = {n: idle.reshape(-1, *(1,) * (x.ndim - 1)) for n, x in new.items()}
         return {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
 
     bare = dataclasses.replace(lent(body, gm.taught), sums={}, summary={}, traces={}, near=None)
-    return over_layers(one, bare, before, lists)
+    return over_layers(one, bare, before, lists, asked)
 
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:

@@ -154,3 +154,20 @@ class Learning(Read, Protocol):
     ) -> dict[str, Array]:
         """As in `Read`, with the result of `learn`."""
         ...
+
+
+@runtime_checkable
+class Asking(Learning, Protocol):
+    """A read that learns from the prompt's newest queries as well as from its keys."""
+
+    @property
+    def asks(self) -> int:
+        """From how many of the newest queries it learns."""
+        ...
+
+    def learn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
+        asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
+    ) -> dict[str, Array]:  # fmt: skip
+        """As in `Learning`; asked: rotated queries and their positions, -1 where a prompt is shorter."""
+        ...

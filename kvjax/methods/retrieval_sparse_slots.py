@@ -16,6 +16,7 @@ from kvjax.read.narrow_keys import HeavyChannels, PrincipalKeys
 from kvjax.read.persistent import PersistentSlots
 from kvjax.read.ranked import SoftVotes
 from kvjax.read.recycled import RecycledSlots
+from kvjax.read.thresholds import AboveThreshold
 
 # How many channels of every key are used.
 Channels = Annotated[int, Range(1)]
@@ -25,6 +26,8 @@ Planes = Annotated[int, Range(1, 32)]
 Tables = Annotated[int, Range(2, 4096)]
 # Every how many tokens a selection is made anew.
 Stride = Annotated[int, Range(1)]
+# How many times the budget a step has room for.
+Times = Annotated[int, Range(1)]
 # Centroids of a head's keys, whose index has 16 bits; parts of a key, and the bits of a part's code.
 Many = Annotated[int, Range(1, 65536)]
 Parts = Annotated[int, Range(1)]
@@ -290,3 +293,26 @@ def recycled_attention(
     authors to compare with. Prompts and several tokens at once are read in full.
     """
     return Method(read=RecycledSlots(Budget(budget), newest, skip_layers, stride))
+
+
+@paper(
+    "Top-Theta Attention: Sparsifying Transformers by Compensated Thresholding",
+    arxiv="2502.08363",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def top_theta(
+    budget: Amount, *, window: Window = 64, room: Times = 4, newest: Window = 32, skip_layers: Layers = 0
+) -> Method:
+    """Top-Theta (Berestizshevsky et al., 2025, arXiv:2502.08363), section 3: thresholds say what is read.
+
+    A query reads the values whose logits exceed a threshold of its head, calibrated so that about `budget`
+    slots do; probabilities keep the denominator over all slots, and the mean of all values has the weight of
+    what is not read (`AboveThreshold`). budget is the share (or number) of older tokens that exceed a
+    threshold on average, and a step has room for `room` times as many.
+    Deviation: thresholds are calibrated on the `window` newest queries of a row's own prompt, where the paper
+    calibrates one per head and length on other texts; the denominator is exact; the `newest` tokens are read
+    beside the budget; the heads of a group read what any of them does. There was no code of the authors to
+    compare with. Prompts and several tokens at once are read in full.
+    """
+    return Method(read=AboveThreshold(Budget(budget), newest, skip_layers, asks=window, room=room))

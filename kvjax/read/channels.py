@@ -112,11 +112,19 @@ class LargestChannels(ReadFacts):
         hidden = ~read[:, :, None, None]
         met = jnp.concatenate([jnp.where(hidden, -jnp.inf, of_body), logits(newest.k, new)], -1)
         odds = _log_of_odds(jnp.where(hidden, of_body, -jnp.inf), met).reshape(lse.shape)
-        own = jnp.where(new[..., None], newest.v, jnp.zeros((), newest.v.dtype)).astype(lse.dtype).sum(2)
-        count = jnp.maximum(held.sum(-1) + new.sum(-1), 1)[..., None].astype(own.dtype)
-        mean = (body.sums["values"][layer].astype(own.dtype) + own) / count
-        mean = jnp.repeat(mean, q.shape[1] // mean.shape[1], axis=1)[:, :, None]
+        mean = mean_of_values(body, tail, layer, q.shape[1])
         return jnp.broadcast_to(mean, (*lse.shape, mean.shape[-1])).astype(q.dtype), lse + odds
+
+
+def mean_of_values(body: Slots, tail: Slots, layer: int | Array, heads: int) -> Float[Array, "B N 1 V"]:
+    """The mean of all values of a layer, whose sum over the body is held, for each of `heads` query heads."""
+    newest = tail.layer(layer).keys()
+    assert newest.pos is not None
+    total, new = body.sums["values"][layer], newest.pos >= 0
+    own = jnp.where(new[..., None], newest.v, jnp.zeros((), newest.v.dtype)).astype(total.dtype).sum(2)
+    count = jnp.maximum((body.pos[layer] >= 0).sum(-1) + new.sum(-1), 1)[..., None].astype(total.dtype)
+    mean = (total + own) / count
+    return jnp.repeat(mean, heads // mean.shape[1], axis=1)[:, :, None]
 
 
 def visited_slots(chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], slots: int) -> Bool[Array, "B K S"]:

@@ -301,3 +301,32 @@ def recycled(count, *, stride, newest, seen=None):
         return softmax(s[:, read]) @ v[read]
 
     return attends
+
+
+def top_theta(count, *, window, room, newest, seen=None):
+    """Top-Theta (arXiv:2502.08363): values of logits above thresholds, and the mean of all for the others.
+
+    seen: a list that is told how many older slots each step read, and how many there were.
+    """
+
+    def attends(q, k, v, pos, at):
+        body, old = pos < at.prompt - newest, pos < at.stored - newest
+        asked = range(max(at.prompt - window, 0), at.prompt)
+        read, beyond = ~old, np.full(len(pos), -np.inf)
+        for one, queries in zip(q, at.queries, strict=True):
+            last = []
+            for i in asked:
+                s = np.sort(k[body & (pos <= i)] @ queries[i])[::-1]
+                if len(s):
+                    last.append(s[count(len(s)) - 1] if count(len(s)) < len(s) else -np.inf)
+            beyond = np.maximum(beyond, k @ one - (np.mean(last) if last else -np.inf))
+        above = old & (beyond >= 0)
+        if old.any():
+            most = min(above.sum(), room * count(old.sum()))
+            read = read | best(np.where(above, beyond, -np.inf), most)
+        if seen is not None:
+            seen.append((int((read & old).sum()), int(old.sum())))
+        p = softmax(q @ k.T / np.sqrt(k.shape[-1]))
+        return (p * read) @ v + (1 - (p * read).sum(1, keepdims=True)) * v.mean(0)
+
+    return attends

@@ -32,6 +32,11 @@ def weighed_bytes(s):
     return cluster_bytes(s) + s.layers * s.b * s.k * 4 * (s.h + 1) * 4
 
 
+def threshold_bytes(s):
+    """A threshold of every query head, and a sum of values of every list."""
+    return split(everything, 1, 4, lambda s: 0, plain)(s) + s.layers * s.b * (s.n + s.k * s.h) * 4
+
+
 def marked_bytes(s):
     """A tail of the newest 4 and one more, and a mark beside every slot."""
     return split(everything, 1, 4, lambda s: 4, plain)(s) + s.layers * s.b * s.k * 5 * 4
@@ -74,6 +79,10 @@ READS = [
     row(
         "recycled-attention", marked_bytes, hyper=dict(newest=4, stride=2), moves=False,
         attends=reads.recycled(count, newest=4, stride=2),
+    ),
+    row(
+        "top-theta", threshold_bytes, hyper=dict(window=6, room=1, newest=4), moves=False,
+        attends=reads.top_theta(count, window=6, room=1, newest=4),
     ),
     row(
         # All 16 channels say what a page could have.

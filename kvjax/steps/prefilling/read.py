@@ -289,6 +289,7 @@ def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
     out |= narrow.needs if narrow is not None and compress else frozenset()
     for gm in run.groups(params):
         out |= {*gm.traces, *(o for trace in gm.traces for o in trace.needs)}
+        out |= set() if gm.asks is None else {gm.asks}
         # What codecs learn cannot be undone, unlike tokens that were stored without a selection.
         out |= {*gm.learns} if compress else set()
         if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):

@@ -151,7 +151,8 @@ def settled(
         groups |= dict(zip(paged, some, strict=True))
     groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
     for i in fresh:
-        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1))
+        asked = fresh[i].observed[key_of(asks)] if (asks := gms[i].asks) is not None else None
+        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1), asked)
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
