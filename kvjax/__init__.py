@@ -52,7 +52,7 @@ _HOMES = {
     "architectures": "kvjax.models.architectures",
     "architecture": "kvjax.models.architectures",
     "method": "kvjax.methods",
-    "chain": "kvjax.grammar",
+    "chain": "kvjax.methods.parse",
     "per_layer": "kvjax.methods.per_layer",
     "by_layer": "kvjax.methods.per_layer",
     "tiered": "kvjax.methods.tiers",

@@ -10,7 +10,7 @@ Budget(amount=0.5)
 """
 
 from kvjax.base.errors import InputError
-from kvjax.grammar import Budget, Keep, Method, Store, chain
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.facts import Fact, ReadFacts
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
@@ -44,7 +44,7 @@ from kvjax.keep.scores.score import (
     ValueNorm,
     WindowAttention,
 )
-from kvjax.methods import paper
+from kvjax.methods import chain, paper
 from kvjax.methods.papers import Press
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (

@@ -17,27 +17,11 @@ from kvjax.grammar.stages import in_stages
 from kvjax.grammar.to_text import NAMELESS
 
 
-def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """Joins parts into one method: at most one make, store, read and place, and one keep or two.
+def chain(*parts: Any, spec: tuple[Any, ...] | None = None) -> Method:
+    """Joins parts into one method, as `kvjax.chain` does, which also takes texts.
 
-    Args:
-        *parts: a `Keep`, a `Store`, a read, a `Residence` or a whole `Method` each. Of two keeps, the first
-            selects at the ends of prompts and the second evicts after every decoded token; a keep that evicts
-            nothing and has a phase gives that to the other keep. Of two stores, one that drops numbers of a
-            row (think, mustafar) has the other encode the rest.
-        spec: how to build the method again, (id, hyper-parameters); by default joined from the parts' specs.
-
-    Returns:
-        The method.
-
-    Raises:
-        ValueError: for parts that do not go together, two of a kind, and methods that differ by layer.
-
-    >>> from kvjax.methods import method
-    >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
-    'snapkv + kivi'
-    >>> chain(method("snapkv", budget=256), method("tova", budget=256)).keep.when
-    Every(tokens=1)
+    parts: a `Method`, `Keep`, `Store`, `Read` or `Residence` each; ValueError for anything else.
+    spec: how to build the method again, (id, hyper-parameters); by default joined from the parts' specs.
     """
     found: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -130,7 +114,9 @@ def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
         return None
     if len(specs) == 1:
         return specs[0]
-    return (" + ".join(s[0] for s in specs), ("chain", *specs))
+    # A chain of chains equals the chain of their parts.
+    each = [part for s in specs for part in (s[1][1:] if s[1][:1] == ("chain",) else [s])]
+    return (" + ".join(s[0] for s in each), ("chain", *each))
 
 
 def check(method: Method) -> None:

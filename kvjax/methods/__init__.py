@@ -11,11 +11,11 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from kvjax.grammar import Method, chain
+from kvjax.grammar import Method
 from kvjax.grammar.fitted import is_fitted
 from kvjax.methods import per_layer, tiers, wrappers  # noqa: F401 (the functions that texts name)
 from kvjax.methods.papers import MethodFunction, Press, paper
-from kvjax.methods.parse import as_method, method
+from kvjax.methods.parse import as_method, chain, method
 from kvjax.methods.registry import ALIASES, METHODS, check_hyper, resolve, takes, takes_budget
 
 

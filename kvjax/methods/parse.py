@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.base.errors import InputError
-from kvjax.grammar import Budget, Method, chain
+from kvjax.grammar import Budget, Keep, Method, Store
+from kvjax.grammar import chain as joined_parts
+from kvjax.grammar.protocols import Residence
+from kvjax.grammar.read_protocols import Read
 from kvjax.methods.builders import Builder, Defaults, Made, Named, Words, in_order
 from kvjax.methods.constructors import constructed
 from kvjax.methods.functions import AROUND
@@ -70,6 +73,31 @@ def method(id: object, **hyper: Any) -> Method:
             "'snapkv(window=16) + kivi(bits=2)'"
         )
     return parsed(hyper.get("budget"))
+
+
+def chain(*parts: str | Method | Keep | Store | Read | Residence) -> Method:
+    """Joins parts into one method: at most one make, store, read and place, and one keep or two.
+
+    Args:
+        *parts: a method, its text, a `Keep`, a `Store`, a read or a `Residence` each. Of two keeps, the first
+            selects at the ends of prompts and the second evicts after every decoded token; a keep that evicts
+            nothing and has a phase gives that to the other keep. Of two stores, one that drops numbers of a
+            row (think, mustafar) has the other encode the rest.
+
+    Returns:
+        The method; of texts alone, the one that `kvjax.method` builds of these texts with + between them.
+
+    Raises:
+        InputError, ValueError: for texts that `kvjax.method` refuses.
+        ValueError: for parts that do not go together, two of a kind, and methods that differ by layer.
+
+    >>> import kvjax
+    >>> kvjax.chain("snapkv(budget=0.25)", "kivi(bits=2)").id
+    'snapkv + kivi'
+    >>> kvjax.chain("snapkv(budget=256)", kvjax.method("tova", budget=256)).keep.when
+    Every(tokens=1)
+    """
+    return joined_parts(*(method(part) if isinstance(part, str) else part for part in parts))
 
 
 def as_method(given: object) -> Method:

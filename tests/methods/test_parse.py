@@ -78,6 +78,18 @@ def test_hyper_parameters_reach_the_method():
     assert build() == method("int4", group=None)
 
 
+def test_a_chain_takes_texts_beside_methods_and_words():
+    want = method("snapkv(budget=0.25) + kivi(bits=2)")
+    assert kvjax.chain("snapkv(budget=0.25)", "kivi(bits=2)") == want
+    assert kvjax.chain("snapkv(budget=0.25)", method("kivi", bits=2)) == want
+    assert kvjax.chain("h2o(budget=64) + int8", "quest(budget=32)") == method(
+        "h2o(budget=64) + int8 + quest(budget=32)"
+    )
+    assert repr(kvjax.chain(method("snapkv", budget=0.25), "kivi(bits=2)")) == repr(want)
+    with pytest.raises(ValueError, match="did you mean 'kivi'"):
+        kvjax.chain("snapkv(budget=0.25)", "kivy")
+
+
 def test_a_chain_shares_the_budget_with_the_parts_that_take_one(mine):
     _, build = parse_method("mine.py:short+kivi:bits=4")
     made = build(0.25)

@@ -246,3 +246,27 @@ def test_a_place_of_an_older_form_is_refused_where_it_holds_tokens():
     assert Place.from_json({"reading": 3, "text": 0, "left": []}) == Place(3)
     with pytest.raises(InputError, match="older form"):
         Place.from_json({"reading": 0, "text": 1, "left": [4]})
+
+
+def test_texts_of_which_there_are_no_rows_are_refused_with_the_source(tmp_path):
+    """Not when they are first read, which is in the folder of the run."""
+    some = [text for text in TEXTS if is_held_out(text, 0.5)]
+    for i, text in enumerate(some):
+        (tmp_path / f"{i}.txt").write_text(text)
+    data = Data(kind="text", files=(str(tmp_path / "*.txt"),), tokenizer="bytes", held_out=0.5)
+    with pytest.raises(InputError, match="all texts are held out"):
+        source_of(data, words_of(data), Loop(steps=1, batch=1, length=4), segments=True)
+
+
+def test_a_source_begins_at_its_place_after_its_first_rows_were_tried(tmp_path):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    data = Data(kind="text", files=(str(tmp_path / "*.txt"),), tokenizer="bytes", held_out=0.0, seed=3)
+    loop = Loop(steps=1, batch=2, length=LENGTH)
+    source, _ = source_of(data, words_of(data), loop, segments=True)
+    assert np.array_equal(source.next(9, LENGTH).tokens, stream().next(9, LENGTH).tokens)
+    place = Place(**source.place.as_json())
+    assert np.array_equal(
+        source_of(data, words_of(data), loop, segments=True, place=place)[0].next(1, LENGTH).tokens,
+        source.next(1, LENGTH).tokens,
+    )

@@ -73,10 +73,14 @@ def test_the_command_names_model_teacher_and_the_models_own_tokenizer(model, mon
         ("recall-tiny", ["data.tokenizer=bytes"], "is 'bytes', and recall-tiny has another tokenizer"),
         ("recall-tiny", [], "the tokenizer of recall-tiny cannot read the texts .* data.kind='recall'"),
         ("{model}", ["data.kind=recall", "data.files=[]"], "is 'recall', and .* has another tokenizer"),
+        ("recall-tiny", ["data.files={late}"], "the tokenizer of recall-tiny cannot read the texts"),
     ],
 )
 def test_what_does_not_fit_is_said_and_nothing_is_written(name, more, message, model, text, tmp_path, capsys):
-    out = tmp_path / "out"
+    out, late = tmp_path / "out", tmp_path / "late.txt"
+    # The tokenizer can read the first 5000 words.
+    late.write_text("otter " * 5000 + "and what it cannot read")
+    more = [one.format(late=late) for one in more]
     words = ["uptrain", name.format(model=model), "--out", str(out), "--set", *SMALL, *text, *more]
     assert main(words) == 2 and not out.exists()
     assert re.search(message, " ".join(capsys.readouterr().err.split()))

@@ -81,7 +81,7 @@ class Stream:
                 if misses > len(self.texts):
                     raise InputError("all texts are held out: lower data.held_out, or give more texts")
                 continue
-            pieces.append(self._encoded(text)[: length + 1 - found])
+            pieces.append(self._tokens(text)[: length + 1 - found])
             used, found = -found, found + len(pieces[-1])
         place.used = used + length
         return np.concatenate(pieces)
@@ -91,16 +91,15 @@ class Stream:
         place = self.place
         if not place.text:
             return np.zeros(0, np.int32)
-        if self._begun is None or self._begun[0] != (place.reading, place.text):
-            self._encoded(self._text(place.text - 1))
-        assert self._begun is not None
-        return self._begun[1][place.used :]
+        return self._tokens()[place.used :]
 
-    def _encoded(self, text: str) -> Int[np.ndarray, "_"]:
-        """The tokens of a text, which becomes the current one."""
-        tokens = np.asarray([*self.encode(text), self.end], np.int32)
-        self._begun = (self.place.reading, self.place.text), tokens
-        return tokens
+    def _tokens(self, text: str | None = None) -> Int[np.ndarray, "_"]:
+        """The tokens of the text that was begun last, which is read again if it is not given."""
+        at = self.place.reading, self.place.text
+        if self._begun is None or self._begun[0] != at:
+            text = self._text(self.place.text - 1) if text is None else text
+            self._begun = at, np.asarray([*self.encode(text), self.end], np.int32)
+        return self._begun[1]
 
     def _next_text(self) -> str:
         place = self.place

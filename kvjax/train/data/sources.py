@@ -93,6 +93,8 @@ def source_of(
 ) -> tuple[Source, HeldOut | None]:
     """The source of a run and its held-out rows; place: the position to continue from.
 
+    Makes the rows of a first step once: texts that the tokenizer cannot read, or that are all held out, raise
+    InputError here.
     workers: processes that make rows of tasks ahead; texts are read in the run's own process.
     """
     if data.kind in OF_WORDS:
@@ -111,14 +113,14 @@ def source_of(
                 "language, which for recall-tiny are those of data.kind='recall'"
             ) from error
 
-    encode(texts[0][:4096])  # fails now for texts that the tokenizer cannot encode
     held = held_out_rows(
         texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
     )
     stream = Stream(
         texts, encode, words.end, held_out=data.held_out, segments=segments, seed=data.seed,
-        place=place,
     )  # fmt: skip
+    stream.next(loop.batch, loop.length)
+    stream.place = place or Place()
     return stream, held
 
 
