@@ -75,7 +75,10 @@ def turned_keys(rope: Rope, keys: Keys, turn: PairRotation, i: int, length: Int[
 
 def sharpened(q: Float[Array, "B N T H"], turn: PairRotation) -> Float[Array, "B N T H"]:
     """Queries scaled by the sharpness of a rotation."""
-    return q if turn.meeting is None else (q * turn.meeting.sharpness[:, None, :, None]).astype(q.dtype)
+    if turn.meeting is None:
+        return q
+    sharpness = turn.meeting.sharpness[:, None, :, None]
+    return (q.astype(sharpness.dtype) * sharpness).astype(q.dtype)
 
 
 def weighed(lse: Float[Array, "B N T"], turn: PairRotation) -> Float[Array, "B N T"]:
