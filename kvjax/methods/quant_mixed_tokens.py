@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import STEP
-from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.budgets.budget import Threshold, Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.code_error import Encodable
+from kvjax.keep.scores.enough import LayerCovering
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount, Bits, Group, Kernel, Share, Tokens, Window, window_score
+from kvjax.methods.shared import Amount, Bits, Group, Kernel, Page, Share, Tokens, Window, window_score
 from kvjax.store.affine import Affine
 
 
@@ -56,6 +57,35 @@ def zipcache(
     lower = Store(Affine(low, group=group), Affine(low, group=group))
     score = WindowAttention(window, reduce="mean")
     keep = Keep(score, Budget(budget), Uniform(), (Recent(window),), lower=lower)
+    return Method(keep, Store(Affine(high, group=group), Affine(high, group=group)))
+
+
+@paper(
+    "ZipVL: Efficient Large Vision-Language Models with Dynamic Token Sparsification and KV Cache "
+    "Compression",
+    arxiv="2410.08584",
+    family="quant-mixed",
+    exact="deviates",
+)
+def zipvl(
+    *,
+    share: Share = 0.975,
+    high: Bits = 4,
+    low: Bits = 2,
+    group: Group | None = 32,
+    page: Page | None = None,
+) -> Method:
+    """ZipVL (He et al., 2024, arXiv:2410.08584), section 3: a layer's attention says how many tokens matter.
+
+    A layer has as many important tokens as hold the share `share` of its attention (`LayerCovering`), and
+    they are those with the most attention per query that could see them. Important tokens have `high` bits,
+    all others `low`, in groups of `group` channels. How many there are depends on the text. Deviation: all
+    queries of a prompt count, where the paper takes 64 recent and 64 random ones; prompts are read in full,
+    where the paper's attend to important tokens alone; generated tokens have `high` bits until the next
+    prompt. The paper's second version drops what this first one stores in `low` bits.
+    """
+    lower = Store(Affine(low, group=group), Affine(low, group=group))
+    keep = Keep(LayerCovering(share), Budget(1.0), Threshold(0.0), lower=lower, page=page)
     return Method(keep, Store(Affine(high, group=group), Affine(high, group=group)))
 
 

@@ -56,16 +56,37 @@ def coded(keys, values, *, granule=1, residual=0, sinks=0):
 
 
 def zipcache(count, theta, *, window, high, low, group):
+    """ZipCache (arXiv:2405.14256): as many salient tokens as the budget has, by the last queries."""
+
+    def salient(prompt, i):
+        score = window_score(prompt, i, window, 1, reduce="mean")
+        return best(score, [count(prompt.length)] * len(score))
+
+    return two_tiers(salient, theta, high=high, low=low, group=group)
+
+
+def zipvl(theta, *, share, high, low, group):
+    """ZipVL (arXiv:2410.08584): as many salient tokens as hold the share of a layer's attention."""
+
+    def salient(prompt, i):
+        mass, t = prompt.p[i].sum((0, 1)), prompt.length
+        total = np.cumsum(np.sort(mass)[::-1])
+        most = int(np.argmax(total >= share * total[-1])) + 1
+        matter = np.argsort(-mass / (t - np.arange(t)), kind="stable")[:most]
+        return np.broadcast_to(np.isin(np.arange(t), matter), prompt.k[i].shape[:2])
+
+    return two_tiers(salient, theta, high=high, low=low, group=group)
+
+
+def two_tiers(salient, theta, *, high, low, group):
     """What a prompt's slots hold: salient ones many bits, the others few; and what steps add, many."""
 
     def stored(prompt):
         out, at = copy.copy(prompt), np.arange(prompt.length)
         out.k, out.raw_k, out.v = [], [], []
         for i in range(len(prompt.p)):
-            score = window_score(prompt, i, window, 1, reduce="mean")
-            salient = best(score, [count(prompt.length)] * len(score))[..., None]
             each = [
-                np.where(salient, affine(high, group)(x), affine(low, group)(x))
+                np.where(salient(prompt, i)[..., None], affine(high, group)(x), affine(low, group)(x))
                 for x in (prompt.k[i], prompt.v[i])
             ]
             out.k, out.v = [*out.k, each[0]], [*out.v, each[1]]

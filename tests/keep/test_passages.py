@@ -1,11 +1,12 @@
 """Scores of whole passages, of a number of tokens or between separators, and of which slots are enough."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.enough import Covering
+from kvjax.keep.scores.enough import Covering, LayerCovering
 from kvjax.keep.scores.passages import InPassages
 from kvjax.keep.scores.score import KeyNorm
 from kvjax.keep.scores.tokens import TokensOf
@@ -43,3 +44,24 @@ def test_the_fewest_slots_that_hold_a_share_of_what_a_head_received_are_enough(v
             want[b, k, j], held = 1, held + mass[b, k, j]
     assert {-1, 1} == set(want[live])
     check(Covering(0.8)(view, seen_by()), want, view)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_layer_has_as_many_tokens_as_hold_its_share_and_takes_those_with_most_attention_per_query(
+    view, share
+):
+    mass = np.random.default_rng(5).random((B, K, S)) ** 3
+    pos = np.broadcast_to(np.asarray(view.pos)[:, :1], (B, K, S))
+    view = view._replace(pos=jnp.asarray(pos), traces={repr(Received(Mass("sum"))): f32(mass)})
+    want = -np.ones(mass.shape)
+    for b in range(B):
+        slots = np.flatnonzero(pos[b, 0] >= 0)
+        layer = mass[b].sum(0)[slots]
+        most, held = 0, 0.0
+        for x in sorted(layer, reverse=True):
+            most, held = most + 1, held + x
+            if held >= share * layer.sum() - 1e-9:
+                break
+        each = layer / np.maximum(int(seen_by().length[b]) - pos[b, 0, slots], 1)
+        want[b][:, slots[np.argsort(-each)[:most]]] = 1
+    check(LayerCovering(share)(view, seen_by()), want, view)

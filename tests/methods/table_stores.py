@@ -24,6 +24,7 @@ from tests.float64.codes import (
     think,
     vectors,
     zipcache,
+    zipvl,
 )
 from tests.float64.defensive import defensive_kept
 from tests.float64.reference import h2o_victim, rope
@@ -50,6 +51,7 @@ HALF = dict(budget=0.5)
 # In float32, a number between two codes may become the other one.
 FLIPS = 2e-3
 ZIP = dict(window=WINDOW, high=4, low=2, group=16)
+VL = dict(share=0.7, high=4, low=2, group=16)
 KIVI = dict(granule=16, residual=4)
 
 
@@ -62,6 +64,18 @@ def zip_bytes(s):
     """Half of the tokens, and room, in 4 bits; the others in 2."""
     first, second = half(s) * (2 * codes(4, 1) + 4), (s.tokens - count(s.tokens)) * (2 * codes(2, 1) + 4)
     return s.layers * s.b * s.k * (first + second) + 4 * s.b
+
+
+def zipvl_bytes(s):
+    """Pages of either tier, which may hold all tokens of a list but one, and a tail of the first tier.
+
+    A slot has the attention that it has received, too.
+    """
+    slot = lambda bits: lambda _: 2 * codes(bits, 1) + 4 + 4  # noqa: E731
+    first, second = (
+        paged(lambda s, i, n=n: s.k * n, slot=slot(bits)) for n, bits in ((s.tokens, 4), (s.tokens - 1, 2))
+    )
+    return first(s) + second(s._replace(room=0)) - 4 * s.b
 
 
 def intact_bytes(s):
@@ -211,6 +225,9 @@ STORES = [
     row(
         "intactkv", intact_bytes, hyper=dict(pivots=2, group=8), error=FLIPS,
         attends=coded(affine(4, 8), affine(4, 8), sinks=2),
+    ),
+    row(
+        "zipvl", zipvl_bytes, hyper=VL | dict(page=PAGE), error=FLIPS, counted=True, **zipvl(THETA, **VL)
     ),
     chained("zipcache", zip_bytes, ("zipcache", ZIP | HALF), error=FLIPS, **zipcache(count, THETA, **ZIP)),
     chained(

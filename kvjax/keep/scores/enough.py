@@ -11,6 +11,7 @@ from kvjax.grammar.protocols import Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Received
+from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +67,33 @@ class Covering(Word):
         before = jnp.cumsum(ranked, -1) - ranked
         needed = before < self.share * mass.sum(-1, keepdims=True)
         return jnp.put_along_axis(mass, order, jnp.where(needed, 1.0, -1.0), axis=-1, inplace=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCovering(Word):
+    """1 for as many tokens of a layer as hold the share `share` of its attention, -1 for the others.
+
+    The number is the fewest tokens with that share of the attention that all heads' queries gave; the tokens
+    are those with the most attention per query that could see them (ZipVL, arXiv:2410.08584, section 3.2).
+    """
+
+    looks = False
+
+    share: float = 0.975
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Received(Mass("sum"))})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live = (view.pos >= 0).any(1, keepdims=True)
+        # All heads of the layer hold the same tokens, so their slots are aligned.
+        mass = jnp.where(view.pos >= 0, view.of(Received(Mass("sum"))), 0.0).sum(1, keepdims=True)
+        ranked = -jnp.sort(-mass, axis=-1)
+        short = jnp.cumsum(ranked, -1) < self.share * mass.sum(-1, keepdims=True)
+        needed = jnp.minimum(
+            short.sum(-1, keepdims=True, dtype=jnp.int32) + 1, live.sum(-1, keepdims=True, dtype=jnp.int32)
+        )
+        viewers = jnp.maximum(seen.length[:, None, None] - view.pos.max(1, keepdims=True), 1)
+        each = jnp.where(live, mass / viewers.astype(jnp.float32), -jnp.inf)
+        return jnp.broadcast_to(jnp.where(ranks(each) < needed, 1.0, -1.0), view.pos.shape)
