@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.attending_picked import attend_picked
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
+from kvjax.models.picking import all_of
 from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.prompt_attention import causal_attention, past_attention
 from kvjax.ops.attention.split_tokens import split_attention
@@ -90,7 +92,7 @@ def attend_new(
     stores; logits only if the layer publishes them. in_order: as of `attend_sets`; in_places: whether the new
     tokens have consecutive positions, followed by padding; on: as of `causal_attention`.
     """
-    if in_places and not (past or more or mass):
+    if in_places and not (past or more or mass) and (x.picking is None or x.picking.alike([new])):
         out = _whole_rows(layer, x, q, new, implementation, on)
         if out is not None:
             return out, (), None
@@ -158,6 +160,13 @@ def attend_sets(
     """
     (*past, new), pos = in_chunks(layer, [*past, new], pos)
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
+    if x.picking is not None:
+        if not x.picking.alike(sets):
+            how: dict[str, Any] = dict(scale=layer.scale, window=layer.window)
+            how |= dict(softcap=layer.config.attention_softcap)
+            out, lse, masses = attend_picked(x, q, [for_rows(s, rows) for s in sets], pos, mass, **how)
+            return out, lse, _of_lists(mass, masses, heads), None
+        x.picking.leave(all_of([s.pos for s in sets if s.pos is not None], rows))
     shares = "logits" in layer.publishes or "logits" in layer.taken
     if mass or shares or layer.mixer.clip is not None or (x.expand is not None and x.expand.rows is not None):
         # Such sets are attended to jointly, or computed from each other.

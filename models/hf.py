@@ -128,8 +128,6 @@ def assemble(
     if further := further_tokens(config, found):
         note = f"{name}: {len(further)} tensors predict further tokens ({further[0]}, ...) and are not read"
         warnings.warn(f"{note}: kvjax predicts the next token alone", UserWarning, stacklevel=3)
-    for note in dict.fromkeys(said for mixer in config.mixers if (said := mixer.note(config))):
-        warnings.warn(f"{name}: {note}", UserWarning, stacklevel=3)
     layers = check_groups(config, groups or plan(config))
     if on_mesh is not None:
         sharding = weight_shardings(config, layers, on_mesh)

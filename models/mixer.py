@@ -13,6 +13,7 @@ These names are published:
 * "slots": the layer's past and its new keys and values, as `LayerSlots`;
 * "logits": its attention logits, as `AttentionLogits`;
 * "picks": the slots that its read picked, for layers above it in the same step;
+* "picked": the tokens that its queries picked, of all that they see;
 * "values": the values of its new tokens, in the shape in which its mixer computes them;
 * "tokens" and "embedding": the decoder's input and its embedding table, from layer None.
 """
@@ -33,6 +34,7 @@ from kvjax.models.expand import Expand
 from kvjax.models.feed_forward import FeedForward
 from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import Params, Shapes
+from kvjax.models.picking import Picking
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
 from kvjax.state.axes import say_state_axes
@@ -126,6 +128,7 @@ class Projected(NamedTuple):
     another layer's. expand: how to attend if keys and values are not stored as they are attended to. extra:
     keys and values outside the sequence, which every query sees. rescore: the layer's logits [B, N, T, S],
     computed from the logits that it takes from another layer, its own rotated queries and its stored keys.
+    picking: how queries pick the tokens that they attend to, if not all.
     """
 
     q: Float[Array, "B N T H"]
@@ -135,6 +138,7 @@ class Projected(NamedTuple):
     expand: Expand | None = None
     extra: Keys | None = None
     rescore: Callable[[Array, Array, Array], Array] | None = None
+    picking: Picking | None = None
 
 
 # A recurrent layer's state: arrays by name, or `StackedState` for the parts in `Mixer.in_place`.
@@ -309,10 +313,6 @@ class Mixer(LayerPart):
                 f"layer {layer} reads layer {source}, which keeps {kept} tokens: it would miss "
                 f"some of its window of {'all' if seen is None else seen}"
             )
-
-    def note(self, config: Config) -> str:
-        """How a loaded layer differs from its authors', as a warning says; empty if it does not."""
-        return ""
 
     def shapes(self, config: Config) -> Shapes:
         """Name and shape of every parameter; matrices multiply from the right."""

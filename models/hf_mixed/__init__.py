@@ -269,12 +269,12 @@ MIXED: dict[str, Family] = {
     "deepseek_v32": Family(
         "DeepseekV32ForCausalLM", _DEEPSEEK_INDEXED, read_indexed, write_indexed, indexed,
         spell_glm4_moe_lite, more_layers=True, title="DeepSeek-V3.2",
-        special="latents (MLA); experts; all tokens are attended, in place of those that its indexer picks",
+        special="latents (MLA); an indexer picks the tokens of each query; experts",
     ),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM", _GLM_INDEXED, read_indexed, write_indexed, indexed, spell_glm4_moe_lite,
         more_layers=True, title="GLM-5",
-        special="latents (MLA); experts; all tokens are attended, in place of those that its indexer picks",
+        special="latents (MLA); indexers of some layers pick the tokens of each query; experts",
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", _GLM_LITE, read_deepseek, write_glm4_moe_lite, deepseek,

@@ -127,12 +127,18 @@ def read_indexed(data: Json, rope: Rope) -> dict[str, Any]:
         **dataclasses.asdict(latent), index_heads=data["index_n_heads"], index_dim=data["index_head_dim"],
         index_top=data["index_topk"],
     )  # fmt: skip
-    return fields | {"mixers": tuple(indexed if kind == "full" else latent for kind in kinds)}
+    if kinds[0] != "full":
+        raise InputError("indexer_types begins with shared: expected a full layer, whose tokens others take")
+    words, last = [], 0
+    for i, kind in enumerate(kinds):
+        last = i if kind == "full" else last
+        words.append(indexed if kind == "full" else dataclasses.replace(indexed, index_source=last))
+    return fields | {"mixers": tuple(words)}
 
 
 def write_indexed(config: Config) -> dict[str, Any]:
-    word = next(m for m in config.mixers if isinstance(m, IndexedLatent))
-    kinds = ["full" if isinstance(m, IndexedLatent) else "shared" for m in config.mixers]
+    words = [m for m in config.mixers if isinstance(m, IndexedLatent)]
+    word, kinds = words[0], ["full" if m.index_source is None else "shared" for m in words]
     own = {"index_n_heads": word.index_heads, "index_head_dim": word.index_dim, "index_topk": word.index_top}
     own |= {"indexer_types": kinds} if config.family == "glm_moe_dsa" else {}
     return write_glm4_moe_lite(config) | own
@@ -141,8 +147,13 @@ def write_indexed(config: Config) -> dict[str, Any]:
 def indexed(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     yield from deepseek(config, layer)
     word = mixer_of(config, layer)
-    if isinstance(word, IndexedLatent):
-        sizes = word.shapes(config)
+    if isinstance(word, IndexedLatent) and word.index_source is None:
+        order = np.arange(word.index_dim)
+        if config.family == "glm_moe_dsa":
+            # Its indexer rotates neighbouring channels, that of DeepSeek-V3.2 those half of them apart.
+            order[: word.rope_dim] = unpaired(word.rope_dim)
+        heads = np.arange(word.index_heads)[:, None] * word.index_dim + order[None]
+        rows = {"index_q": heads.ravel(), "index_weights": np.arange(word.index_heads)}
         names = {
             "wq_b.weight": "index_q",
             "wk.weight": "index_k",
@@ -151,7 +162,7 @@ def indexed(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
             "weights_proj.weight": "index_weights",
         }
         for name, leaf in names.items():
-            yield f"self_attn.indexer.{name}", whole(leaf, sizes[leaf][-1])
+            yield f"self_attn.indexer.{name}", [Piece(leaf, rows.get(leaf, order))]
 
 
 def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:

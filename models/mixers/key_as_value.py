@@ -66,12 +66,12 @@ class KeyAsValue(Mixer):
         self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B K S"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
         k, v = _keys(p, config, k, v)
-        return _turned(_rope(config, window), k, pos), v
+        return turned(_rope(config, window), k, pos), v
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        config, turn = layer.config, partial(_turned, _rope(layer.config, layer.window))
+        config, turn = layer.config, partial(turned, _rope(layer.config, layer.window))
         b, t, _ = x.shape
 
         def heads(name: str, weight: Array | None) -> Float[Array, "B X T H"]:
@@ -97,5 +97,6 @@ def _keys(
     return (y * last_axis(config.norm_offset + p["k_norm"].astype(y.dtype), y)).astype(k.dtype), k
 
 
-def _turned(rope: Rope, x: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Float[Array, "B X S H"]:
+def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Float[Array, "B X S H"]:
+    """Rotates x by positions, which no length of a row changes."""
     return rotate(x, *angles(rope, pos, x.shape[-1], dtype=wide(x)), rope.start)

@@ -12,6 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
+from kvjax.models.picking import Picking
 from kvjax.ops.base.rope import Rope
 
 
@@ -110,33 +111,49 @@ class Latent(Mixer):
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        return self.attended(p, x, layer, memory, state)
+
+    def attended(
+        self,
+        p: Params,
+        x: Float[Array, "B T D"],
+        layer: Layer,
+        memory: Memory,
+        state: GroupState,
+        picking: Picking | None = None,
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        """The layer, of queries that pick the tokens they attend to, if they do."""
         config = layer.config
         b, t, _ = x.shape
         n, nope = config.heads, self.nope_dim
         to_key, to_value = p["kv_up"][..., :nope], p["kv_up"][..., nope:]
         q = jnp.swapaxes(self._queries(p, x, config).reshape(b, t, n, -1), 1, 2)
+        end = self.rank + self.rope_dim
         absorbed = jnp.einsum("bntd,nrd->bntr", q[..., :nope], to_key)
 
         def queries(turned: Float[Array, "B N T H"]) -> Array:
-            return jnp.concatenate([q[..., :nope], turned[..., self.rank :]], -1)
+            return jnp.concatenate([q[..., :nope], turned[..., self.rank : end]], -1)
 
         def keys(k: Float[Array, "B 1 S H"], v: Array) -> tuple[Array, Array]:
             c = k[:, 0, :, : self.rank]
-            turned = jnp.broadcast_to(k[..., self.rank :], (k.shape[0], n, k.shape[2], self.rope_dim))
+            turned = jnp.broadcast_to(k[..., self.rank : end], (k.shape[0], n, k.shape[2], self.rope_dim))
             expanded = jnp.einsum("bsr,nrd->bnsd", c, to_key)
             return jnp.concatenate([expanded, turned], -1), jnp.einsum("bsr,nrd->bnsd", c, to_value)
 
         def outputs(out: Float[Array, "B N T R"]) -> Array:
             return jnp.einsum("bntr,nrd->bntd", out, to_value)
 
-        asked = jnp.concatenate([absorbed, q[..., nope:]], -1)
-        stored = self._stored(p, x, config)
-        projected = Projected(asked, stored, None, x, expand=Expand(queries, keys, outputs))
+        # Queries meet nothing of what is stored behind the rotated key.
+        behind = jnp.zeros((b, n, t, layer.slots.key - end), q.dtype)
+        asked = jnp.concatenate([absorbed, q[..., nope:], behind], -1)
+        stored = self.stored(p, x, config)
+        expand = Expand(queries, keys, outputs)
+        projected = Projected(asked, stored, None, x, expand=expand, picking=picking)
         out, state, left = memory.attend(layer, projected, state)
         out = jnp.swapaxes(out, 1, 2).reshape(b, t, -1)
         return linear(p, "o", out), state, left
 
-    def _stored(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
+    def stored(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
         """[c ; k_r] of the new tokens, before rotation; None if another layer's are read."""
         if self.source is not None:
             return None
@@ -148,4 +165,8 @@ class Latent(Mixer):
     def _queries(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array:
         if self.q_rank is None:
             return linear_to_heads(p, "q", x)
-        return linear_to_heads(p, "q_up", rms_norm(linear(p, "q_down", x), p["q_latent_norm"], self.eps))
+        return linear_to_heads(p, "q_up", self.query_latents(p, x))
+
+    def query_latents(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T R"]:
+        """The latents from which queries come, with `q_rank`."""
+        return rms_norm(linear(p, "q_down", x), p["q_latent_norm"], self.eps)

@@ -202,7 +202,9 @@ TABLE = {
         ),
         KV // 2, 1, 2 * 8 * 6 + 4 * (16 + 2 * 6),
     ),
-    "indexed latents": Row(with_layers(INDEXED), 12 + 4, 1),
+    "indexed latents": Row(
+        with_layers(INDEXED, dataclasses.replace(INDEXED, index_source=0)), (12 + 4 + 4) + (12 + 4), 2
+    ),
     "key as value": Row(
         with_layers(
             KeyAsValue(), KeyAsValue(kv_heads=1, head_dim=6), qk_norm="head", norms="both",

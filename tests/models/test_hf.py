@@ -70,7 +70,7 @@ FAMILIES = (
     "olmo3", "gpt_oss", "smollm3_windows", "exaone4", "seed_oss", "ernie4_5", "glm4", "ministral3",
     "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
     "granite", "granitemoehybrid", "lfm2_bias", "gemma4_text", "gemma4_experts",
-    "llama4_text", "cohere2", "jamba", "bamba", "nemotron_h", "lfm2_moe", "ernie4_5_moe", "glm_moe_dsa",
+    "llama4_text", "cohere2", "jamba", "bamba", "nemotron_h", "lfm2_moe", "ernie4_5_moe", "glm_moe_dsa_picks",
     "gemma3n_text", "falcon_h1",
 )  # fmt: skip
 

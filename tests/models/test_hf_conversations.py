@@ -24,7 +24,7 @@ FAMILIES = (
     "gpt_oss", "olmo3", "qwen3_next_pattern", "gemma3_nested", "smollm3_windows", "exaone4", "ministral3",
     "qwen3_5_text", "minimax_m2", "glm4_moe",
     "granitemoehybrid", "gemma4_text", "gemma4_experts", "llama4_text", "cohere2", "jamba", "bamba",
-    "nemotron_h", "lfm2_moe", "glm_moe_dsa", "gemma3n_text",
+    "nemotron_h", "lfm2_moe", "glm_moe_dsa_picks", "deepseek_v32_picks", "gemma3n_text",
     "falcon_h1",
 )  # fmt: skip
 # Keys that are computed from values in each step cannot be ranked there.

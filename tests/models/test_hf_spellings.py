@@ -132,8 +132,9 @@ def test_what_is_not_computed_is_refused_by_name(name, changes, message):
         config_from_hf(CASES[name] | changes)
 
 
-def test_an_indexer_that_picks_fewer_tokens_than_a_model_has_positions_is_noted(tmp_path):
-    fixture = hf_fixtures.read("deepseek_v32")
-    config = fixture.config | {"index_topk": 63}
-    with pytest.warns(UserWarning, match="would pick 63 tokens for each query, and kvjax attends to all"):
-        load_hf(hf_fixtures.write(fixture._replace(config=config), tmp_path))
+def test_index_keys_are_part_of_the_cache_in_layers_with_an_indexer():
+    config = config_from_hf(CASES["glm_moe_dsa_picks"])
+    assert [m.source_of("picked") for m in config.mixers] == [None, 0, None, 2]
+    assert [m.slots_of(config).key for m in config.mixers] == [12 + 4 + 8, 12 + 4] * 2
+    with pytest.raises(InputError, match="indexer_types begins with shared"):
+        config_from_hf(CASES["glm_moe_dsa_picks"] | {"indexer_types": ["shared", "full", "full", "full"]})

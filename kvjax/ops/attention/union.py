@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.base.dtypes import wide
 
@@ -26,7 +26,8 @@ class Keys(NamedTuple):
     learned keys). `bias` is added to the logits (log counts of merged slots); it has an axis of N query heads
     instead of K if it differs between the query heads of a group. Values of empty slots must be finite,
     because they are multiplied by zero. sizes: factors on the keys and on the values of every slot, if any;
-    only `logits` and `weigh` take such sets. until: queries from these positions on do not see a slot.
+    only `logits` and `weigh` take such sets. until: queries from these positions on do not see a slot. seen:
+    which slots each query may see at all; only `logits` takes such sets.
     """
 
     k: Float[Array, "B K S H"]
@@ -35,6 +36,7 @@ class Keys(NamedTuple):
     bias: Float[Array, "B K S"] | Float[Array, "B N S"] | None = None
     sizes: tuple[Float[Array, "B K S"] | None, Float[Array, "B K S"] | None] = (None, None)
     until: Int[Array, "B #K S"] | None = None
+    seen: Bool[Array, "B T S"] | None = None
 
 
 class Products(NamedTuple):
@@ -143,7 +145,9 @@ def logits(
         s = softcap * jnp.tanh(s / softcap)
     if keys.bias is not None:
         s = s + keys.bias.reshape(b, kv_heads, -1, 1, keys.bias.shape[-1])
-    return jnp.where(visible(q_pos, keys.pos, window, keys.until)[:, :, None], s, NEG_INF)
+    seen = visible(q_pos, keys.pos, window, keys.until)[:, :, None]
+    seen = seen if keys.seen is None else seen & keys.seen[:, None, None]
+    return jnp.where(seen, s, NEG_INF)
 
 
 def _products(rows: Float[Array, "B K R H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K R S"]:

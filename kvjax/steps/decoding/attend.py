@@ -19,6 +19,7 @@ from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Read, Resting
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, turned
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
+from kvjax.models.picking import all_of, marked
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.decode import grouped_decode as grouped
@@ -62,6 +63,7 @@ def attend_past(
     found: the picked pages. more: (out, lse) of parts that were attended elsewhere. Logits are those of the
     parts that are attended jointly: of all parts, if another layer uses them.
     """
+    x = _picking_if_more(past, x, pools, at.shape[0])
     parts, received, scores = _parts(run, past, layer, x, pools, at, found, more)
     out, _ = _merged(parts)
     return out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out), received, scores
@@ -72,10 +74,31 @@ def attend_turn(
     turn: PairRotation,
 ) -> Part:  # fmt: skip
     """(out, lse) of one query over the slots that it attends to in a further rotation, for `attend_past`."""
-    x = x._replace(q=sharpened(x.q, turn), extra=None)
+    x = _picking_if_more(past, x._replace(q=sharpened(x.q, turn), extra=None), pools, at.shape[0])
     parts, *_ = _parts(run, past._replace(turn=turn), layer, x, pools, at, None, ())
     out, lse = _merged(parts)
     return out, weighed(lse, turn)
+
+
+def _picking_if_more(past: Past, x: Projected, pools: tuple[Pages, ...], rows: int) -> Projected:
+    """Without picking if all slots fit into what a query picks; so its kernels may run."""
+    picking = x.picking
+    if picking is None:
+        return x
+    sizes = [s.most * pools[s.pool].page_tokens if isinstance(s, Paged) else s.capacity for s in past.parts]
+    if sum(sizes) > picking.top:
+        return x
+    places = [_positions(s, past, pools) for s in past.parts]
+    picking.leave(all_of(places, rows))
+    return x._replace(picking=None)
+
+
+def _positions(segment: Slots | Paged, past: Past, pools: tuple[Pages, ...]) -> Int[Array, "B K S"]:
+    if isinstance(segment, Slots):
+        return segment.pos[past.index]
+    pos = gather_pages(segment.layer(past.index), pools[segment.pool]).pos
+    assert pos is not None
+    return pos
 
 
 def _merged(parts: Sequence[Part]) -> Part:
@@ -104,6 +127,8 @@ def _parts(
         received = () if mass is None else ({key_of(o): mass for o in wanted},)
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
     sets, pos = in_chunks(layer, sets, pos)
+    if x.picking is not None:
+        sets = marked(x.picking, [for_rows(s, at.shape[0]) for s in sets], pos)
     q, products = x.q, None
     if unreadable is not None and not wanted and in_strips(run, layer, x):
         q, parts, sets = unreadable.queries(q), [*attend_computed(layer, x, sets, pos), *parts], []

@@ -90,7 +90,7 @@ def _refusals(
 def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages) -> bool:
     """Whether the pages of segment `i` are attended to in place."""
     pages, turn = past.parts[i], turn_in_kernel(past, layer, i)
-    if past.gm.masses or (x.expand is not None and x.expand.outputs is None):
+    if past.gm.masses or x.picking is not None or (x.expand is not None and x.expand.outputs is None):
         return False
     if turn is None:
         return not run.unrotated
@@ -156,6 +156,7 @@ def _at_once(past: Past, layer: Layer, x: Projected) -> str:
         "values come from another layer": past.values is not None,
         "the layer reads one above it": past.above,
         "its window starts anew in every chunk": layer.mixer.chunked,
+        "queries pick the tokens that they attend to": x.picking is not None,
         "what slots receive is recorded among several parts": bool(past.gm.masses)
         and (len(past.parts) > 1 or x.extra is not None),
         "kernels record no more than the sum of what slots receive": any(

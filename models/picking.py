@@ -1,0 +1,103 @@
+"""Queries that pick the tokens they attend to, by small keys of their own (lightning indexers)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.ops.attention.union import NEG_INF, Keys, visible
+from kvjax.ops.base.dtypes import wide
+
+# Positions of picked tokens, ascending; -1 where a query sees fewer tokens. One row serves all queries that
+# pick everything.
+Picked = Int[Array, "B _ M"]
+
+
+class Picking(NamedTuple):
+    """How the queries of a layer pick tokens: the `top` largest of I(t, s) = sum_h w_th relu(q_th k_s).
+
+    queries: q, rotated, of every token and index head. weights: w. first: the channel of a stored key from
+    which on it is k, not rotated. turn: rotates k by the positions of its slots. taken: the tokens that a
+    layer below picked, in place of all these. found: gets what was picked, for layers above.
+    """
+
+    top: int
+    queries: Float[Array, "B T I D"] | None = None
+    weights: Float[Array, "B T I"] | None = None
+    first: int = 0
+    turn: Callable[[Array, Array], Array] = lambda k, pos: k
+    taken: Picked | None = None
+    found: list[Picked] | None = None
+
+    def alike(self, sets: Sequence[Keys]) -> bool:
+        """Whether every query picks all of these slots, because there are no more than `top`."""
+        return sum(s.k.shape[2] for s in sets) <= self.top
+
+    def leave(self, picked: Picked) -> None:
+        """Hands on what was picked, if layers above take it."""
+        if self.found is not None:
+            self.found.append(picked)
+
+    def part(self, queries: Array | None, weights: Array | None, taken: Picked | None) -> Picking:
+        """The same for some of the queries."""
+        return self._replace(queries=queries, weights=weights, taken=taken)
+
+
+def all_of(places: Sequence[Int[Array, "_ 1 S"]], rows: int) -> Picked:
+    """What every query picks where it picks all slots, given the positions of each set."""
+    return jnp.sort(jnp.concatenate([jnp.repeat(p, rows // p.shape[0], 0) for p in places], -1))
+
+
+def picked(
+    picking: Picking, sets: Sequence[Keys], pos: Int[Array, "B T"]
+) -> tuple[list[Bool[Array, "B T _"]], Picked]:
+    """Which slots of every set each query picks, and the positions of these tokens.
+
+    sets: stored slots of one KV head. Of equal scores the first slots are picked.
+    """
+    places = jnp.concatenate([s.pos[:, 0] for s in sets if s.pos is not None], -1)
+    ends = [int(n) for n in np.cumsum([s.k.shape[2] for s in sets])[:-1]]
+    if picking.taken is not None:
+        hit = _among(picking.taken, places, pos.shape[1])
+        return jnp.split(hit, ends, -1), picking.taken
+    score = jax.lax.stop_gradient(jnp.concatenate([_scores(picking, s, pos) for s in sets], -1))
+    best, slots = jax.lax.top_k(score, min(picking.top, score.shape[-1]))
+    there = best > NEG_INF
+    hit = jax.vmap(jax.vmap(lambda row, at, on: row.at[at].set(on)))(
+        jnp.zeros(score.shape, bool), slots, there
+    )
+    found = jax.vmap(lambda row, at: row[at])(places, slots)
+    return jnp.split(hit, ends, -1), jnp.sort(jnp.where(there, found, -1), -1)
+
+
+def _scores(picking: Picking, keys: Keys, pos: Int[Array, "B T"]) -> Float[Array, "B T S"]:
+    """I(t, s) of a set in promote(float32, q), -inf where a query sees no token."""
+    assert picking.queries is not None and picking.weights is not None and keys.pos is not None
+    k = picking.turn(keys.k[..., picking.first :], jnp.maximum(keys.pos, 0))[:, 0]
+    dtype = wide(picking.queries)
+    products = jnp.einsum("btid,bsd->btis", picking.queries, k, preferred_element_type=dtype)
+    score = jnp.einsum("bti,btis->bts", picking.weights.astype(dtype), jax.nn.relu(products))
+    return jnp.where(visible(pos, keys.pos, None, keys.until)[:, 0], score, NEG_INF)
+
+
+def _among(taken: Picked, places: Int[Array, "B S"], queries: int) -> Bool[Array, "B T S"]:
+    """Whether the tokens of slots are among those that each query takes."""
+
+    def one(taken: Int[Array, "M"], places: Int[Array, "S"]) -> Array:
+        at = jnp.minimum(jnp.searchsorted(taken, places), taken.shape[0] - 1)
+        return (taken[at] == places) & (places >= 0)
+
+    hit = jax.vmap(jax.vmap(one, (0, None)))(taken, places)
+    return jnp.broadcast_to(hit, (hit.shape[0], queries, hit.shape[2]))
+
+
+def marked(picking: Picking, sets: Sequence[Keys], pos: Int[Array, "B T"]) -> list[Keys]:
+    """The sets with what each query picks of them; hands on what was picked."""
+    seen, found = picked(picking, sets, pos)
+    picking.leave(found)
+    return [s._replace(seen=one) for s, one in zip(sets, seen, strict=True)]
