@@ -17,6 +17,7 @@ from kvjax.serve import Prompt, System, run
 from kvjax.serve.device import engine as engines
 from kvjax.serve.device import lanes, paged_step, write
 from kvjax.serve.device.jobs import job_of
+from kvjax.serve.device.lists import lists_of
 from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.grammar import words
 from kvjax.serve.ledger.audit import audit
@@ -90,13 +91,13 @@ def poisoned(monkeypatch):
     carry_out = engines.Engine.carry_out
 
     def poison(self, effect):
-        if self.pages is not None and not isinstance(effect, engines.Move):
-            free = np.array(self.loop.ledger.free_list, int)
-            at = (np.arange(self.pages.heads)[:, None] * self.pages.blocks + free).reshape(-1)
-            bits = np.float32(np.nan).view(np.int32)
-            self.pages.pools = tuple(
+        free = np.array(self.loop.ledger.free_list, int)
+        bits = np.float32(np.nan).view(np.int32)
+        for pages in () if isinstance(effect, engines.Move) else self.pages.values():
+            at = (np.arange(pages.heads)[:, None] * pages.blocks + free).reshape(-1)
+            pages.pools = tuple(
                 paged_step.PagePool(p.words.at[:, at].set(bits), p.page, p.payload, p.names)
-                for p in self.pages.pools
+                for p in pages.pools
             )
         return carry_out(self, effect)
 
@@ -197,6 +198,67 @@ def test_waste_is_what_the_lists_of_pages_hold_and_do_not_use(monkeypatch):
     assert [entry.outside for entry in done.outcome.entries] == [i % 4 == 3 for i in range(9)]
     lanes_alone = run(battery.model("4/2"), crowd(methods[3:])[:2], SYSTEMS["iterations"])
     assert "waste" not in metrics(lanes_alone.outcome)
+
+
+CODED = ("int8", "keydiff(budget=0.5) + int8", "adakv(budget=0.75, window=4) + int8")
+
+
+def test_eight_bit_codes_are_stored_in_pages_in_their_own_bytes(monkeypatch):
+    """Beside the full cache, under random schedules, with NaN in every page that nobody holds."""
+    prompts = crowd((None, *CODED))
+    poisoned(monkeypatch)
+    with monkeypatch.context() as patch:
+        done = run(battery.model("4/2"), prompts, adversary(patch, 3), pages=PAGES, watch=clean)
+    check_alone(done, prompts)
+    assert not any(entry.outside for entry in done.outcome.entries)
+    source = engines.Given()
+    engine = engines.Engine(battery.model("4/2"), PAGED, PAGES, 8, PAGES, source)
+    for i, method in enumerate((None, *CODED)):
+        engine.accept(job_of(battery.model("4/2"), i, Prompt(texts()[i], 4, method)), 0.0)
+    plain, codes = (engine.pages[kvjax.method(name).store].pools[0] for name in ("full", "int8"))
+    assert len(engine.pages) == 2 and (plain.payload, codes.payload) == ("float32", "int8")
+    assert codes.rows * 4 == plain.rows
+
+
+def test_codes_in_pages_are_those_of_the_cache():
+    """What an int8 cache of `kvjax.prefill` and `kvjax.step` holds, slot by slot."""
+    model, text = battery.model("4/2"), texts()[4]
+    source = engines.Given()
+    engine = engines.Engine(model, PAGED, PAGES, 8, PAGES, source)
+    job = job_of(model, 0, Prompt(text, 5, "int8", stop=[]))
+    source.start([engine.accept(job, 0.0)])
+    engine.run()
+    _, cache = kvjax.prefill(model, [text], method="int8", room=8)
+    for token in job.written[:4]:
+        _, cache = kvjax.step(model, cache, np.array([token], np.int32))
+    (pages,) = engine.pages.values()
+    pools, table, count = pages.pools, pages.tables[0], len(text) + 4
+    assert (pages.lists[0] == count).all()
+    want = lists_of(cache)
+    for pool, whole in zip(pools, want, strict=True):
+        for head in range(2):
+            at = head * PAGES + np.array(table)
+            count = len(text) + 3
+            order = np.argsort(np.where(whole.pos[:, head] < 0, 1 << 30, whole.pos[:, head]), axis=-1)[
+                :, :count
+            ]
+            for name, mine in (("key", pool.keys), ("value", pool.values)):
+                scale, zero = (np.float64(pool.number(f"{name}_{x}")) for x in ("scale", "zero"))
+                got = np.float64(mine)[:, at] * scale[:, at][..., None] + zero[:, at][..., None]
+                got = got.reshape(got.shape[0], -1, got.shape[-1])[:, :count]
+                ours = whole.k[:, head] if name == "key" else whole.v[:, head]
+                np.testing.assert_allclose(
+                    got, np.take_along_axis(np.float64(ours), order[..., None], 1), atol=2e-6
+                )
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("seed", range(10))
+def test_codes_in_pages_are_answered_alone_under_any_schedule(seed, monkeypatch):
+    prompts = crowd((*CODED, None, "h2o(budget=0.5)"))
+    poisoned(monkeypatch)
+    system = adversary(monkeypatch, seed)
+    check_alone(run(battery.model("4/2"), prompts, system, pages=PAGES, watch=clean), prompts)
 
 
 def test_methods_in_lanes_beside_pages_are_answered_alone(monkeypatch):
@@ -379,6 +441,8 @@ def test_pages_hold_windows_and_say_what_they_do_not_hold():
     check_alone(done, prompts, "windowed")
     why = pages_refusal(battery.model("4/2"), kvjax.method("h2o", budget=0.5))
     assert why == "h2o has steps, slots or weights of its own"
+    assert "8 bits" in pages_refusal(battery.model("4/2"), kvjax.method("quarot"))
+    assert "uncoded" in pages_refusal(battery.model("4/2"), BY_LABEL["kivi"].method())
     assert "windowed" in pages_refusal(battery.model("windowed"), kvjax.method("keydiff", budget=0.5))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from kvjax.base.errors import InputError
-from kvjax.grammar import Method
+from kvjax.grammar import Method, Store
 from kvjax.models.model import Model
 from kvjax.serve.device.jobs import Job
 from kvjax.serve.device.lanes import Lanes
@@ -75,15 +75,15 @@ class Given:
 class Engine:
     """Carries out a loop's effects on a device.
 
-    jobs: the running requests, by id. ends: when every iteration ended, in seconds. moved: slots copied to
-    and from host memory. computed: tokens that the model computed, idle rows included. gone: ids of requests
-    whose client disconnected.
+    jobs: the running requests, by id. pages: a pool for each way to encode slots. ends: when every iteration
+    ended, in seconds. moved: slots copied to and from host memory. computed: tokens that the model computed,
+    idle rows included. gone: ids of requests whose client disconnected.
     """
 
     def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
         self.model, self.source, self.loop = model, source, Loop(system, pages)
         self.sizes = system.page, pages, min(rows, 64), longest
-        self.pages: Pages | None = None
+        self.pages: dict[Store | None, Pages] = {}
         self.lanes: dict[tuple[Method, int], Lanes] = {}
         self.jobs: dict[int, Job] = {}
         self.gone: set[int] = set()
@@ -101,8 +101,10 @@ class Engine:
                 self.lanes[kind] = Lanes(job, size)
             job.place = self.lanes[kind]
         else:
-            self.pages = self.pages or Pages(self.model, *self.sizes)
-            job.place = self.pages
+            store = job.method.store
+            if store not in self.pages:
+                self.pages[store] = Pages(self.model, *self.sizes, store)
+            job.place = self.pages[store]
             if job.method == Method():
                 # Prefixes are shared under the full cache alone: only there does a page depend on its tokens
                 # alone.
@@ -142,13 +144,13 @@ class Engine:
     def _look(self) -> None:
         """Drops the slots of requests that were preempted or ended, and updates page tables."""
         here = {entry.request.id for entry in (*self.loop.reading, *self.loop.writing)}
-        for place in [*self.lanes.values(), *([] if self.pages is None else [self.pages])]:
+        for place in (*self.lanes.values(), *self.pages.values()):
             for id in place.holds() - here:
                 place.drop(id)
-        if self.pages is not None:
-            # The prefix tree may have replaced a page of a request since its last step.
-            tables = self.loop.ledger.tables
-            self.pages.tables = {id: list(tables[id]) for id in here if self.jobs[id].place is self.pages}
+        # The prefix tree may have replaced a page of a request since its last step.
+        tables = self.loop.ledger.tables
+        for pages in self.pages.values():
+            pages.tables = {id: list(tables[id]) for id in here if self.jobs[id].place is pages}
 
     def _move(self, move: Move) -> None:
         # The ledger has already given the pages of preempted requests to others; their content is intact
@@ -192,10 +194,11 @@ class Engine:
 
     def _kept(self, entry: Entry) -> list[tuple[Entry, int, float]]:
         """The entry with its slots in pages, if its method evicted some of the prompt; else nothing."""
-        entry.outside = self._job(entry).place is not self.pages
-        if self.pages is None or entry.outside:
+        place = self._job(entry).place
+        entry.outside = not isinstance(place, Pages)
+        if entry.outside:
             return []
-        lists = self.pages.lists[entry.request.id]
+        lists = place.lists[entry.request.id]
         mean = float(lists.mean())
         return [(entry, int(lists.max()), mean)] if mean < entry.goal else []
 

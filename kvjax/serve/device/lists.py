@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kvjax.hosts.arrays import fetch
 from kvjax.state.cache import Cache, Pages, Segment, Slots
-from kvjax.state.codes import Codes
+from kvjax.state.codes import dense
 
 
 class Lists(NamedTuple):
@@ -32,11 +32,12 @@ def lists_of(cache: Cache) -> list[Lists]:
 
 def _part(part: Segment, pools: tuple[Pages, ...]) -> Lists:
     if isinstance(part, Slots):
-        assert part.v is not None and part.bias is None and not isinstance(part.k, Codes)
-        return Lists(*(x[:, 0] for x in fetch((part.k, part.v, part.pos))))
+        assert part.v is not None and part.bias is None
+        return Lists(*(x[:, 0] for x in fetch((dense(part.k), dense(part.v), part.pos))))
     pool = pools[part.pool]
-    assert pool.v is not None and pool.bias is None and not isinstance(pool.k, Codes)
-    k, v, pos, table, lengths = fetch((pool.k, pool.v, pool.pos, pool.table(part), part.lengths))
+    assert pool.v is not None and pool.bias is None
+    k, v = dense(pool.k), dense(pool.v)
+    k, v, pos, table, lengths = fetch((k, v, pool.pos, pool.table(part), part.lengths))
     k, v, pos = (x[table[:, 0]] for x in (k, v, pos))
     k, v, pos = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in (k, v, pos))
     return Lists(k, v, np.where(np.arange(pos.shape[2]) < lengths[:, 0, :, None], pos, -1))

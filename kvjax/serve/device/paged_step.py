@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.grammar import Store
 from kvjax.models.attending import rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -22,6 +23,7 @@ from kvjax.ops.decode.page_pool import PagePool
 from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_write import paged_write
+from kvjax.serve.device.coding import coded
 from kvjax.state.cache import GroupState
 
 NAME = "pages"
@@ -40,6 +42,16 @@ class Rows(NamedTuple):
     next: Int[Array, "R"]
 
 
+def as_stored(
+    pool: PagePool, store: Store | None, k: Float[Array, "*b T H"], v: Float[Array, "*b T H"]
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Keys and values as a pool holds them: in its type, or as codes with their numbers."""
+    if store is not None:
+        return coded(store, k, v)
+    k, v = (y.astype(jnp.dtype(pool.payload)) for y in (k, v))
+    return k, v, {}
+
+
 def table_of(pool: PagePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array, "R K M"]:
     """The page table of every row and KV head."""
     of_head = pool.words.shape[1] // heads
@@ -48,7 +60,7 @@ def table_of(pool: PagePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array
 
 def paged_hidden(
     config: Config, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "R T"],
-    counts: Int[Array, "R"], implementation: str | None = None,
+    counts: Int[Array, "R"], store: Store | None = None, implementation: str | None = None,
 ) -> tuple[Float[Array, "R T D"], tuple[PagePool, ...]]:  # fmt: skip
     """Runs the first `count` tokens of every row through all layers, and stores them in the pools."""
     heads, t = rows.stored.shape[2], tokens.shape[1]
@@ -61,15 +73,16 @@ def paged_hidden(
         assert x.k is not None and x.v is not None
         table, stored = table_of(pool, rows.blocks, heads), rows.stored[layer.number]
         q, k = (rotary(layer, y, at, length) for y in (x.q, x.k))
-        k, v = (y.astype(jnp.dtype(pool.payload)) for y in (k, x.v))
-        where = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, t))
+        k, v, numbers = as_stored(pool, store, k, x.v)
+        numbers["pos"] = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, t))
         if t == 1:
             pool = paged_append(
                 pool, table, stored, k[:, :, 0], v[:, :, 0], layer.index,
-                numbers={"pos": where[:, :, 0]}, active=new[:, 0], implementation=implementation,
+                numbers={name: y[:, :, 0] for name, y in numbers.items()}, active=new[:, 0],
+                implementation=implementation,
             )  # fmt: skip
         else:
-            pool = paged_write(pool, table, stored, counts, k, v, layer.index, numbers={"pos": where})
+            pool = paged_write(pool, table, stored, counts, k, v, layer.index, numbers=numbers)
         out, _, _ = paged_decode(
             q, pool, table, stored + counts[:, None], pos, layer.index, scale=layer.scale,
             window=layer.window, softcap=config.attention_softcap, implementation=implementation,
@@ -89,6 +102,7 @@ class PagedStep(NamedTuple):
     """A decode step over pages, for `write_slice`; equal ones share programs. Its state is (pools, Rows)."""
 
     config: Config
+    store: Store | None = None
     implementation: str | None = None
 
     def __call__(
@@ -97,7 +111,8 @@ class PagedStep(NamedTuple):
     ) -> tuple[Float[Array, "R V"], tuple[tuple[PagePool, ...], Rows]]:  # fmt: skip
         pools, rows = state
         counts = active.astype(jnp.int32)
-        x, pools = paged_hidden(self.config, params, pools, rows, token[:, None], counts, self.implementation)
+        how = self.store, self.implementation
+        x, pools = paged_hidden(self.config, params, pools, rows, token[:, None], counts, *how)
         rows = rows._replace(stored=rows.stored + counts[None, :, None], next=rows.next + counts)
         return unembed(params, x[:, 0], self.config), (pools, rows)
 
@@ -108,24 +123,25 @@ def read_piece(
     count: Int[Array, "1"],
 ) -> tuple[Float[Array, "1 V"], tuple[PagePool, ...]]:  # fmt: skip
     """Reads the first `count` of the given tokens of one prompt; returns logits after them, and the pools."""
-    x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, step.implementation)
+    how = step.store, step.implementation
+    x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, *how)
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)
     return unembed(params, last[:, 0], step.config), pools
 
 
-@partial(jax.jit, donate_argnames=("pools",))
+@partial(jax.jit, static_argnames=("store",), donate_argnames=("pools",))
 def adopt(
     pools: tuple[PagePool, ...], blocks: Int[Array, "1 M"], count: Int[Array, "1"],
-    new: tuple[tuple[Array, Array, Array], ...],
+    new: tuple[tuple[Array, Array, Array], ...], store: Store | None = None,
 ) -> tuple[PagePool, ...]:  # fmt: skip
     """Writes the first `count` slots of KV heads (keys, values, positions [Lg, K, S, H]) to blocks."""
     done = []
     for pool, (k, v, pos) in zip(pools, new, strict=True):
         table, start = table_of(pool, blocks, k.shape[1]), jnp.zeros((1, k.shape[1]), jnp.int32)
         for i in range(k.shape[0]):
-            pool = paged_write(
-                pool, table, start, count, k[i][None], v[i][None], i, numbers={"pos": pos[i][None]}
-            )
+            ki, vi, numbers = as_stored(pool, store, k[i][None], v[i][None])
+            numbers["pos"] = pos[i][None]
+            pool = paged_write(pool, table, start, count, ki, vi, i, numbers=numbers)
         done.append(pool)
     return tuple(done)
 

@@ -8,18 +8,21 @@ methods in one batch.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from kvjax.base.errors import InputError
-from kvjax.grammar import Method
+from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import with_fitted
 from kvjax.hosts.arrays import fetch
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.model import Model
 from kvjax.ops.decode.page_pool import BITS, PagePool, page_rows
 from kvjax.pure import bind
+from kvjax.serve.device.coding import NUMBERS, PAYLOAD, codes_refusal
 from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lists import in_front, lists_of
 from kvjax.serve.device.paged_step import PagedStep, Rows, adopt, put_back, read_piece, taken
@@ -54,9 +57,12 @@ def pages_refusal(model: Model, method: Method) -> str:
     """Why requests of a method cannot be stored in pages; empty if they can."""
     if why := refusal(model):
         return why
-    plain = Method().decode_part()
-    if method.make is not None or method.layers or method.stack is not None or method.decode_part() != plain:
+    part = dataclasses.replace(method.decode_part(), store=None)
+    if method.make is not None or method.layers or method.stack is not None or part != Method().decode_part():
         return f"{method.id} has steps, slots or weights of its own"
+    width = mixer_of(model.config, 0).slots_of(model.config).key
+    if method.store is not None and (why := codes_refusal(method.store, width)):
+        return f"{method.id}: {why}"
     keep = method.keep
     if keep is not None and (keep.merge is not None or keep.lower is not None):
         return f"{method.id} merges slots"
@@ -83,11 +89,14 @@ def of_a_few(least: int, first: int = 4) -> int:
 class Pages:
     """A pool of `blocks` blocks of `page` tokens, each a page of every layer and KV head.
 
+    store: how slots are encoded; None stores them as computed.
     rows: how many rows a step has; a larger batch has four times as many. most: pages of the longest request.
     lists: slots per layer and KV head, by request. read_tokens: how many prompt tokens were computed.
     """
 
-    def __init__(self, model: Model, page: int, blocks: int, rows: int, most: int):
+    def __init__(
+        self, model: Model, page: int, blocks: int, rows: int, most: int, store: Store | None = None
+    ):
         config = model.config
         slots = mixer_of(config, 0).slots_of(config)
         self.params, self.page, self.blocks, self.rows = (
@@ -96,18 +105,19 @@ class Pages:
             blocks,
             rows,
         )
-        self.heads, self.step, self.most = slots.heads, PagedStep(config), of_a_few(most)
+        self.heads, self.step, self.most = slots.heads, PagedStep(config, store), of_a_few(most)
         sizes = [next(iter(p.values())).shape[0] for p in model.params["layers"]]
         self.layers = sum(sizes)
-        dtype = model.params["norm"].dtype.name
+        dtype = model.params["norm"].dtype.name if store is None else PAYLOAD
+        names = ("pos",) if store is None else ("pos", *NUMBERS)
         if page % (tokens := 32 // BITS[dtype]):
             raise InputError(
                 f"a page has {page} tokens, expected a multiple of {tokens} in {dtype}: write page=16"
             )
-        height = page_rows(dtype, page, slots.key, ("pos",))
+        height = page_rows(dtype, page, slots.key, names)
         shape = self.heads * blocks, height, slots.key
         self.pools = tuple(
-            PagePool(jnp.zeros((size, *shape), jnp.int32), page, dtype, ("pos",)) for size in sizes
+            PagePool(jnp.zeros((size, *shape), jnp.int32), page, dtype, names) for size in sizes
         )
         self.lists: dict[int, np.ndarray] = {}
         self.away: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
@@ -190,7 +200,8 @@ class Pages:
         blocks[0, : len(table)] = table
         self.lists[job.id] = np.concatenate([(pos >= 0).sum(-1) for _, _, pos in each]).astype(np.int32)
         packed = tuple(in_front(one, most * self.page) for one in each)
-        self.pools = adopt(self.pools, blocks, np.array([len(table) * self.page], np.int32), packed)
+        room = np.array([len(table) * self.page], np.int32)
+        self.pools = adopt(self.pools, blocks, room, packed, self.step.store)
         job.next = int(fetch(cache.next)[0])
         self.read_tokens += len(job.tokens)
         return replayed(job, self._steps) or first_token(job, logits)
