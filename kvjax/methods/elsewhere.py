@@ -1,4 +1,4 @@
-"""Papers that are verbs, architectures or systems here, not methods: what to write instead."""
+"""Papers that are verbs, architectures or rewrites of weights here, not methods: what to write instead."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ VERBS = {
     "speculative-decoding": "kvjax.speculate(model, tokens, draft=...)",
 }
 
+# Papers on weights and inputs of layers: with their rewrites, keys and values are the same numbers as before.
+OF_WEIGHTS = {
+    "awq": "scales channels of weights before they are quantised; kvjax.load reads checkpoints in AWQ's form",
+    "os-plus": "shifts and scales inputs of layers; omniquant has shifts and scales of keys and values",
+    "outlier-suppression": "moves scales of norms into weights; omniquant has scales of keys and values",
+}
+
 
 def elsewhere(name: str) -> str:
     """What to write for a paper that is not a method, as a clause; empty for an unknown name.
@@ -24,12 +31,16 @@ def elsewhere(name: str) -> str:
     'is kvjax.join(model, caches, texts=..., recompute=0.15)'
     >>> elsewhere("YOCO")
     'is an architecture: see `kvjax architectures yoco`'
+    >>> elsewhere("os+").startswith("changes no number of a cache")
+    True
     """
     from kvjax.models.architectures import architecture
 
-    name = name.lower().replace("_", "-").replace(" ", "-")
+    name = name.lower().replace("_", "-").replace(" ", "-").replace("+", "-plus")
     if name in VERBS:
         return f"is {VERBS[name]}"
+    if name in OF_WEIGHTS:
+        return f"changes no number of a cache, because it {OF_WEIGHTS[name]}"
     try:
         return f"is an architecture: see `kvjax architectures {architecture(name).id}`"
     except ValueError:

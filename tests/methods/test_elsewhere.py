@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.commands.methods import filtered, listing
 from kvjax.methods import METHODS
-from kvjax.methods.elsewhere import VERBS, elsewhere
+from kvjax.methods.elsewhere import OF_WEIGHTS, VERBS, elsewhere
 from kvjax.methods.registry import ALIASES
 
 
@@ -27,6 +27,8 @@ def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
         ("CacheBlend", r"kvjax\.join\(model, caches, texts=\.\.\., recompute=0\.15\)"),
         ("YOCO", "kvjax architectures yoco"),
         ("mha", "kvjax architectures transformer"),
+        ("AWQ", "changes no number of a cache.*kvjax.load"),
+        ("OS+", "changes no number of a cache.*omniquant has shifts and scales"),
     ],
 )
 def test_the_name_of_what_is_no_method_leads_to_it(name, said):
@@ -41,6 +43,10 @@ def test_a_search_that_finds_no_method_says_what_the_paper_is():
         kvjax.InputError, match="fastserve is a serving system: see `kvjax systems fastserve`"
     ):
         filtered(listing(), search="fastserve")
+
+
+def test_papers_on_weights_name_methods_that_exist_and_are_none():
+    assert not OF_WEIGHTS.keys() & (METHODS.keys() | ALIASES.keys()) and "omniquant" in METHODS
 
 
 def test_a_slip_of_the_pen_is_none_of_them():
