@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from kvjax.grammar import Method, Store
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Group
+from kvjax.methods.shared import Group, Seed
 from kvjax.state.codes import Codec
-from kvjax.store.blocks import Microscaled, SharedExponents
+from kvjax.store.blocks import Microscaled, NearestPower, SharedExponents
 from kvjax.store.nvfloat4 import NvFloat4
+from kvjax.store.rotate import Rotate
 
 # A calibrated scale of a whole tensor; None: every token of a head has its own.
 Scale = Annotated[float, Range(1e-30, 1e30)]
@@ -104,3 +105,22 @@ def four_over_six(*, block: Group = 16, tensor: Scale | None = None) -> Method:
     given.
     """
     return _both(NvFloat4(block, tensor, two=True))
+
+
+@paper(
+    "UltraQuant: 4-bit KV Caching for Context-Heavy Agents",
+    arxiv="2606.20474",
+    family="quant",
+    exact="deviates",
+)
+def ultraquant(*, block: Group = 32, seed: Seed = 0) -> Method:
+    """UltraQuant (Chakrabarti et al., 2026, arXiv:2606.20474): e2m1 with powers of two, and rotated keys.
+
+    Keys are rotated by a Hadamard matrix after RoPE, values are not. `block` channels of a token share the
+    power of two nearest to 0.156 times their largest number (`NearestPower`), 4.25 bits a number, as in
+    vLLM's `ultraquant_4bit`. Deviation: queries stay as computed, where the authors' kernels round them to
+    float8; numbers halfway between two codes get the even one, there the lower one; the Hadamard matrix has
+    random signs.
+    """
+    codec = NearestPower("e2m1", block, part=0.156)
+    return Method(store=Store(Rotate("hadamard", seed) >> codec, codec))

@@ -84,10 +84,13 @@ class Microscaled:
     def says(self) -> str:
         return f"{self.kind}, {self.bits} bits a number, with a power of two for {self.block} channels."
 
+    def power(self, largest: Float[Array, "*b"]) -> Int[Array, "*b"]:
+        """The exponent e of blocks with these largest magnitudes."""
+        return exponent(largest) - (0 if self.kind == "int8" else FORMATS[self.kind].most)
+
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         rows = blocked(x.astype(jnp.float32), self.block)
-        most = 0 if self.kind == "int8" else FORMATS[self.kind].most
-        e = jnp.clip(exponent(jnp.abs(rows).max(-1)) - most, _LEAST, 127)
+        e = jnp.clip(self.power(jnp.abs(rows).max(-1)), _LEAST, 127)
         scaled = (rows / power(e)[..., None]).reshape(x.shape)
         if self.kind == "int8":
             codes = jnp.clip(jnp.round(scaled * 64), -127, 127).astype(jnp.int8)
@@ -101,6 +104,29 @@ class Microscaled:
             p = of_codes(found(data, self.bits, width), FORMATS[self.kind])
         rows = blocked(p, self.block) * power(_unbiased(data["scales"]))[..., None]
         return rows.reshape(p.shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class NearestPower(Microscaled):
+    """Microscaled, with the power of two whose logarithm is nearest to that of `part` max |x|.
+
+    e = floor(log2(part max |x|) + 1/2) of a block, where `Microscaled` rounds the logarithm down (UltraQuant,
+    arXiv:2606.20474). Raises ValueError if `part` is not positive.
+
+    >>> codec = NearestPower("e2m1", 4, part=0.156)
+    >>> codec.decode(codec.encode(jnp.array([[1.0, 2.4, -3.1, 9.0]])), 4, jnp.float32).tolist()
+    [[1.0, 2.0, -3.0, 6.0]]
+    """
+
+    part: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.part > 0:
+            raise ValueError(f"part is a positive share of a block's largest number, got {self.part!r}")
+
+    def power(self, largest: Float[Array, "*b"]) -> Int[Array, "*b"]:
+        return exponent(largest * (self.part * 2**0.5))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,14 +21,20 @@ def cast(x, kind):
     return np.clip(x, -most_of(kind), most_of(kind)).astype(TYPES[kind]).astype(x.dtype)
 
 
-def microscaled(kind, block=32):
-    """OCP Microscaling Formats, version 1.0, section 6.3."""
+def microscaled(kind, block=32, part=None):
+    """OCP Microscaling Formats, version 1.0, section 6.3.
+
+    part: the power of two is that nearest to this part of the largest number, as in UltraQuant
+    (arXiv:2606.20474).
+    """
 
     def code(x):
         rows = x.astype(np.float64).reshape(*x.shape[:-1], -1, block)
         most = 0 if kind == "int8" else np.floor(np.log2(most_of(kind)))
         largest = np.abs(rows).max(-1, keepdims=True)
         e = np.floor(np.log2(largest, where=largest > 0, out=np.full_like(largest, -126))) - most
+        if part is not None:
+            e = np.floor(np.log2(part * largest, where=largest > 0, out=np.full_like(largest, -126)) + 0.5)
         # The scale's own format holds it.
         two = np.maximum(2.0**e, 2.0**-126).astype(ml_dtypes.float8_e8m0fnu).astype(np.float64)
         p = np.clip(np.rint(rows / two * 64), -127, 127) / 64 if kind == "int8" else cast(rows / two, kind)

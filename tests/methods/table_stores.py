@@ -248,6 +248,11 @@ STORES = [
     alike("mxfp8", lambda s: s.h + s.h // 8, microscaled("e4m3", 8), block=8),
     alike("mxfp6", lambda s: s.h * 6 // 8 + s.h // 8, microscaled("e2m3", 8), block=8),
     alike("mxfp4", lambda s: s.h // 2 + s.h // 8, microscaled("e2m1", 8), block=8),
+    row(
+        "ultraquant", dense(everything, slot=lambda s: 2 * (s.h // 2 + s.h // 8) + 4), hyper=dict(block=8),
+        error=FLIPS,
+        attends=coded(behind(hadamard(16, 0), microscaled("e2m1", 8, 0.156)), microscaled("e2m1", 8, 0.156)),
+    ),
     alike("mxint8", lambda s: s.h + s.h // 8, microscaled("int8", 8), block=8),
     # Bits of pairs fill a word of 32.
     alike("mx", lambda s: s.h * 4 // 8 + 4 + 4 + s.h // 8, shared(4, 8), block=8),

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.state.cache import nbytes
 from kvjax.state.codes import dense, encode
-from kvjax.store.blocks import Microscaled, SharedExponents
+from kvjax.store.blocks import Microscaled, NearestPower, SharedExponents
 from kvjax.store.minifloats import FORMATS, of_codes, to_codes
 from kvjax.store.nvfloat4 import NvFloat4
 from kvjax.store.symmetric import Symmetric
@@ -138,3 +138,15 @@ def test_bits_that_do_not_exist_and_blocks_that_do_not_divide_rows_are_refused(r
             encode(jnp.asarray(rows_of(rng)), codec)
     with pytest.raises(kvjax.InputError, match="block=24 must divide the 32 channels of a head"):
         kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]], method="mxfp4:block=24")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_the_nearest_power_of_two_is_that_of_the_authors_equation(rng, scale):
+    x = rows_of(rng, scale)
+    got = np.asarray(back(jnp.asarray(x), NearestPower("e2m1", 32, part=0.156)), np.float64)
+    want = microscaled("e2m1", 32, 0.156)(x.astype(np.float64))
+    # Numbers between two codes may become the other one in float32.
+    assert (np.abs(got - want) <= 1e-6 * np.abs(x).max()).mean() > 0.999
+    assert not got[0, 0, 0, :32].any()
+    with pytest.raises(ValueError, match="part is a positive share"):
+        NearestPower("e2m1", part=0.0)
