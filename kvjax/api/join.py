@@ -88,21 +88,10 @@ def join(
     method = first.method
     _check_alike(caches)
     model = made(model, method)
-    if model.config.rope.by_length:
-        raise InputError(
-            f"the rotation of {model.name} ({model.config.rope.kind}) depends on the length of a text, "
-            "expected one by position alone: read the texts together"
-        )
-    if model.on_mesh is not None:
-        raise InputError(
-            f"{model.name} lies on several devices, expected one: join caches of an unsplit model"
-        )
+    _check_rotation(model)
     run = decoding(model, method, None)
     gms = run.groups(model.params)
-    for number, cache in enumerate(caches):
-        for gm, group in zip(gms, cache.groups, strict=True):
-            if why := _unjoinable(gm, group):
-                raise InputError(f"layer {gm.first} of cache {number} {why}: read the texts together")
+    _check_slots(gms, caches)
     starts = np.cumsum([np.zeros_like(fetch(first.next)), *(fetch(cache.next) for cache in caches)], 0)
     check_reach(model, int(starts[-1].max()) + room, method or Method())
     again = None if recompute == 0 and texts is None else check_texts(model, caches, texts, recompute)
@@ -138,6 +127,27 @@ def _check_alike(caches: Sequence[Cache]) -> None:
                 f"cache {number} is of {cache.method!r:.60}, cache 0 of {first.method!r:.60}, expected one "
                 "method: read all texts with it"
             )
+
+
+def _check_rotation(model: Model) -> None:
+    """InputError if the keys of a model cannot be rotated to other positions."""
+    if model.config.rope.by_length:
+        raise InputError(
+            f"the rotation of {model.name} ({model.config.rope.kind}) depends on the length of a text, "
+            "expected one by position alone: read the texts together"
+        )
+    if model.on_mesh is not None:
+        raise InputError(
+            f"{model.name} lies on several devices, expected one: join caches of an unsplit model"
+        )
+
+
+def _check_slots(gms: Sequence[GroupMethod], caches: Sequence[Cache]) -> None:
+    """InputError for a cache whose slots cannot be appended to others, with the layer."""
+    for number, cache in enumerate(caches):
+        for gm, group in zip(gms, cache.groups, strict=True):
+            if why := _unjoinable(gm, group):
+                raise InputError(f"layer {gm.first} of cache {number} {why}: read the texts together")
 
 
 def _unjoinable(gm: GroupMethod, group: GroupState) -> str:

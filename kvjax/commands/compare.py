@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BUDGET",
         help="what is kept: a fraction of the tokens, or whole slots per head (default: 0.5 0.25)",
     )
+    _add_questions(parser)
+    _add_run(parser)
+    add_mesh(parser)
+    add_hosts(parser)
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    """Options of what is asked or read."""
     parser.add_argument(
         "--tasks",
         nargs="+",
@@ -62,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length", type=whole(1), metavar="T", help="tokens per context (default: 512; 1024)"
     )
     parser.add_argument("--text", metavar="FILE", help="measure likelihood on this text instead of asking")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Options of the run: its folder, its draws, what else is computed."""
     parser.add_argument("--out", metavar="DIR", help="where results go (default: kvjax-results/TIME)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the questions (default: 0)")
@@ -91,8 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="feed the right answers in one pass (teacher forcing) instead of letting the model write: it is "
         "faster, and also gives -log p of the right answer, which moves before answers break",
     )
-    add_mesh(parser)
-    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,6 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after N tokens (default: 64, in a conversation 256)",
     )
+    _add_sampling(parser)
+    parser.add_argument(
+        "--draft",
+        metavar="METHOD|MODEL",
+        help="speculative decoding: a method under which the model drafts (int4), another model, or lookup, "
+        "which drafts what followed the same words before",
+    )
+    parser.add_argument(
+        "--drafted", type=whole(1), metavar="K", help="tokens of a draft at most (default: 4)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
+    add_mesh(parser)
+    add_hosts(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options of how tokens are drawn, and where a text ends."""
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: 0)"
     )
@@ -81,18 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end behind TEXT; may be given several times",
     )
-    parser.add_argument(
-        "--draft",
-        metavar="METHOD|MODEL",
-        help="speculative decoding: a method under which the model drafts (int4), another model, or lookup, "
-        "which drafts what followed the same words before",
-    )
-    parser.add_argument(
-        "--drafted", type=whole(1), metavar="K", help="tokens of a draft at most (default: 4)"
-    )
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
-    add_mesh(parser)
-    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -136,17 +136,12 @@ def compare(
     listed(methods=methods, budgets=budgets, tasks=tasks, protocols=protocols, seeds=seeds)
     length = None if length is None else whole_number("length", length, 1, "tokens per context")
     seeds = seeds_of(seed, seeds, text)
+    _check_options(text, out, protocols, samples, scores)
     command = command_of(
         model=model if isinstance(model, str) else model.name, methods=methods, budgets=budgets, tasks=tasks,
         protocols=() if text else protocols or (), samples=samples, length=length, text=text, seeds=seeds,
         preset=preset, scores=scores, baselines=baselines, gold=bool(gold), mesh=mesh, rules=rules,
     )  # fmt: skip
-    check_protocols(protocols or (), 1 if samples is None else samples)
-    if scores and text is not None:
-        raise InputError(
-            "--scores was given with --text, expected questions, whose answers attend: remove one of both"
-        )
-    check_out(out)
     loaded = _loaded(model, mesh, rules)
     usual = usual_of(loaded)
     samples = usual.samples if samples is None else samples
@@ -155,11 +150,10 @@ def compare(
     folder = Path(out or by_first(lambda: f"kvjax-results/{time.strftime('%Y%m%d-%H%M%S')}"))
     if text is not None:
         length = length or LENGTH
-        preset = preset or ("short" if length <= 1024 else "long")
+        entries = _entries(loaded, methods, budgets, preset, baselines, length)
         found = compare_text(
-            loaded, _entries(loaded, methods, budgets, preset, baselines, length), text, folder=folder,
-            length=length, windows=samples, seed=seeds[0], resume=resume,
-            about={**_about(loaded), "command": command}, console=console,
+            loaded, entries, text, folder=folder, length=length, windows=samples, seed=seeds[0],
+            resume=resume, about={**_about(loaded), "command": command}, console=console,
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
     plan, preset = planned(
@@ -180,11 +174,12 @@ def _entries(
     model: Model,
     methods: Sequence[str | Method | Custom] | None,
     budgets: Sequence[float | int] | None,
-    preset: str,
+    preset: str | None,
     baselines: bool,
     length: int,
 ) -> list[Entry]:
     """The cells of a comparison on a text, traced once, so that what cannot run is refused here."""
+    preset = preset or ("short" if length <= 1024 else "long")
     entries = plan_cells(model, methods, budgets, preset, baselines)
     check_traced(model, entries, bucket(length))
     return entries
@@ -206,6 +201,22 @@ def _asked(
     sample = batches[0].rows[0][0]
     pictures = draw_pictures(plan.model, plan.entries, plan.protocols[0], sample) if scores else []
     return _report(plan, batches, log, given, pictures, folder, started, console, failed)
+
+
+def _check_options(
+    text: str | Path | None,
+    out: str | Path | None,
+    protocols: Sequence[str] | None,
+    samples: int | None,
+    scores: bool,
+) -> None:
+    """InputError for protocols, folders and options that cannot be, before the model is loaded."""
+    check_protocols(protocols or (), 1 if samples is None else samples)
+    if scores and text is not None:
+        raise InputError(
+            "--scores was given with --text, expected questions, whose answers attend: remove one of both"
+        )
+    check_out(out)
 
 
 def check_model(model: Any) -> None:

@@ -211,6 +211,15 @@ def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
     return side[0, 0, pl.ds(head, 1), pl.ds(pl.multiple_of(s * block, block), block)]
 
 
+def _spec_of_heads(side: jax.Array, lists: int) -> pl.BlockSpec:
+    """All heads of a sequence, copied once for all of them; `lists` heads are visited per core."""
+
+    def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
+        return (layer[0] if side.shape[0] > 1 else 0, (core * lists + j) // side.shape[2], 0, 0)
+
+    return pl.BlockSpec((1, 1, *side.shape[2:]), at)
+
+
 def stacked_decode(
     q: jax.Array,
     k: jax.Array,
@@ -245,15 +254,6 @@ def stacked_decode(
     ]
     values = caches[-1].shape[2]
     of = partial(streaming.spec_of_list, lists, sizes.lists)
-
-    def heads(x: jax.Array) -> pl.BlockSpec:
-        """All heads of a sequence, copied once for all of them."""
-
-        def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
-            return (layer[0] if x.shape[0] > 1 else 0, (core * sizes.lists + j) // x.shape[2], 0, 0)
-
-        return pl.BlockSpec((1, 1, *x.shape[2:]), at)
-
     masses = [jax.ShapeDtypeStruct((lists, 1, sizes.mass), jnp.float32)] if sizes.mass else []
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
@@ -269,7 +269,7 @@ def stacked_decode(
                 of(count, width),
                 of(count, LANES),
                 *(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in turns),
-                *map(heads, sides),
+                *(_spec_of_heads(x, sizes.lists) for x in sides),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
             ],
             out_specs=[of(count, values), of(count, LANES), *(of(*x.shape[1:]) for x in masses)],
