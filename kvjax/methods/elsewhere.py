@@ -31,12 +31,12 @@ def elsewhere(name: str) -> str:
     'is kvjax.join(model, caches, texts=..., recompute=0.15)'
     >>> elsewhere("YOCO")
     'is an architecture: see `kvjax architectures yoco`'
-    >>> elsewhere("os+").startswith("changes no number of a cache")
+    >>> elsewhere("os-plus").startswith("changes no number of a cache")
     True
     """
     from kvjax.models.architectures import architecture
 
-    name = name.lower().replace("_", "-").replace(" ", "-").replace("+", "-plus")
+    name = name.lower().replace("_", "-").replace(" ", "-")
     if name in VERBS:
         return f"is {VERBS[name]}"
     if name in OF_WEIGHTS:

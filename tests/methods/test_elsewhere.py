@@ -28,7 +28,7 @@ def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
         ("YOCO", "kvjax architectures yoco"),
         ("mha", "kvjax architectures transformer"),
         ("AWQ", "changes no number of a cache.*kvjax.load"),
-        ("OS+", "changes no number of a cache.*omniquant has shifts and scales"),
+        ("os-plus", "changes no number of a cache.*omniquant has shifts and scales"),
     ],
 )
 def test_the_name_of_what_is_no_method_leads_to_it(name, said):
