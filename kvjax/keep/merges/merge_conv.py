@@ -66,8 +66,8 @@ class ConvMerge:
         cos, sin = angles(rope, jnp.maximum(view.pos, 0), raw.shape[-1], seen.length[:, None, None])
         k = rotate(raw, cos, sin, rope.start)
         return view._replace(
-            k=jnp.where(takes[..., None], k, view.k).astype(view.k.dtype),
-            v=jnp.where(takes[..., None], v, view.v).astype(view.v.dtype),
+            k=jnp.where(takes[..., None], k.astype(view.k.dtype), view.k),
+            v=jnp.where(takes[..., None], v.astype(view.v.dtype), view.v),
         )
 
 

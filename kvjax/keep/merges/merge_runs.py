@@ -128,8 +128,8 @@ class RunMerge:
         cos, sin = angles(rope, jnp.maximum(view.pos, 0), raw.shape[-1], seen.length[:, None, None])
         k = rotate(raw, cos, sin, rope.start)
         return view._replace(
-            k=jnp.where(grown[..., None], k, view.k).astype(view.k.dtype),
-            v=jnp.where(grown[..., None], v, view.v).astype(view.v.dtype),
+            k=jnp.where(grown[..., None], k.astype(view.k.dtype), view.k),
+            v=jnp.where(grown[..., None], v.astype(view.v.dtype), view.v),
             bias=jnp.where(grown, jnp.log(total), biases(view)),
         )
 
