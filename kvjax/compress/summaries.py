@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
-from kvjax.grammar.read_protocols import Asking, Learning, Remembering, Resting
+from kvjax.grammar.read_protocols import Asking, Counted, Learning, Remembering, Resting
 from kvjax.models.attending import turned
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.codes import Codes, dense, lent
@@ -24,10 +24,10 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
         return body
     body, bare = lent(body, gm.taught), body
     k = as_queries_meet(gm, dense(body.k), body.pos)
-    sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
     # What is learnt from queries, too, is learnt at the end of a prefill.
-    if isinstance(gm.read, Learning) and not isinstance(gm.read, Asking):
-        sums = sums | gm.read.learn(k, body.pos)
+    learns = isinstance(gm.read, Learning) and not isinstance(gm.read, Asking)
+    sums = gm.read.learn(k, body.pos) if learns else {}
+    sums = sums | _totals(gm, k, body.keys().v, body.pos, sums, body.traces)
     return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 
 
@@ -47,6 +47,23 @@ def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, A
     return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)
 
 
+def _totals(
+    gm: GroupMethod, k: Array, v: Array, pos: Array, sums: dict[str, Array], traces: dict[str, Array]
+) -> dict[str, Array]:
+    """What a read sums over slots, of which those with pos -1 do not count; {} if it sums nothing.
+
+    k: as queries meet them. sums: what it has learnt.
+    """
+    if not isinstance(gm.read, Resting):
+        return {}
+    counts = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))
+    return gm.read.total(Counted(k, counts, pos, _summarised(gm.read, k, sums, traces)))
+
+
+def _of_layers(sums: dict[str, Array], layer: int | Array, layers: int) -> dict[str, Array]:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, layers), sums)
+
+
 def summary_of_new(
     gm: GroupMethod, body: Slots, k: Array | Codes, new: Slots, layer: int | Array
 ) -> dict[str, Array]:
@@ -56,7 +73,7 @@ def summary_of_new(
     """
     if gm.read is None:
         return {}
-    held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, _layers(k)), body.sums)
+    held = _of_layers(body.sums, layer, _layers(k))
     return _summarised(gm.read, as_queries_meet(gm, dense(lent(k, gm.taught)), new.pos), held, new.traces)
 
 
@@ -70,8 +87,9 @@ def sums_with_new(
     """The per-head sums of a body after the slots of `new` that move into it are added."""
     if not isinstance(gm.read, Resting):
         return body.sums
-    stored = lent(new, gm.taught).keys().v
-    more = gm.read.total(jnp.where(moves[..., None], stored, jnp.zeros((), stored.dtype)))
+    stored, pos = lent(new, gm.taught).keys(), jnp.where(moves, new.pos, -1)
+    learnt = _of_layers(body.sums, layer, pos.shape[0])
+    more = _totals(gm, as_queries_meet(gm, stored.k, pos), stored.v, pos, learnt, new.traces)
     return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
 
 
@@ -81,13 +99,16 @@ def sums_without(
     """The per-head sums of a body after the evicted slots of one layer are subtracted."""
     if not isinstance(gm.read, Resting):
         return body.sums
-    v = lent(body, gm.taught).layer(layer).keys().v
+    own, pos = lent(body, gm.taught).layer(layer).keys(), jnp.where(gone, body.pos[layer], -1)
+    held = [own.k, own.v, pos, {n: x[layer] for n, x in body.traces.items()}]
     if gm.at_once and getattr(gm.keep and gm.keep.allocate, "threshold", None) is None:
         # At most one slot per KV head is evicted.
-        v = jnp.take_along_axis(v, jnp.argmax(gone, -1)[..., None, None], axis=2)
-        gone = gone.any(-1, keepdims=True)
-    less = gm.read.total(jnp.where(gone[..., None], v, jnp.zeros((), v.dtype)))
-    return body.sums | {n: _added(body.sums[n], -x[None], layer) for n, x in less.items()}
+        one = jnp.argmax(gone, -1)[..., None]
+        at = lambda x: one.reshape(*one.shape, *(1,) * (x.ndim - 3))  # noqa: E731
+        held = jax.tree.map(lambda x: jnp.take_along_axis(x, at(x), axis=2), held)
+    k, v, pos, traces = jax.tree.map(lambda x: x[None], held)
+    less = _totals(gm, as_queries_meet(gm, k, pos), v, pos, _of_layers(body.sums, layer, 1), traces)
+    return body.sums | {n: _added(body.sums[n], -x, layer) for n, x in less.items()}
 
 
 def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
@@ -95,12 +116,8 @@ def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
     if gm.read is None or not (body.summary or body.sums):
         return body
     own = jax.tree.map(lambda x: x[layer][None], dataclasses.replace(lent(body, gm.taught), near=None))
-    held = own.sums
-    if isinstance(gm.read, Resting):
-        keys = own.keys()
-        v = jnp.where((own.pos >= 0)[..., None], keys.v, jnp.zeros((), keys.v.dtype))
-        held = held | gm.read.total(v)
     k = as_queries_meet(gm, dense(own.k), own.pos)
+    held = own.sums | _totals(gm, k, own.keys().v, own.pos, own.sums, own.traces)
     put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
     summary = _summarised(gm.read, k, held, own.traces)
     return dataclasses.replace(
@@ -162,10 +179,10 @@ def _of_lists(
         k, v, pos = (
             jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True)
         )
-        new = read.total(jnp.where((pos >= 0)[..., None], v, 0)) if isinstance(read, Resting) else {}
+        new, k = {}, as_queries_meet(gm, k[None], pos[None])[0]
         if isinstance(read, Learning):
-            queries = () if asked is None else (asked,)
-            new = new | read.learn(as_queries_meet(gm, k[None], pos[None])[0], pos, *queries)
+            new = read.learn(k, pos, *(() if asked is None else (asked,)))
+        new = new | _totals(gm, k, v, pos, new, {})
         stay = {n: idle.reshape(-1, *(1,) * (x.ndim - 1)) for n, x in new.items()}
         return {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
 

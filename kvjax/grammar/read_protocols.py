@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 from jaxtyping import Float, Int
@@ -99,15 +99,31 @@ class Remembering(Read, Protocol):
         ...
 
 
+class Counted(NamedTuple):
+    """Slots of a body that are summed.
+
+    Args:
+        k: keys, as queries meet them.
+        v: values; zeros where a slot does not count.
+        pos: positions; -1 where a slot does not count.
+        summary: what `summarise` says of them.
+
+    >>> Counted._fields
+    ('k', 'v', 'pos', 'summary')
+    """
+
+    k: Float[Array, "*b S H"]
+    v: Float[Array, "*b S V"]
+    pos: Int[Array, "*b S"]
+    summary: dict[str, Array]
+
+
 @runtime_checkable
 class Resting(Read, Protocol):
     """A read that also estimates attention to the slots it leaves out: one more part of the union."""
 
-    def total(self, v: Float[Array, "*b S V"]) -> dict[str, Array]:
-        """Sums over the values of a body (`Slots.sums`): arrays [*b, ...].
-
-        Values of slots that do not count are zeros.
-        """
+    def total(self, held: Counted) -> dict[str, Array]:
+        """Sums over the slots of a body (`Slots.sums`): arrays [*b, ...]."""
         ...
 
     def rest(

@@ -7,9 +7,10 @@ from typing import Annotated
 from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Depth, Layers, Rank, Seed, Tokens, Turns, Window
+from kvjax.methods.shared import Amount, Depth, Layers, Rank, Seed, Share, Tokens, Turns, Window
 from kvjax.read.centroids import Clusters, ProductCodes, WeighedClusters
 from kvjax.read.channels import LargestChannels
+from kvjax.read.estimated import EstimatedClusters
 from kvjax.read.exact import TopValues
 from kvjax.read.hashed import HashSampling
 from kvjax.read.narrow_keys import HeavyChannels, PrincipalKeys
@@ -316,3 +317,35 @@ def top_theta(
     compare with. Prompts and several tokens at once are read in full.
     """
     return Method(read=AboveThreshold(Budget(budget), newest, skip_layers, asks=window, room=room))
+
+
+@paper(
+    "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference",
+    arxiv="2505.02922",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def retroinfer(
+    budget: Amount,
+    *,
+    estimate: Share = 0.25,
+    clusters: Many = 64,
+    turns: Turns = 10,
+    sinks: Tokens = 4,
+    newest: Window = 64,
+    skip_layers: Layers = 0,
+) -> Method:
+    """RetroInfer (Chen et al., 2025, arXiv:2505.02922), section 4: clusters are read, estimated or left out.
+
+    The clusters whose mean keys match a query best are read, the next ones count by their centroids, numbers
+    of keys and sums of values, and the others not at all (`EstimatedClusters`). The first `sinks` and the
+    `newest` tokens are always read. budget is the share (or number) of older tokens that a query reads at
+    most, and `estimate` the share of the clusters that are estimated. Deviation: all is in device memory,
+    where the paper has keys and values on the host behind a cache of blocks; a prompt is clustered as one,
+    where the authors cluster segments of it, and generated tokens join the nearest cluster, where they
+    cluster every 1024; there are `clusters` of them, where they have one for every 16 keys; the query heads
+    of a group share clusters, by the sum of their products. Prompts and several tokens at once are read in
+    full.
+    """
+    read = EstimatedClusters(Budget(budget), newest, skip_layers, clusters, turns, sinks, estimate)
+    return Method(read=read)

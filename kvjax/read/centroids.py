@@ -111,7 +111,7 @@ class Clusters(RankedSlots):
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
         """The centroids [*b, C, H], in promote(float32, k)."""
-        unit = _unit(jax.lax.stop_gradient(k.astype(wide(k))))
+        unit = unit_rows(jax.lax.stop_gradient(k.astype(wide(k))))
         return {"centroids": k_means(unit, pos >= 0, self.clusters, self.turns)}
 
     def summarise(
@@ -120,7 +120,7 @@ class Clusters(RankedSlots):
         """The index of every key's cluster."""
         if learnt is None:
             return {"cluster": jnp.zeros(k.shape[:-1], jnp.uint16)}
-        cluster = nearest_centroid(_unit(k.astype(wide(k))), learnt["centroids"])
+        cluster = nearest_centroid(unit_rows(k.astype(wide(k))), learnt["centroids"])
         return {"cluster": cluster.astype(jnp.uint16)}
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
@@ -145,7 +145,9 @@ class WeighedClusters(Clusters):
         """Directions and means [*b, C, H] and counts [*b, C], in promote(float32, k)."""
         found = super().learn(k, pos)
         x = jax.lax.stop_gradient(k.astype(wide(k)))
-        mine = jax.nn.one_hot(nearest_centroid(_unit(x), found["centroids"]), self.clusters, dtype=x.dtype)
+        mine = jax.nn.one_hot(
+            nearest_centroid(unit_rows(x), found["centroids"]), self.clusters, dtype=x.dtype
+        )
         mine = jnp.where((pos >= 0)[..., None], mine, 0)
         counts = mine.sum(-2)
         means = jnp.einsum("...sc,...sh->...ch", mine, x, precision="highest")
@@ -165,5 +167,6 @@ class WeighedClusters(Clusters):
         return jnp.where(first, jnp.inf, jnp.take_along_axis(share, cluster, -1))
 
 
-def _unit(x: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+def unit_rows(x: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+    """The directions of rows; 0 for a row of zeros."""
     return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), 1e-24))

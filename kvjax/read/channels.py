@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, ReadFacts, Told
 from kvjax.grammar.protocols import AttentionSpec
+from kvjax.grammar.read_protocols import Counted
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
@@ -48,9 +49,9 @@ class LargestChannels(ReadFacts):
         """Nothing: the approximate logits use the keys themselves."""
         return {}
 
-    def total(self, v: Float[Array, "*b S V"]) -> dict[str, Float[Array, "*b V"]]:
+    def total(self, held: Counted) -> dict[str, Array]:
         """The sum of the values, in promote(float32, v)."""
-        return {"values": v.astype(wide(v)).sum(-2)}
+        return {"values": held.v.astype(wide(held.v)).sum(-2)}
 
     def looks_at(self, width: int) -> int:
         """How many of `width` channels of every key the approximate logits use."""

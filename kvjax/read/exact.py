@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec
+from kvjax.grammar.read_protocols import Counted
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import visited_slots
 from kvjax.read.ranked import SoftVotes
@@ -27,7 +28,7 @@ class TopValues(SoftVotes):
     sinks: int = 0
     by_head: bool = True
 
-    def total(self, v: Float[Array, "*b S V"]) -> dict[str, Array]:
+    def total(self, held: Counted) -> dict[str, Array]:
         """Stores nothing about values."""
         return {}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec
+from kvjax.grammar.read_protocols import Counted
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import mean_of_values
 from kvjax.read.exact import TopValues
@@ -43,9 +44,9 @@ class AboveThreshold(TopValues):
         """Nothing: slots are ranked by their keys."""
         return {}
 
-    def total(self, v: Float[Array, "*b S V"]) -> dict[str, Array]:
+    def total(self, held: Counted) -> dict[str, Array]:
         """The sum of the values, in promote(float32, v)."""
-        return {"values": v.astype(wide(v)).sum(-2)}
+        return {"values": held.v.astype(wide(held.v)).sum(-2)}
 
     def learn(
         self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],

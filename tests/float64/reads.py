@@ -330,3 +330,33 @@ def top_theta(count, *, window, room, newest, seen=None):
         return (p * read) @ v + (1 - (p * read).sum(1, keepdims=True)) * v.mean(0)
 
     return attends
+
+
+def retroinfer(count, *, clusters, turns, estimate, sinks, newest, seen=None):
+    """RetroInfer (arXiv:2505.02922): whole clusters within the budget, the next ones as their means.
+
+    seen: a list that is told how many older slots each step read, estimated and left out.
+    """
+
+    def attends(q, k, v, pos, at):
+        old, of_prompt = pos < at.stored - newest, (pos < at.prompt - newest) & (pos >= sinks)
+        centre = k[of_prompt].mean(0) if of_prompt.any() else np.zeros(k.shape[1])
+        unit = lambda x: (x - centre) / np.linalg.norm(x - centre, axis=-1, keepdims=True)  # noqa: E731
+        directions = lloyd(unit(k[of_prompt]), clusters, turns)
+        mine = np.linalg.norm(unit(k)[:, None] - directions[None], axis=-1).argmin(1)
+        member = old & (pos >= sinks)
+        groups = [np.flatnonzero(member & (mine == c)) for c in range(clusters)]
+        groups = sorted((g for g in groups if len(g)), key=lambda g: -(q.sum(0) @ k[g].mean(0)))
+        room = (count(old.sum()) if old.any() else 0) - (old & ~member).sum()
+        whole = int((np.cumsum([len(g) for g in groups]) <= room).sum())
+        some = groups[whole : whole + int(np.ceil(estimate * clusters))]
+        read = np.flatnonzero(~member | np.isin(np.arange(len(pos)), [j for g in groups[:whole] for j in g]))
+        if seen is not None:
+            numbers = sum(map(len, groups[:whole])), sum(map(len, some))
+            seen.append((*numbers, int(member.sum()) - sum(numbers)))
+        keys = np.concatenate([k[read], *(k[g].mean(0)[None] for g in some)])
+        values = np.concatenate([v[read], *(v[g].mean(0)[None] for g in some)])
+        sizes = np.log([*np.ones(len(read)), *map(len, some)])
+        return softmax(q @ keys.T / np.sqrt(k.shape[-1]) + sizes) @ values
+
+    return attends

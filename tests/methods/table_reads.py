@@ -32,6 +32,12 @@ def weighed_bytes(s):
     return cluster_bytes(s) + s.layers * s.b * s.k * 4 * (s.h + 1) * 4
 
 
+def estimated_bytes(s):
+    """Beside a cluster of every key: 4 directions, sums of keys and of values, and counts; and a centre."""
+    beside = 4 * (3 * s.h + 1) + s.h
+    return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * beside * 4
+
+
 def threshold_bytes(s):
     """A threshold of every query head, and a sum of values of every list."""
     return split(everything, 1, 4, lambda s: 0, plain)(s) + s.layers * s.b * (s.n + s.k * s.h) * 4
@@ -83,6 +89,10 @@ READS = [
     row(
         "top-theta", threshold_bytes, hyper=dict(window=6, room=1, newest=4), moves=False,
         attends=reads.top_theta(count, window=6, room=1, newest=4),
+    ),
+    row(
+        "retroinfer", estimated_bytes, hyper=GROUPS | dict(newest=4, estimate=0.25), moves=False,
+        attends=reads.retroinfer(count, clusters=4, turns=3, estimate=0.25, sinks=2, newest=4),
     ),
     row(
         # All 16 channels say what a page could have.

@@ -13,7 +13,7 @@ from kvjax.compat.layout_class import layout_class
 from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Read, Resting
+from kvjax.grammar.read_protocols import Counted, Read, Resting
 from kvjax.models.mixers.attention import Attention
 from kvjax.ops.base.rope import Rope
 from kvjax.read.channels import LargestChannels, visited_slots
@@ -44,8 +44,9 @@ def drawn(rng):
     later = np.where(np.arange(TAIL) < 2, np.arange(TAIL) + S, -1)
     later = jnp.asarray(np.broadcast_to(later, (LAYERS, ROWS, HEADS, TAIL)), jnp.int32)
     k, v = values(LAYERS, ROWS, HEADS, S, H), values(LAYERS, ROWS, HEADS, S, V)
-    sums = WORD.total(jnp.where(pos[..., None] >= 0, v, 0.0))
-    body = Slots(k, v, jnp.asarray(pos, jnp.int32), sums=sums)
+    pos = jnp.asarray(pos, jnp.int32)
+    sums = WORD.total(Counted(k, jnp.where(pos[..., None] >= 0, v, 0.0), pos, {}))
+    body = Slots(k, v, pos, sums=sums)
     tail = Slots(values(LAYERS, ROWS, HEADS, TAIL, H), values(LAYERS, ROWS, HEADS, TAIL, V), later)
     return values(ROWS, HEADS * GROUP, 1, H), body, tail
 
