@@ -3,7 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.budgets.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
+import kvjax
+from kvjax.eval.run.newest import keeping_newest
+from kvjax.grammar.refuse_keep import crowded
+from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.budgets.preference import ByAttention
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, K, S, check, f32, probabilities, seen_by, window_of
@@ -74,3 +78,14 @@ def test_heads_that_keep_together_share_the_mean_of_their_scores(view):
     norms = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1)
     check(Together(KeyNorm())(view, seen_by()), norms.mean(1, keepdims=True), view)
     assert G > 1 and Together(KeyNorm()).looks
+
+
+def test_every_layer_keeps_what_is_protected_where_that_is_more_than_the_window():
+    scores = jnp.zeros((2, 2, 1, 12)).at[:, 0, :, :6].set(jnp.inf).at[:, 1, :, :1].set(jnp.inf)
+    n, preferred = jnp.array([8, 8], jnp.int32), jnp.array([[[3.0], [1.0]], [[1.0], [1.0]]])
+    # Row 0 protects 6 slots of 8, so 4 are shared; row 1 protects 1, within the window of 2, so 12 are.
+    asked = ByAttention(2).counts(scores, n, preferred)[..., 0]
+    assert asked.tolist() == [[6 + 3, 2 + 6], [6 + 1, 2 + 6]]
+    assert ByDecay(2, 0.5).counts(scores, n)[..., 0].tolist() == [[8, 8], [8, 8]]
+    text = "cake(budget=0.25, window=16)"
+    assert crowded(keeping_newest(kvjax.method(text), 104).keep, 880) == ""

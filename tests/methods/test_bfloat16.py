@@ -1,5 +1,7 @@
 """Methods on a model in bfloat16, as it runs on accelerators: what is kept and said is that of float32."""
 
+from functools import cache as once
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +15,12 @@ from tests.methods.table import BY_LABEL, ROWS
 from tests.sweep import sweep
 
 FIRST = MAIN.first[:2]
-# bfloat16 has 8 bits: a logit of this model, of at most 2, is off by so much without any method.
-ERROR = 0.3
 
 
-def rounded(m, dtype):
-    """The model with weights that bfloat16 can say, computed in `dtype`."""
+@once
+def rounded(name, dtype):
+    """A model with weights that bfloat16 can say, computed in `dtype`."""
+    m = model(name)
     return Model(m.config, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), m.params))
 
 
@@ -27,24 +29,32 @@ def answers(m, method):
     out = [np.asarray(logits)]
     for tokens in MAIN.steps[:2]:
         logits, cache = kvjax.step(m, cache, tokens[:2])
-        out.append(np.asarray(logits, np.float32))
+        out.append(np.asarray(logits))
     kept = [{(b, h, int(p)) for (b, h, _), p in np.ndenumerate(x) if p >= 0} for x in kept_positions(cache)]
     return np.stack(out), kept, cache
 
 
+@once
+def whole(name, dtype):
+    return answers(rounded(name, dtype), None)[0]
+
+
 @pytest.mark.parametrize("label", sweep([*dict.fromkeys(row.label for row in ROWS)], "ape", "kvquant"))
-def test_in_bfloat16_methods_keep_and_say_what_they_do_in_float32(label):
+def test_in_bfloat16_methods_keep_and_lose_what_they_do_in_float32(label):
     row = BY_LABEL[label]
-    m, method = model(row.model), row.method()
-    want, kept, wide = answers(rounded(m, jnp.float32), method)
-    got, there, cache = answers(rounded(m, jnp.bfloat16), method)
-    shared, of = sum(len(a & b) for a, b in zip(kept, there, strict=True)), sum(map(len, kept))
+    method = row.method()
+    found = {dtype: answers(rounded(row.model, dtype), method) for dtype in (jnp.float32, jnp.bfloat16)}
+    (want, kept, wide), (got, there, cache) = found.values()
     # Scores that nearly tie may rank the other way.
-    assert shared >= 0.9 * of
-    if kept == there:
-        np.testing.assert_allclose(got, want, atol=ERROR)
-    assert np.isfinite(got).all() and kvjax.nbytes(cache) <= kvjax.nbytes(wide)
+    assert sum(len(a & b) for a, b in zip(kept, there, strict=True)) >= 0.9 * sum(map(len, kept))
+    # To the full cache of the same model, in steps and prompts. Where the same slots stay and nothing is
+    # encoded or merged, the two differ by the rounding of bfloat16 alone.
+    lost = {dtype: abs(x[0] - whole(row.model, dtype)).mean() for dtype, x in found.items()}
+    assert np.isfinite(got).all() and lost[jnp.bfloat16] < 1.4 * lost[jnp.float32] + 0.03
+    if kept == there and method.store is None and (method.keep is None or method.keep.merge is None):
+        np.testing.assert_allclose(got, want, atol=0.3)
+    assert kvjax.nbytes(cache) <= kvjax.nbytes(wide)
     for group, full in zip(cache.groups, wide.groups, strict=True):
-        for part, whole in zip(group.parts, full.parts, strict=True):
-            if isinstance(part, Slots) and getattr(whole.k, "dtype", None) == jnp.float32:
+        for part, other in zip(group.parts, full.parts, strict=True):
+            if isinstance(part, Slots) and getattr(other.k, "dtype", None) == jnp.float32:
                 assert part.k.dtype == jnp.bfloat16

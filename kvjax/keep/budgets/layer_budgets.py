@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Observation, Score, Seen, View
 from kvjax.keep.algebra import Made
-from kvjax.keep.budgets.preference import apportioned, given_away
+from kvjax.keep.budgets.preference import apportioned, given_away, protected_and_live
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older
 from kvjax.keep.select import ranks
@@ -97,7 +97,7 @@ class ByHits:
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, heads, _ = scores.shape
-        base, live = _kept_and_live(scores)
+        base, live = protected_and_live(scores)
         spare = jnp.maximum(n - base.max(0), 0)
         free = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
         flat = jnp.moveaxis(free, 1, 0).reshape(b, -1)
@@ -126,7 +126,7 @@ class ByPrefix:
         return [heads * n] * layers
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
-        base, live = _kept_and_live(scores)
+        base, live = protected_and_live(scores)
         free = scores[:, :, 0]
         free = jnp.maximum(jnp.where(jnp.isfinite(free), free, 0.0), 0.0)
         part = jnp.cumsum(-jnp.sort(-free, axis=-1), -1)
@@ -155,8 +155,8 @@ class ByDecay:
     """PyramidInfer (arXiv:2405.12532): each layer keeps the fraction r_l of what the layer below keeps.
 
     After layer l the fraction is r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2, as in the authors' code.
-    Every layer keeps `window` slots; the remaining slots are shared in proportion to the products
-    r_0 ... r_(l-1).
+    Every layer keeps `window` slots, or those that are protected, if they are more; the remaining slots are
+    shared in proportion to the products r_0 ... r_(l-1).
     """
 
     window: int
@@ -166,10 +166,6 @@ class ByDecay:
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
-
-    def fewest(self, n: int) -> int:
-        """The number of slots that every head of any layer keeps."""
-        return min(n, self.window)
 
     def left(self, layers: int) -> list[float]:
         """The fraction of a prompt that each of `layers` layers keeps.
@@ -183,14 +179,8 @@ class ByDecay:
         return list(itertools.accumulate(rates[:-1], operator.mul, initial=1.0))
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
-        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max(2)
-        base = jnp.minimum(n, self.window)
+        protected, live = protected_and_live(scores)
+        base = jnp.minimum(n, jnp.maximum(protected.max(0), self.window))
         left = jnp.broadcast_to(jnp.asarray(self.left(len(scores)), jnp.float32)[:, None], live.shape)
         more = apportioned(left, len(scores) * (n - base), jnp.maximum(live - base[None], 0))
         return jnp.broadcast_to((base[None] + more)[..., None], scores.shape[:3])
-
-
-def _kept_and_live(scores: Float[Array, "L B K S"]) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
-    """How many slots of a layer's heads are protected, and how many are live."""
-    protected, live = (scores == jnp.inf), (scores > -jnp.inf)
-    return protected.sum(-1, dtype=jnp.int32).max(2), live.sum(-1, dtype=jnp.int32).max(2)

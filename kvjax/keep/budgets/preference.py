@@ -20,8 +20,9 @@ class ByAttention:
 
     A layer's preference is P = H^(1/tau1) V^(1/tau2). With p the attention of the last `window` queries to
     the tokens before them, H = -sum p log p over heads, queries and tokens, and V is the variance of p over
-    the queries, summed over heads and tokens. Every layer keeps `window` slots; the remaining slots are
-    shared in proportion to P. All heads of a layer keep equally many.
+    the queries, summed over heads and tokens. Every layer keeps `window` slots, or those that are protected,
+    if they are more; the remaining slots are shared in proportion to P. All heads of a layer keep equally
+    many.
     """
 
     window: int
@@ -47,10 +48,6 @@ class ByAttention:
 
     layer_rest = staticmethod(rest_of_mean)
 
-    def fewest(self, n: int) -> int:
-        """The number of slots that every head keeps, whatever its layer's preference."""
-        return min(n, self.window)
-
     def counts(
         self,
         scores: Float[Array, "L B K S"],
@@ -58,10 +55,16 @@ class ByAttention:
         preferences: Float[Array, "L B K"] | None = None,
     ) -> Int[Array, "L B K"]:
         assert preferences is not None
-        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max(2)
-        base = jnp.minimum(n, self.window)
+        protected, live = protected_and_live(scores)
+        base = jnp.minimum(n, jnp.maximum(protected.max(0), self.window))
         more = apportioned(preferences.max(2), len(scores) * (n - base), jnp.maximum(live - base[None], 0))
         return jnp.broadcast_to((base[None] + more)[..., None], scores.shape[:3])
+
+
+def protected_and_live(scores: Float[Array, "L B K S"]) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
+    """How many slots of a layer's heads are protected, and how many are live."""
+    protected, live = (scores == jnp.inf), (scores > -jnp.inf)
+    return protected.sum(-1, dtype=jnp.int32).max(2), live.sum(-1, dtype=jnp.int32).max(2)
 
 
 def apportioned(
