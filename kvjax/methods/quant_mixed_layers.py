@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.papers import paper
+from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Bits, Fit, Group, Layers, Seed, Tokens
 from kvjax.store.affine import Affine
 from kvjax.store.first_layers import FirstLayers
@@ -14,6 +15,10 @@ from kvjax.store.layer_bits import LayerBits
 from kvjax.store.predicted import Predicted
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax
+from kvjax.store.symmetric import Unpacked
+
+# Bits of whole numbers around 0: 2^(bits - 1) - 1 is the largest.
+Signed = Annotated[int, Range(2, 8)]
 
 
 @paper(
@@ -91,3 +96,26 @@ def kvtuner(*, group: Group | None = None, fitted: Fit | None = None) -> Method:
     """
     codec, found = Affine(8, group=group), as_fitted(fitted)
     return Method(store=Store(LayerBits(codec, "key", found), LayerBits(codec, "value", found)))
+
+
+@paper(
+    "CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving",
+    arxiv="2310.07240",
+    family="quant-mixed",
+    exact="deviates",
+)
+def cachegen(
+    *, key_layers: Layers = 10, value_layers: Layers = 2, high: Signed = 5, low: Signed = 4
+) -> Method:
+    """CacheGen (Liu et al., 2023, arXiv:2310.07240), section 5: whole numbers that a file codes by channel.
+
+    The first `key_layers` layers store keys, and the first `value_layers` layers values, in codes of `high`
+    bits, all others in `low`, each head of a token by its largest number. A code takes a byte in memory;
+    `kvjax.save_cache(path, cache, coder="range")` codes them by how often each occurs in its layer, head and
+    channel, as the paper does. Defaults are the authors' for models of 32 layers. Deviation: a head has its
+    own scale, where the authors' code has one for all heads of a layer; codes are of the numbers, as in the
+    authors' code, where the paper codes differences to every tenth token; the frequencies are those of the
+    cache, where the paper's are found offline; a file is not sent in chunks of several qualities.
+    """
+    more, fewer = Unpacked(high), Unpacked(low)
+    return Method(store=Store(FirstLayers(key_layers, more, fewer), FirstLayers(value_layers, more, fewer)))

@@ -56,7 +56,7 @@ class Symmetric:
         return jnp.clip(jnp.round(rows / step), -self._most, self._most).reshape(x.shape), scale
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        if self.bits == 8:
+        if "codes" in data:
             codes = data["codes"].astype(jnp.float32)
         else:
             codes = unpack(data["words"], self.bits, width).astype(jnp.float32) - self._most
@@ -67,3 +67,23 @@ class Symmetric:
     @property
     def _most(self) -> int:
         return 2 ** (self.bits - 1) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpacked(Symmetric):
+    """Symmetric codes of `bits` bits in a byte each, which a file's coder can tell apart (CacheGen).
+
+    Stored are int8 [*b, S, H], whatever `bits` is. `kvjax.save_cache(..., coder="range")` codes them by their
+    frequencies in a channel; of packed words it would see parts of several codes.
+
+    >>> Unpacked(3).encode(jnp.array([[1.1, -3.0, 0.4]]))["codes"].tolist()
+    [[1, -3, 0]]
+    """
+
+    @property
+    def says(self) -> str:
+        return f"{2**self.bits - 1} whole numbers around 0 in a byte, for a coder to make smaller in files."
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        codes, scale = self.whole(x)
+        return {"codes": codes.astype(jnp.int8), "scale": scale}

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from kvjax.io.entropy_coding import coded, decoded
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache, Slots
-from kvjax.state.codes import Codec, Codes, encode
+from kvjax.state.codes import Codec, Codes, at_layer, encode
 from scripts.docs_tables import DOCS
 from scripts.studies.runner import Data, Page, parser, progress
 
@@ -35,7 +36,7 @@ TEXT = DOCS.parent / "kvjax" / "eval" / "tasks" / "ruler" / "data" / "alice29.tx
 START, LENGTH, AFTER = 2000, 1024, 128
 ROWS = (
     "int8", "per-token-head", "mxint8", "mxfp8", "mx(bits=9)", "mx(bits=6)", "int4", "int4(keys='channel')",
-    "mxfp4", "mx(bits=4)", "nvfp4", "four-over-six", "quarot", "qrazor", "turboquant", "kvarn", "kivi",
+    "mxfp4", "mx(bits=4)", "nvfp4", "four-over-six", "ultraquant", "cachegen", "quarot", "qrazor", "turboquant", "kvarn", "kivi",
     "kvarn(keys=2, values=2)", "nsnquant", "nsnquant(bits=1)",
 )  # fmt: skip
 
@@ -102,10 +103,13 @@ def measured(name: str, read: Reading) -> dict[str, Any]:
     bits, small, count, write, seconds, errors, back = 0, 0, 0, 0.0, 0.0, [], []
     for of, codec in (("k", store.keys), ("v", store.values)):
         x = jnp.concatenate([getattr(slots, of)[..., :LENGTH, :] for slots in slots_of(read.cache)])
-        codes = _encode(x, codec)
-        back.append(_decode(codes))
+        assert codec is not None
+        # Layers of the same codec in a row, together.
+        runs = [list(run) for _, run in groupby(range(len(x)), lambda i, codec=codec: at_layer(codec, i))]
+        codes = [_encode(x[run[0] : run[-1] + 1], at_layer(codec, run[0])) for run in runs]
+        back.append(jnp.concatenate([_decode(one) for one in codes]))
         errors.append(float(jnp.square(back[-1] - x).sum() / jnp.square(x).sum()))
-        for array in map(np.asarray, codes.data.values()):
+        for array in (np.asarray(array) for one in codes for array in one.data.values()):
             start = time.perf_counter()
             made = coded(array)
             write += time.perf_counter() - start

@@ -14,6 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.io.cache_arrays import Arrays, write_parts
 from kvjax.io.entropy_coding import coded, decoded
 from kvjax.models.files import open_safetensors
+from kvjax.store.symmetric import Symmetric, Unpacked
 
 TEXT = [np.random.default_rng(5).integers(0, 100, 300).tolist(), list(range(40))]
 
@@ -78,6 +79,18 @@ def test_a_coded_cache_is_smaller_and_is_the_same_one(model, method, tmp_path):
     assert jax.tree.structure(back) == jax.tree.structure(cache)
     for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(back), strict=True):
         assert_same_bits(np.asarray(a), np.asarray(b))
+
+
+def test_codes_in_bytes_take_their_entropy_in_each_channel_and_packed_ones_more(rng):
+    x = jnp.asarray(rng.laplace(size=(1, 1, 2, 4000, 8)) * np.geomspace(0.1, 1, 8), jnp.float32)
+    codes = np.asarray(Unpacked(5).encode(x)["codes"])
+    small, how = coded(codes)
+    lines = np.moveaxis(codes[0, 0], 1, 2).reshape(16, -1)
+    bound = sum(
+        scipy.stats.entropy(np.unique(line, return_counts=True)[1], base=2) * 4000 / 8 for line in lines
+    )
+    assert how["by"] == "channel" and bound < small.nbytes < 1.02 * bound + 300
+    assert small.nbytes < 0.92 * coded(np.asarray(Symmetric(5).encode(x)["words"]))[0].nbytes
 
 
 def test_digests_are_those_of_the_arrays_themselves(int4, tmp_path):

@@ -295,6 +295,11 @@ STORES = [
             coded(affine(bits, 16, channel=True), affine(1, 16), **KIVI) for bits in (4, 1)
         )),
     ),
+    row(
+        "cachegen", dense(everything, slot=lambda s: 2 * (s.h + 4) + 4),
+        hyper=dict(key_layers=1, value_layers=0), error=FLIPS, stacks=False,
+        attends=in_layers(coded(symmetric(5), symmetric(4)), coded(symmetric(4), symmetric(4))),
+    ),
     chained(
         # Codes stay codes where the budget covers the prompt.
         "q-hitter", dense(half_and_one, slot=lambda s: 2 * codes(8, 1) + 4, extra=8),
