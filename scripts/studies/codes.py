@@ -36,8 +36,8 @@ TEXT = DOCS.parent / "kvjax" / "eval" / "tasks" / "ruler" / "data" / "alice29.tx
 START, LENGTH, AFTER = 2000, 1024, 128
 ROWS = (
     "int8", "per-token-head", "mxint8", "mxfp8", "mx(bits=9)", "mx(bits=6)", "int4", "int4(keys='channel')",
-    "mxfp4", "mx(bits=4)", "nvfp4", "four-over-six", "ultraquant", "cachegen", "quarot", "qrazor", "turboquant", "kvarn", "kivi",
-    "kvarn(keys=2, values=2)", "nsnquant", "nsnquant(bits=1)",
+    "mxfp4", "mx(bits=4)", "nvfp4", "four-over-six", "ultraquant", "cachegen", "quarot", "qrazor",
+    "turboquant", "kvarn", "kivi", "kvarn(keys=2, values=2)", "nsnquant", "nsnquant(bits=1)",
 )  # fmt: skip
 
 
