@@ -33,10 +33,10 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 
 def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
     """Rotates x by the layer's RoPE; pos [B, S] or [B, X, S]."""
-    return turned(layer.rope, x, pos, length)
+    return rotated(layer.rope, x, pos, length)
 
 
-def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
+def rotated(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
     """Rotates x by a RoPE; pos [B, S] or [B, X, S]."""
     pos = pos[:, None] if pos.ndim == 2 else pos
     cos, sin = angles(rope, pos, x.shape[-1], length[:, None, None], dtype=wide(x))

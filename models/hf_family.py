@@ -19,7 +19,7 @@ class Piece(NamedTuple):
 
     expert: of which expert or head, if the parameter has an axis for them. at: the parameter's first column
     in this tensor, if it is split over several. shape: the tensor's shape, if it is not (rows, inputs).
-    turned: whether its columns are columns of the tensor. stacked: whether the tensor has the expert axis
+    transposed: whether its columns are columns of the tensor. stacked: whether the tensor has the expert axis
     too, in front.
     """
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     expert: int | None = None
     at: int = 0
     shape: tuple[int, ...] | None = None
-    turned: bool = False
+    transposed: bool = False
     stacked: bool = False
 
 

@@ -32,13 +32,13 @@ def fetcher(model: Model) -> Callable[[str], np.ndarray]:
         values = [part(p) for p in tensor.parts]
         if len({p.layer for p in tensor.parts}) > 1:
             return _one_of_equals(name, values)
-        if any(p.turned or p.stacked for p in tensor.parts):
+        if any(p.transposed or p.stacked for p in tensor.parts):
             out = np.empty(tensor.shape, values[0].dtype)
         else:
             out = np.empty((sum(len(v) for v in values), *values[0].shape[1:]), values[0].dtype)
         for p, value in zip(tensor.parts, values, strict=True):
             target = out[p.expert] if p.stacked else out
-            (target.T if p.turned else target)[p.rows] = value
+            (target.T if p.transposed else target)[p.rows] = value
         return out.reshape(tensor.shape)
 
     return whole

@@ -41,8 +41,8 @@ class Part(NamedTuple):
 
     rows: which of those rows are its columns, in order, if not all of them. expert: which expert or head it
     belongs to, if the leaf has an axis for them. at: the leaf's first column in this tensor, if it is split
-    over several. turned: whether "rows" are columns. stacked: whether the tensor has the expert axis too, in
-    front.
+    over several. transposed: whether "rows" are columns. stacked: whether the tensor also has the expert
+    axis, in front.
     """
 
     leaf: str
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     rows: np.ndarray | None = None
     expert: int | None = None
     at: int = 0
-    turned: bool = False
+    transposed: bool = False
     stacked: bool = False
 
     @property
@@ -66,28 +66,28 @@ class View(NamedTuple):
 
     stored: Stored
     expert: int | None = None
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
-        return shape[::-1] if self.turned else shape
+        return shape[::-1] if self.transposed else shape
 
     def read(self, *index: slice) -> np.ndarray:
         """As `Stored.read`."""
         spans = [*index, *(slice(None),) * (len(self.shape) - len(index))]
-        spans = spans[::-1] if self.turned else spans
+        spans = spans[::-1] if self.transposed else spans
         if self.expert is None:
             out = self.stored.read(*spans)
         else:
             out = self.stored.read(slice(self.expert, self.expert + 1), *spans)[0]
-        return out.T if self.turned else out
+        return out.T if self.transposed else out
 
 
 def view(stored: Stored, part: Part) -> Stored | View:
     """The matrix from which a part of a tensor is read."""
-    if part.turned or part.stacked:
-        return View(stored, part.expert if part.stacked else None, part.turned)
+    if part.transposed or part.stacked:
+        return View(stored, part.expert if part.stacked else None, part.transposed)
     return stored
 
 
@@ -153,12 +153,14 @@ def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ..
     """A tensor from its pieces, which may interleave."""
     first = pieces[0]
     total = sum(len(p.rows) for p in pieces if not p.stacked or p.expert == first.expert)
-    parts = tuple(Part(p.leaf, layer, 0, total, p.rows, p.expert, p.at, p.turned, p.stacked) for p in pieces)
+    parts = tuple(
+        Part(p.leaf, layer, 0, total, p.rows, p.expert, p.at, p.transposed, p.stacked) for p in pieces
+    )
     if first.shape is not None:
         return Tensor(first.shape, parts)
-    if first.turned or first.stacked:
+    if first.transposed or first.stacked:
         lead, *inner, _ = sizes[first.leaf] if first.stacked else (0, *sizes[first.leaf])
-        shape = (*inner, total) if first.turned else (total, *inner)
+        shape = (*inner, total) if first.transposed else (total, *inner)
         return Tensor((lead, *shape) if first.stacked else shape, parts)
     inner = sizes[first.leaf][0 if first.expert is None else 1 : -1]
     # A depthwise convolution has an axis for its single input channel.

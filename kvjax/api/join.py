@@ -23,7 +23,7 @@ from kvjax.compress.segments import whole_tiles
 from kvjax.grammar import Method
 from kvjax.grammar.protocols import over_layers
 from kvjax.hosts.arrays import fetch
-from kvjax.models.attending import turned
+from kvjax.models.attending import rotated
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model, check_single
 from kvjax.ops.base.rope import Rope
@@ -206,8 +206,8 @@ def _moved(slots: Slots, start: Int[Array, "B"], rope: Rope | None) -> Slots:
     pos = jnp.where(slots.pos >= 0, slots.pos + by[None], -1)
     if rope is None:
         return dataclasses.replace(slots, pos=pos)
-    turn = lambda k: turned(rope, k, jnp.broadcast_to(by, (len(start), 1, k.shape[2])), start)  # noqa: E731
-    return dataclasses.replace(slots, pos=pos, k=over_layers(turn, slots.k))
+    rotate = lambda k: rotated(rope, k, jnp.broadcast_to(by, (len(start), 1, k.shape[2])), start)  # noqa: E731
+    return dataclasses.replace(slots, pos=pos, k=over_layers(rotate, slots.k))
 
 
 def _in_order(slots: Slots, size: int) -> Slots:

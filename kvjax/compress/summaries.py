@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
 from kvjax.grammar.read_protocols import Asking, Counted, Learning, Remembering, Resting
-from kvjax.models.attending import turned
+from kvjax.models.attending import rotated
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.codes import Codes, dense, lent
 from kvjax.state.page_gather import gather_pages
@@ -38,7 +38,7 @@ def as_queries_meet(
     if gm.rope is None:
         return k
     rope, length = gm.rope, jnp.zeros(pos.shape[1], jnp.int32)
-    return over_layers(lambda k, pos: turned(rope, k, jnp.maximum(pos, 0), length), k, pos)
+    return over_layers(lambda k, pos: rotated(rope, k, jnp.maximum(pos, 0), length), k, pos)
 
 
 def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]) -> dict[str, Array]:

@@ -59,10 +59,10 @@ def _stacked(
     yield (
         f"mlp.experts.{name}",
         [
-            Piece(f"experts_{leaf}", rows, expert, turned=True, stacked=True)
+            Piece(f"experts_{leaf}", rows, expert, transposed=True, stacked=True)
             for expert in range(word.experts)
             for leaf, rows in columns.items()
         ],
     )
-    biases = [Piece(f"experts_{leaf}_bias", rows, turned=True) for leaf, rows in columns.items()]
+    biases = [Piece(f"experts_{leaf}_bias", rows, transposed=True) for leaf, rows in columns.items()]
     yield f"mlp.experts.{name}_bias", biases

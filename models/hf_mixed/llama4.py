@@ -111,7 +111,7 @@ def llama4(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
         yield (
             f"{room}.experts.{name}",
             [
-                Piece(f"experts_{leaf}", rows, expert, turned=True, stacked=True)
+                Piece(f"experts_{leaf}", rows, expert, transposed=True, stacked=True)
                 for expert in range(word.experts)
                 for leaf, rows in columns.items()
             ],

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
-from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, state_of, turned
+from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, rotated, state_of
 from kvjax.ops.attention.deltaformer import deltaformer
 
 
@@ -38,7 +38,7 @@ class DeltaFormer(KeptTokens):
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.projected(p, x)
-        q, k = (turned(layer.config, y, memory.pos) for y in (q, k))
+        q, k = (rotated(layer.config, y, memory.pos) for y in (q, k))
         beta = linear(p, "beta", x).astype(jnp.float32)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:

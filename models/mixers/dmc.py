@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
-from kvjax.models.mixers.kept_tokens import KeptTokens, turned
+from kvjax.models.mixers.kept_tokens import KeptTokens, rotated
 from kvjax.ops.attention.dmc import Merged, dmc
 
 
@@ -42,7 +42,7 @@ class DynamicMerging(KeptTokens):
         first = q[:, :, :: self.heads // self.key_heads, 0]
         merge, weight = k[..., 0] > self.offset, jax.nn.sigmoid(first.astype(jnp.float32))
         rest = jnp.arange(self.key_dim) > 0
-        q, k = (turned(layer.config, jnp.where(rest, y, 0), memory.pos) for y in (q, k))
+        q, k = (rotated(layer.config, jnp.where(rest, y, 0), memory.pos) for y in (q, k))
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start, capacity = None, None

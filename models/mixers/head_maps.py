@@ -74,13 +74,13 @@ class HeadMaps(Mixer):
         rope = config.rope if layer.window is None else config.rope_local or config.rope
         cos, sin = angles(rope, memory.pos[..., None], config.head_dim, dtype=wide(x))
 
-        def turned(name: str) -> Float[Array, "B T _ H"]:
+        def rotated(name: str) -> Float[Array, "B T _ H"]:
             heads = linear(p, name, x).reshape(b, t, -1, config.head_dim)
             if config.qk_norm:
                 heads = rms_norm(heads, p[f"{name}_norm"], config.norm_eps, config.norm_offset)
             return rotate(heads, cos, sin, rope.start)
 
-        q, k = turned("q"), turned("k")
+        q, k = rotated("q"), rotated("k")
 
         def chosen(stored: Float[Array, "B 1 S F"], heads: tuple[int, ...]) -> Float[Array, "B N S H"]:
             split = stored[:, 0].reshape(*stored.shape[:1], stored.shape[2], -1, config.head_dim)
@@ -91,7 +91,7 @@ class HeadMaps(Mixer):
 
         asked = jnp.swapaxes(q[:, :, np.array(self.q_of)], 1, 2)
         stored = k.reshape(b, 1, t, -1)
-        expand = Expand(lambda turned: turned, keys, None)
+        expand = Expand(lambda rotated: rotated, keys, None)
         projected = Projected(asked, stored, linear(p, "v", x)[:, None], x, expand=expand)
         out, state, left = memory.attend(layer, projected, state)
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left

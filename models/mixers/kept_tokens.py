@@ -73,7 +73,7 @@ class KeptTokens(Mixer, abstract=True):
         return linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1))
 
 
-def turned(config: Config, x: Float[Array, "B T N H"], pos: Array) -> Float[Array, "B T N H"]:
+def rotated(config: Config, x: Float[Array, "B T N H"], pos: Array) -> Float[Array, "B T N H"]:
     """Queries or keys rotated by the config's RoPE."""
     cos, sin = angles(config.rope, pos[..., None], x.shape[-1], dtype=wide(x))
     return rotate(x, cos, sin)

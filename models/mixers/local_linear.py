@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
-from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, state_of, turned
+from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, rotated, state_of
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.local_linear import local_linear_attention, parallax
 
@@ -48,7 +48,7 @@ class LocalLinear(KeptTokens):
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.projected(p, x)
-        q, k = (turned(layer.config, y, memory.pos) for y in (q, k))
+        q, k = (rotated(layer.config, y, memory.pos) for y in (q, k))
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             held = kept_of(past, ("k", "v"))
@@ -61,7 +61,7 @@ class LocalLinear(KeptTokens):
             )
             new = slots.kept["k"], slots.kept["v"]
             if self.learned:
-                r = turned(layer.config, linear(p, "probe", x).reshape(q.shape), memory.pos)
+                r = rotated(layer.config, linear(p, "probe", x).reshape(q.shape), memory.pos)
                 out = parallax(q, r, *new, **where)
             else:
                 out = local_linear_attention(q, *new, ridge=self.ridge, iterations=self.iterations, **where)

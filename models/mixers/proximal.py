@@ -10,7 +10,7 @@ from kvjax.base.ranges import Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState, Take
-from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, state_of, turned
+from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, rotated, state_of
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.proximal import Proximal, proximal_attention
 
@@ -66,7 +66,7 @@ class SharedKeys(KeptTokens):
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.projected(p, x)
-        q, k = (turned(layer.config, y, memory.pos) for y in (q, k))
+        q, k = (rotated(layer.config, y, memory.pos) for y in (q, k))
 
         def lowest(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             held = kept_of(past, ("k", "v"))

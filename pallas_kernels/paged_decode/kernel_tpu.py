@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels import streaming
+from kvjax.pallas_kernels.rotation import RotatedChannels, rotated_logits
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running, product
-from kvjax.pallas_kernels.turning import Turning, turned_logits
 
 from .logits import logits
 from .unpack import blank, codes_of, page_numbers
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
     page: tokens of a page, rows: words of its keys, values: the first row of its values, 0 if they are beside
     the keys. names: the numbers after its values, in order; groups: groups of tokens with separate channel
-    scales. queries: rows of q that are real. heads: (sequence, KV head) pairs of one core. turning: which
+    scales. queries: rows of q that are real. heads: (sequence, KV head) pairs of one core. rotated: which
     channels the kernel rotates, by the slots' positions or given phases or, without both, their indices.
     """
 
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     mass: bool = False
-    turning: Turning | None = None
+    rotated: RotatedChannels | None = None
 
 
 class Refs(NamedTuple):
@@ -57,7 +57,7 @@ class Refs(NamedTuple):
     next_table: Any
     q: Any
     q_pos: Any
-    turns: Any
+    angles: Any
     phase: Any
     pages: Any
     out: Any
@@ -112,12 +112,12 @@ def _attend(r: Refs, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
     place = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) + first
     codes = codes_of(r.buffer, slot, sizes, 0, kind)
     q = r.q[0].astype(jnp.float32)
-    if sizes.turning is None:
+    if sizes.rotated is None:
         z = logits(q, codes, numbers) * sizes.scale
     else:
         at = pl.ds(pl.multiple_of(first, LANES), tokens)
         phase = numbers.get("pos", place) if r.phase is None else r.phase[0, :, at]
-        z = turned_logits(q, codes, numbers, phase, r.turns[...], sizes.turning) * sizes.scale
+        z = rotated_logits(q, codes, numbers, phase, r.angles[...], sizes.rotated) * sizes.scale
     if sizes.softcap is not None:
         z = sizes.softcap * jnp.tanh(z / sizes.softcap)
     if "bias" in numbers:
@@ -164,7 +164,7 @@ def paged_decode(
     lengths: jax.Array,
     q_pos: jax.Array,
     layer: jax.Array,
-    turns: jax.Array | None = None,
+    angles: jax.Array | None = None,
     phase: jax.Array | None = None,
     *,
     sizes: Sizes,
@@ -175,7 +175,7 @@ def paged_decode(
 
     q [I, R, W] with R a multiple of 8 and W of 128; words [L, P, rows, W] int32; table [I, 1, M] with M a
     multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. If keys are to be
-    rotated, turns is [half, 128] as `turned_logits` takes it, and phase None or [I, 1, S] int32. Mass after a
+    rotated, angles is [half, 128] as for `rotated_logits`, and phase None or [I, 1, S] int32. Mass after a
     head's length is not written.
     """
     (lists, count, width), slots = q.shape, table.shape[2] * sizes.page
@@ -186,8 +186,8 @@ def paged_decode(
         "q": (q, of(count, width)),
         "q_pos": (q_pos, of(count, LANES)),
     }
-    if turns is not None:
-        inputs["turns"] = turns, pl.BlockSpec(turns.shape, lambda *_: (0, 0))
+    if angles is not None:
+        inputs["angles"] = angles, pl.BlockSpec(angles.shape, lambda *_: (0, 0))
     if phase is not None:
         inputs["phase"] = phase, of(1, slots)
     inputs["pages"] = words, pl.BlockSpec(memory_space=pl.ANY)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from kvjax.pallas_kernels import partial_gpu as parts
 from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.partial_gpu import NEG_INF, Cut
-from kvjax.pallas_kernels.turning import Turning, turned, waves
+from kvjax.pallas_kernels.rotation import RotatedChannels, rotated_pairs, waves
 
 # Codes are used as code - MIDDLE, a signed number that a GPU widens directly.
 MIDDLE = 128
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
     packed: whether rows of keys hold the values too. sides: the names of per-slot numbers, as for a TPU.
     mass: slots whose logits to write; 0 for none. page: how many slots are consecutive; 0 if all of a head
-    are. turning: which channels of keys the kernel rotates, by their side "phase".
+    are. rotated: which channels of keys the kernel rotates, by their side "phase".
     """
 
     cut: Cut
@@ -42,12 +42,12 @@ class Sizes(NamedTuple):
     sides: tuple[str, ...] = ()
     mass: int = 0
     page: int = 0
-    turning: Turning | None = None
+    rotated: RotatedChannels | None = None
 
 
 def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
-    many, rest = [2 if sizes.turning else 0, len(sizes.sides), 1 if sizes.packed else 2], list(refs)
-    turns, slots, caches = ([rest.pop(0) for _ in range(n)] for n in many)
+    many, rest = [2 if sizes.rotated else 0, len(sizes.sides), 1 if sizes.packed else 2], list(refs)
+    angles, slots, caches = ([rest.pop(0) for _ in range(n)] for n in many)
     sides, (out, lse, *logits) = dict(zip(sizes.sides, slots, strict=True)), rest
     i, split, cut = pl.program_id(0), pl.program_id(1), sizes.cut
     length, first = lengths[i], split * (cut.blocks * cut.block)
@@ -61,13 +61,13 @@ def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
         given = {n: _side(x, layer, i, slot, live, queries.shape[0]) for n, x in sides.items()}
         load = partial(_load, caches[0], layer, row, live, kind=kind)
         keys = load(queries.shape[1])
-        if sizes.turning is None:
+        if sizes.rotated is None:
             z = _product(queries, keys, given)
         else:
-            z = _turned(
-                [turns[0][i, n].astype(kind) for n in range(2)], turns[1][...], load, given, sizes.turning
+            z = _rotated_logits(
+                [angles[0][i, n].astype(kind) for n in range(2)], angles[1][...], load, given, sizes.rotated
             )
-            if sizes.turning.start or 2 * sizes.turning.half < caches[0].shape[2]:
+            if sizes.rotated.start or 2 * sizes.rotated.half < caches[0].shape[2]:
                 z = z + _product(queries, keys, given)
         z = _logits(z, given, sizes)
         z = jnp.where(_seen(given, asked, slot, live, sizes.window), z, NEG_INF)
@@ -127,17 +127,17 @@ def _product(q: Any, keys: Any, given: dict[str, Any]) -> Any:
     return z * scale[None] + q.astype(jnp.float32).sum(1)[:, None] * (zero + MIDDLE * scale)[None]
 
 
-def _turned(
-    q: list[Any], turns: Any, load: Callable[..., Any], given: dict[str, Any], turning: Turning
+def _rotated_logits(
+    q: list[Any], angles: Any, load: Callable[..., Any], given: dict[str, Any], rotated: RotatedChannels
 ) -> Any:
     """Queries' channel pairs, twice [R, P], times those of keys, rotated by their phases."""
-    at = [turning.start + n * turning.half for n in range(3)]
-    pairs = [load(turns.shape[0], *ends).astype(jnp.float32) for ends in itertools.pairwise(at)]
+    at = [rotated.start + n * rotated.half for n in range(3)]
+    pairs = [load(angles.shape[0], *ends).astype(jnp.float32) for ends in itertools.pairwise(at)]
     if "key_scale_zero" in given:
         scale, zero = halves(given["key_scale_zero"])
         pairs = [x * scale[:, None] + (zero + MIDDLE * scale)[:, None] for x in pairs]
-    units = given["phase"][:, None] * turns[None]
-    found = turned(pairs[0], pairs[1], waves(units, q[0].dtype, turning.amplitude))
+    units = given["phase"][:, None] * angles[None]
+    found = rotated_pairs(pairs[0], pairs[1], waves(units, q[0].dtype, rotated.amplitude))
     one, other = (parts.product(x, y.astype(x.dtype), 1) for x, y in zip(q, found, strict=True))
     return one + other
 
@@ -181,7 +181,7 @@ def stacked_decode(
     q_pos: jax.Array,
     layer: jax.Array,
     sides: tuple[jax.Array, ...] = (),
-    turns: tuple[jax.Array, ...] = (),
+    angles: tuple[jax.Array, ...] = (),
     *,
     sizes: Sizes,
     interpret: bool = False,
@@ -191,7 +191,7 @@ def stacked_decode(
     q [I, R, W'] with R and W' powers of two from 16; k [L, M, W] and v [L, M, V], uint8 if they are codes, of
     at most W' and V' channels, V' a power of two; v None: rows of k hold both, and V' is W'. lengths [I];
     origins [I, 1], the row of a head's first slot, or [I, P], those of its pages; q_pos [I, R]; sides [1 or
-    L, I, S], and a bias of every query [1, I, Q, S]; layer [1]. turns, if keys are to be rotated: the
+    L, I, S], and a bias of every query [1, I, Q, S]; layer [1]. angles, if keys are to be rotated: the
     queries' pairs of channels [I, 2, R, P], which are zeros in q, and their angle per step of a phase [P], in
     units of 2^-32 of a full turn. Q are the real queries; logits after a head's length are not written.
     """
@@ -204,4 +204,4 @@ def stacked_decode(
     kernel = partial(_kernel, sizes=sizes)
     caches = (k,) if v is None else (k, v)
     made = parts.call(kernel, cut, shapes, "stacked_decode", interpret)
-    return tuple(made(layer, lengths, origins, q_pos, q, *turns, *sides, *caches))
+    return tuple(made(layer, lengths, origins, q_pos, q, *angles, *sides, *caches))

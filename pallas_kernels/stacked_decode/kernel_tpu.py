@@ -19,8 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels import streaming
 from kvjax.pallas_kernels.halves import halves
+from kvjax.pallas_kernels.rotation import RotatedChannels, logits_of_channels, rotated_logits
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
-from kvjax.pallas_kernels.turning import Turning, logits_of_channels, turned_logits
 
 # Codes are used as code - MIDDLE: small numbers around zero, whose sums keep their precision.
 MIDDLE = 128
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
     packed: whether rows of keys hold the values too. sides: the names of per-slot numbers, among "pos",
     "bias", "phase", "key_size" and "value_size", which multiply rows, and for codes "key_scale_zero" and
-    "value_scale_zero". turning: which channels of keys the kernel rotates, by "phase". mass: slots, in whole
+    "value_scale_zero". rotated: which channels of keys the kernel rotates, by "phase". mass: slots, in whole
     blocks, whose received probability is written; 0 for none. lanes: for every cache, whether its slots are
     on the lanes and its channels on the sublanes. pages: how many pieces of a head have a first row of their
     own; 0 if they are consecutive.
@@ -48,13 +48,13 @@ class Sizes(NamedTuple):
     mass: int = 0
     lanes: tuple[bool, ...] = (False, False)
     pages: int = 0
-    turning: Turning | None = None
+    rotated: RotatedChannels | None = None
 
 
 class Given(NamedTuple):
     """The operands of a block: queries, their positions, sides by name, buffers, and logits to keep.
 
-    turns: the angle of the channel pairs per step of a phase, if keys are to be rotated.
+    angles: the angle of the channel pairs per step of a phase, if keys are to be rotated.
     """
 
     q: Any
@@ -62,14 +62,14 @@ class Given(NamedTuple):
     sides: dict[str, Any]
     buffers: list[Any]
     scores: list[Any]
-    turns: list[Any]
+    angles: list[Any]
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, sizes: Sizes) -> None:
     many = 1 if sizes.packed else 2
-    cuts = [2, 1 if sizes.turning else 0, len(sizes.sides), many, 3 if sizes.mass else 2]
+    cuts = [2, 1 if sizes.rotated else 0, len(sizes.sides), many, 3 if sizes.mass else 2]
     rest = list(refs)
-    (q, q_pos), turns, sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
+    (q, q_pos), angles, sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
     scores = [rest.pop()] if sizes.mass else []
     *buffers, turn, arrived, top, total, acc = rest
     j = pl.program_id(1)
@@ -108,7 +108,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
     running = Running(top, total, acc)
     streaming.clear(running)
-    given = Given(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores, turns)
+    given = Given(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores, angles)
     span = begins[at[0]], pl.cdiv(length[0], block)
     visit = partial(_attend, given, running, sizes, mine, length[0])
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
@@ -127,7 +127,11 @@ def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any
     kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
     k, v = (_widened(b[slot], kind) for b in (keys, values))
     side = {n: _row(x, mine, s, block) for n, x in given.sides.items()}
-    z = _turned(asked, k, side, given.turns, sizes) if sizes.turning else _product(asked, k, side, sizes)
+    z = (
+        _rotated_logits(asked, k, side, given.angles, sizes)
+        if sizes.rotated
+        else _product(asked, k, side, sizes)
+    )
     z = z * sizes.scale
     if "key_size" in side:
         z = z * side["key_size"]
@@ -160,22 +164,22 @@ def _product(asked: Any, k: Any, side: dict[str, Any], sizes: Sizes) -> Any:
     return z * scale + asked.astype(jnp.float32).sum(-1, keepdims=True) * (zero + MIDDLE * scale)
 
 
-def _turned(asked: Any, k: Any, side: dict[str, Any], turns: list[Any], sizes: Sizes) -> Any:
+def _rotated_logits(asked: Any, k: Any, side: dict[str, Any], angles: list[Any], sizes: Sizes) -> Any:
     """Queries [R, W] times keys rotated by their phases, a tile of slots at a time."""
-    assert sizes.turning is not None
-    phase, (steps,) = side["phase"], (x[...] for x in turns)
+    assert sizes.rotated is not None
+    phase, (steps,) = side["phase"], (x[...] for x in angles)
     if not sizes.lanes[0]:
         numbers: dict[str, Any] = {}
         if "key_scale_zero" in side:
             scale, zero = halves(side["key_scale_zero"])
             numbers = {"key_scale": scale, "key_zero": zero + MIDDLE * scale}
         pages = k.reshape(-1, LANES, k.shape[1])
-        return turned_logits(asked, pages, numbers, phase, steps, sizes.turning)
+        return rotated_logits(asked, pages, numbers, phase, steps, sizes.rotated)
     found = []
     for n in range(0, k.shape[1], LANES):
         at = slice(n, n + LANES)
         keys = k[:, at].astype(jnp.float32)
-        found.append(logits_of_channels(asked, keys, phase[:, at], steps, sizes.turning, k.dtype))
+        found.append(logits_of_channels(asked, keys, phase[:, at], steps, sizes.rotated, k.dtype))
     return jnp.concatenate(found, axis=1)
 
 
@@ -230,7 +234,7 @@ def stacked_decode(
     q_pos: jax.Array,
     layer: jax.Array,
     sides: tuple[jax.Array, ...] = (),
-    turns: tuple[jax.Array, ...] = (),
+    angles: tuple[jax.Array, ...] = (),
     *,
     sizes: Sizes,
     cores: int = 1,
@@ -242,8 +246,8 @@ def stacked_decode(
     they are codes; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block
     that is visited; origins [I], the row of a head's first slot, a multiple of the piece, as is M, or [I *
     sizes.pages], the rows of all pieces; q_pos [I, R, 128] int32, -1 if a row is not a query; sides [1 or L,
-    B, K, S'] with S' the slots of whole blocks; turns, if keys are to be rotated, one [half, 128] as
-    `turned_logits` takes it; layer [1]. Mass of blocks that are not visited is not written. A cache with its
+    B, K, S'] with S' the slots of whole blocks; angles, if keys are to be rotated, one [half, 128] as
+    `rotated_logits` takes it; layer [1]. Mass of blocks that are not visited is not written. A cache with its
     slots on the lanes is [L, I, W, S], W of any whole tiles and S a multiple of 128.
     """
     lists, count, width = q.shape
@@ -268,7 +272,7 @@ def stacked_decode(
             in_specs=[
                 of(count, width),
                 of(count, LANES),
-                *(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in turns),
+                *(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in angles),
                 *(_spec_of_heads(x, sizes.lists) for x in sides),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
             ],
@@ -288,4 +292,4 @@ def stacked_decode(
         ),
         interpret=interpret,
         name="stacked_decode",
-    )(layer, lengths, begins, origins, q, q_pos, *turns, *sides, *caches)
+    )(layer, lengths, begins, origins, q, q_pos, *angles, *sides, *caches)

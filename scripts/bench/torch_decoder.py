@@ -27,7 +27,7 @@ class Block(nn.Module):
             return F.linear(y, w).unflatten(-1, (count, c.head_dim)).transpose(1, 2)
 
         q, k, v = heads(self.q, c.heads), heads(self.k, c.kv_heads), heads(self.v, c.kv_heads)
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
         x = x + F.linear(out.transpose(1, 2).flatten(2), self.o)
         y = normed(x, self.mlp_norm, c.norm_eps)
@@ -38,7 +38,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 

@@ -225,7 +225,7 @@ REFUSED = {
         kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int8")
     ),
     "a dense cache of such codes": kvjax.method("int4"),
-    "codes in groups have no kernel where keys are yet to turn": kvjax.chain(
+    "codes in groups have no kernel for unrotated keys": kvjax.chain(
         kvjax.method("snapkv", budget=64, window=16),
         kvjax.method("renumbered"),
         kvjax.method("kivi", group=16),

@@ -311,7 +311,7 @@ def test_what_cannot_run_says_why():
     with pytest.raises(ValueError, match="phase is given without rope"):
         paged_decode(q, pool, table, lengths, pos, 1, phase=jnp.zeros((2, 2, 128), jnp.int32), **how)
     odd = make_pool(*[jnp.zeros((LAYERS, 3, 48, 128))] * 2)
-    with pytest.raises(NotImplementedError, match="pages of 48 tokens with keys to turn, expected a multi"):
+    with pytest.raises(NotImplementedError, match="pages of 48 tokens with keys to rotate, expected a mul"):
         paged_decode(q, odd, table, lengths, pos, 1, rope=Rope(), implementation="tpu", **how)
     tiny = make_pool(*[jnp.zeros((LAYERS, 3, 8, 128), jnp.int8)] * 2)
     with pytest.raises(NotImplementedError, match="pages of 8 tokens in int8, expected a multiple of 16"):

@@ -12,10 +12,10 @@ import pytest
 
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
-from kvjax.ops.decode.turning import KeyRotation
+from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
-from tests.kernels.test_stacked_decode import turned_by_hand
+from tests.kernels.test_stacked_decode import rotated_by_hand
 from tests.sweep import sweep
 
 B, K = 2, 2
@@ -58,9 +58,9 @@ def draw(
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     options = dict(most=most, aligned=aligned, scale=0.09, values=values)
     options["bias"] = None if numbers is None else jnp.asarray(numbers, jnp.float32)
-    options["turn"] = None
+    options["rotation"] = None
     if turned is not None:
-        options["turn"] = KeyRotation(turned, jnp.asarray(rng.integers(0, 40, (B, K, most)), jnp.int32))
+        options["rotation"] = KeyRotation(turned, jnp.asarray(rng.integers(0, 40, (B, K, most)), jnp.int32))
     return (q, k, None if packed else v, jnp.asarray(starts), jnp.asarray(length)), options
 
 
@@ -76,9 +76,9 @@ def by_hand(inputs, options, softcap=None):
         rows = slice(starts[mine], starts[mine] + lengths[mine])
         if lengths[mine] == 0:
             continue
-        keys, turn = k[rows], options["turn"]
-        if turn is not None:
-            keys = turned_by_hand(keys, turn, np.asarray(turn.phase)[mine][: lengths[mine]])
+        keys, rotation = k[rows], options["rotation"]
+        if rotation is not None:
+            keys = rotated_by_hand(keys, rotation, np.asarray(rotation.phase)[mine][: lengths[mine]])
         z = keys @ q[b, n, t] * options["scale"]
         z = z if softcap is None else softcap * np.tanh(z / softcap)
         if options["bias"] is not None:

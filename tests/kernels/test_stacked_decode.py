@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvjax.ops.base.rope import Rope
+from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.ops.decode.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
-from kvjax.ops.decode.turning import KeyRotation
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 from tests.sweep import sweep
@@ -74,15 +74,15 @@ def sizes(seed, slots):
     return tuple(jnp.asarray(x, jnp.float32) for x in found)
 
 
-def turn(seed, slots, **rope):
-    """Keys that are yet to turn, by phases in no order."""
+def rotation(seed, slots, **rope):
+    """Unrotated keys, with phases in no order."""
     phase = np.random.default_rng(seed).integers(0, 40, (B, K, slots))
     return KeyRotation(Rope(**rope), jnp.asarray(phase, jnp.int32))
 
 
-def turned_by_hand(keys, turn, phase):
+def rotated_by_hand(keys, rotation, phase):
     """Rows [S, H] with their pairs of channels as complex numbers, in float64."""
-    rope, keys = turn.rope, keys.copy()
+    rope, keys = rotation.rope, keys.copy()
     half = rope.turning(keys.shape[1]) // 2
     for i, f in enumerate(rope.frequencies(keys.shape[1])):
         at = rope.start + i, rope.start + i + half
@@ -93,7 +93,7 @@ def turned_by_hand(keys, turn, phase):
 
 def by_hand(
     q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None, pos=None, bias=None,
-    first=None, mass=False, sizes=(None, None), turn=None,
+    first=None, mass=False, sizes=(None, None), rotation=None,
 ):  # fmt: skip
     """(out, lse) and, where it is asked for, mass, query by query."""
     q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
@@ -119,8 +119,8 @@ def by_hand(
             1.0 if x is None else np.asarray(x, np.float64)[mine[1:]][ours, None] for x in sizes
         )
         keys = k[mine][ours, :h] * of_keys
-        if turn is not None:
-            keys = turned_by_hand(keys, turn, np.asarray(turn.phase)[mine[1:]][ours])
+        if rotation is not None:
+            keys = rotated_by_hand(keys, rotation, np.asarray(rotation.phase)[mine[1:]][ours])
         z = keys @ q[i, head, at] * scale
         z = z if softcap is None else softcap * np.tanh(z / softcap)
         z = z if bias is None else z + np.asarray(bias, np.float64)[mine][:length][seen]
@@ -162,26 +162,30 @@ CASES = {
     "mass and positions on the lanes": dict(width=64, slots=384, mass=True, **sides(7, 384)),
     "bfloat16 on the lanes": dict(width=64, slots=256, dtype=jnp.bfloat16),
     "sizes": dict(slots=384, group=3, t=2, softcap=5.0, sizes=sizes(2, 384)),
-    "turned": dict(slots=320, mass=True, turn=turn(3, 320), pos=sides(8, 320)["pos"]),
-    "turned, bfloat16": dict(slots=320, turn=turn(3, 320), dtype=jnp.bfloat16),
-    "turned with a temperature": dict(slots=384, turn=turn(4, 384, kind="yarn", factor=8.0)),
-    "nothing turns": dict(slots=384, turn=turn(4, 384, kind="none")),
-    "turned on the lanes": dict(width=64, slots=384, turn=turn(5, 384), t=3),
+    "turned": dict(slots=320, mass=True, rotation=rotation(3, 320), pos=sides(8, 320)["pos"]),
+    "turned, bfloat16": dict(slots=320, rotation=rotation(3, 320), dtype=jnp.bfloat16),
+    "turned with a temperature": dict(slots=384, rotation=rotation(4, 384, kind="yarn", factor=8.0)),
+    "nothing turns": dict(slots=384, rotation=rotation(4, 384, kind="none")),
+    "turned on the lanes": dict(width=64, slots=384, rotation=rotation(5, 384), t=3),
     "some channels turned, sizes": dict(
-        slots=328, t=2, turn=turn(6, 328, rotary_dim=32, start=64), sizes=sizes(3, 328), **sides(7, 328)
+        slots=328,
+        t=2,
+        rotation=rotation(6, 328, rotary_dim=32, start=64),
+        sizes=sizes(3, 328),
+        **sides(7, 328),
     ),
     "some channels turned on the lanes": dict(
-        width=80, slots=256, turn=turn(7, 256, rotary_dim=48, start=16), sizes=sizes(4, 256)
+        width=80, slots=256, rotation=rotation(7, 256, rotary_dim=48, start=16), sizes=sizes(4, 256)
     ),
     "latents whose rotated part turns": dict(
-        width=192, row=256, packed=True, values=128, first=0, slots=256, turn=turn(8, 256, start=128)
+        width=192, row=256, packed=True, values=128, first=0, slots=256, rotation=rotation(8, 256, start=128)
     ),
 }
 
 
 def split(case):
     """(what to draw, what to call with); the number of values is both's."""
-    called = ("window", "softcap", "pos", "bias", "first", "mass", "sizes", "turn")
+    called = ("window", "softcap", "pos", "bias", "first", "mass", "sizes", "rotation")
     options = {n: x for n, x in CASES[case].items() if n in (*called, "values")}
     return {n: x for n, x in CASES[case].items() if n not in called}, dict(scale=0.09) | options
 

@@ -10,7 +10,7 @@ import pytest
 from kvjax.grammar import Budget
 from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient, unit_lower_solve
 from kvjax.read.narrow_keys import PrincipalKeys
-from kvjax.train.conversion.low_rank import turned
+from kvjax.train.conversion.low_rank import rotated
 from tests.ops.oracles import rms
 
 N, K = (3, 2), 5
@@ -99,7 +99,7 @@ def test_equal_directions_lose_no_digits():
 CALLERS = {
     "cholesky": lambda a: cholesky_solve(a, a[..., 0]),
     "gradients": jax.grad(lambda a: cholesky_solve(a, a[..., 0]).sum()),
-    "learnt bases": jax.grad(lambda a: turned(a, a).sum()),
+    "learnt bases": jax.grad(lambda a: rotated(a, a).sum()),
     "principal keys": lambda a: PrincipalKeys(Budget(0.5)).learn(a, jnp.zeros(a.shape[:-1], jnp.int32)),
 }
 

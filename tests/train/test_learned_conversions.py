@@ -105,25 +105,25 @@ def test_what_learns_from_predictions_moves_nothing_where_nothing_is_to_be_learn
 def test_bases_stay_orthogonal_and_what_they_leave_out_is_projected_away():
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.normal(size=(2, 4, 4, 4)))[0]
-    turned = np.asarray(
-        low_rank.turned(
+    rotated = np.asarray(
+        low_rank.rotated(
             jnp.asarray(basis, jnp.float32), jnp.asarray(rng.normal(size=basis.shape), jnp.float32)
         )
     )
     np.testing.assert_allclose(
-        np.swapaxes(turned, -1, -2) @ turned, np.broadcast_to(np.eye(4), basis.shape), atol=1e-5
+        np.swapaxes(rotated, -1, -2) @ rotated, np.broadcast_to(np.eye(4), basis.shape), atol=1e-5
     )
-    np.testing.assert_allclose(low_rank.turned(jnp.asarray(basis), jnp.zeros_like(basis)), basis, atol=1e-6)
+    np.testing.assert_allclose(low_rank.rotated(jnp.asarray(basis), jnp.zeros_like(basis)), basis, atol=1e-6)
     m = model()
     cut = low_rank.projected(
-        m.params, CONFIG, {name: jnp.asarray(turned[..., :3]) for name in ("keys", "values")}
+        m.params, CONFIG, {name: jnp.asarray(rotated[..., :3]) for name in ("keys", "values")}
     )
     w = np.asarray(m.params["layers"][1]["v"][0], np.float64)[:, 8:12]
-    want = w @ turned[1, 2, :, :3] @ turned[1, 2, :, :3].T
+    want = w @ rotated[1, 2, :, :3] @ rotated[1, 2, :, :3].T
     np.testing.assert_allclose(cut["layers"][1]["v"][0][:, 8:12], want, atol=1e-5)
     # What is stored is that product.
     word = low_rank.fitted_word(
-        3, 1, {n: low_rank._in_order(turned.astype(np.float64)) for n in ("keys", "values")}
+        3, 1, {n: low_rank._in_order(rotated.astype(np.float64)) for n in ("keys", "values")}
     )
     made = Model(word.config(CONFIG), word.params(m.params, CONFIG))
     assert difference(Model(CONFIG, cut), made, TEXTS).divergence == pytest.approx(0, abs=1e-6)

@@ -28,8 +28,8 @@ from kvjax.ops.decode.page_scores import page_scores
 from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.picked_decode import picked_decode
+from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.ops.decode.stacked_decode import stacked_decode
-from kvjax.ops.decode.turning import KeyRotation
 from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
 from kvjax.ops.recurrent.log_linear_decode import log_linear_decode
 from kvjax.ops.recurrent.log_linear_levels import LevelState
@@ -95,7 +95,7 @@ def stacked(payload: str, h: int) -> Iterator[Call]:
         yield lambda q, k, *x: run(q, k, None, *x), (q, rows, *places)
 
 
-def turned(payload: str, h: int) -> Iterator[Call]:
+def rotated(payload: str, h: int) -> Iterator[Call]:
     """Keys to rotate while read, in rows or with their slots on the lanes, and sizes of keys and values."""
     q = shape(1, HEADS * GROUP, 1, h, dtype=payload)
     rows = shape(2, 1, HEADS, SLOTS, h, dtype=payload)
@@ -109,7 +109,7 @@ def turned(payload: str, h: int) -> Iterator[Call]:
             lengths,
             pos,
             scale=1.0,
-            turn=KeyRotation(Rope(), phase),
+            rotation=KeyRotation(Rope(), phase),
             sizes=sizes,
             implementation="tpu",
         )
@@ -256,7 +256,7 @@ KERNELS = {
     "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
     "paged_decode-small": Kernel("paged_decode", tuple(PAYLOADS), small_pages, ((128,),)),
     "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
-    "stacked_decode-turned": Kernel("stacked_decode", FLOATS, turned),
+    "stacked_decode-turned": Kernel("stacked_decode", FLOATS, rotated),
     "stacked_decode-picked": Kernel("stacked_decode", FLOATS, picked),
     "grouped_decode": Kernel("grouped_decode", ("uint2", "uint4"), grouped),
     "append": Kernel("append", FLOATS, appended),

@@ -18,7 +18,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import RawKeys
 from kvjax.keep.prompts.memory_tokens import MemoryTokens
-from kvjax.models.attending import turned
+from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Prompt, Run
@@ -72,7 +72,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Fl
         assert isinstance(mine, Fresh) and isinstance(own, Fresh) and own.v is not None
         rope = run.attention_spec(gm.first).rope
         raw, v = (_slots_of(word, x, at, there) for x in (own.observed[key_of(RawKeys())], own.v))
-        k = jax.vmap(lambda x, rope=rope: turned(rope, x, pos, pos.max(1) + 1))(raw)
+        k = jax.vmap(lambda x, rope=rope: rotated(rope, x, pos, pos.max(1) + 1))(raw)
         live = (there.any(1) if word.mean else there.reshape(len(pos), slots))[None, :, None, :, None]
         for said, want in ((mine.k, k), (mine.v, v)):
             assert said is not None

@@ -19,7 +19,7 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.page_pool import SUBLANES, PagePool
 from kvjax.ops.decode.paged_decode_gpu import gpu_paged_decode, gpu_refusal
-from kvjax.ops.decode.turning import turning, turns
+from kvjax.ops.decode.rotation import angle_steps, rotated_channels
 from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
@@ -72,11 +72,9 @@ def paged_decode(
             "expected as many sequences, KV heads that divide the query heads, and pages at least as wide"
         )
     if rope is not None and rope.by_length:
-        raise ValueError(
-            f"{rope.kind} rope's frequencies depend on a row's length: turn such keys before storing"
-        )
+        raise ValueError(f"{rope.kind} rope's frequencies depend on a row's length: store rotated keys")
     if phase is not None and rope is None:
-        raise ValueError("phase is given without rope, expected both: it says what keys are turned by")
+        raise ValueError("phase is given without rope, expected both: keys are rotated by it")
     if phase is not None and phase.shape != (*table.shape[:2], table.shape[2] * pool.page):
         raise ValueError(
             f"phase is {list(phase.shape)}, expected one for every slot of the table: {list(table.shape)} "
@@ -103,7 +101,7 @@ def refusal(pool: PagePool, q: Array, rope: Rope | None = None) -> str:
     if pool.rows % SUBLANES and pool.page % 16:
         return f"pages of {pool.page} tokens in {pool.payload}, expected a multiple of 16"
     if rope is not None and pool.page % LANES and LANES % pool.page:
-        return f"pages of {pool.page} tokens with keys to turn, expected a multiple or a divisor of {LANES}"
+        return f"pages of {pool.page} tokens with keys to rotate, expected a multiple or a divisor of {LANES}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""
@@ -177,13 +175,13 @@ def tpu_paged_decode(
     pos = jnp.broadcast_to(q_pos[:, None, None], (b, heads, n // heads, t)).reshape(b * heads, queries)
     pos = jnp.pad(pos, ((0, 0), pad), constant_values=-1)
     tables = jnp.pad(table.reshape(b * heads, 1, -1), ((0, 0), (0, 0), (0, -table.shape[2] % step)))
-    turned: tuple[Any, ...] = ()
-    how = None if rope is None else turning(rope, h)
+    rotating: tuple[Any, ...] = ()
+    how = None if rope is None else rotated_channels(rope, h)
     if rope is not None and how is not None:
-        turned = (jnp.asarray(np.repeat(turns(rope, h)[:, None], LANES, 1)),)
+        rotating = (jnp.asarray(np.repeat(angle_steps(rope, h)[:, None], LANES, 1)),)
         if phase is not None:
             phases = phase.astype(jnp.int32).reshape(b * heads, 1, -1)
-            turned += (jnp.pad(phases, ((0, 0), (0, 0), (0, tables.shape[2] * page - phases.shape[2]))),)
+            rotating += (jnp.pad(phases, ((0, 0), (0, 0), (0, tables.shape[2] * page - phases.shape[2]))),)
     sizes = tpu.Sizes(
         step, page, pool.rows, pool.value_row, pool.payload, pool.names, pool.groups, queries,
         b * heads // cores, scale, window, softcap, mass,
@@ -191,7 +189,7 @@ def tpu_paged_decode(
     )  # fmt: skip
     out, lse, *rest = tpu.paged_decode(
         asked, pool.words, tables, lengths.reshape(-1),
-        jnp.broadcast_to(pos[..., None], (*pos.shape, LANES)), layer[None], *turned,
+        jnp.broadcast_to(pos[..., None], (*pos.shape, LANES)), layer[None], *rotating,
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     first = width - pool.width

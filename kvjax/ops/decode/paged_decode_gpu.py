@@ -13,7 +13,7 @@ from kvjax.ops.decode.page_pool import PagePool
 def gpu_refusal(pool: PagePool, q: Array, heads: int, rope: Rope | None = None) -> str:
     """Why the GPU kernel cannot take these operands; empty if it can."""
     if rope is not None:
-        return "keys are to be turned, expected turned ones"
+        return "keys are stored unrotated, expected rotated ones"
     if pool.packed or pool.groups > 1:
         return "values beside keys or several groups to a page, expected rows of their own and one group"
     return parts.gpu_refusal(q, heads, {"pages": pool.words.shape[-1]})

@@ -18,10 +18,10 @@ from kvjax.ops.base.bit_packing import halves
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
+from kvjax.ops.decode.rotation import KeyRotation, in_kernel, no_tiles, rotated_channels, rotated_keys
+from kvjax.ops.decode.rotation import refusal as no_rotation
 from kvjax.ops.decode.stacked_decode import KEPT_NUMBERS, slots_per_step, tile_rows
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
-from kvjax.ops.decode.turning import KeyRotation, in_kernel, no_tiles, turned, turning
-from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
@@ -48,14 +48,14 @@ def ragged_decode(
     scale: float,
     values: int | None = None,
     bias: Float[Array, "B K S"] | None = None,
-    turn: KeyRotation | None = None,
+    rotation: KeyRotation | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Exact attention of every query over its KV head, rows starts .. starts + lengths - 1: (out, lse).
 
     Every query sees all slots of its KV head. v None: the values are the first `values` channels of k
-    (latents). bias is added to the logits of a head's slots. turn: how keys that are stored unrotated are
+    (latents). bias is added to the logits of a head's slots. rotation: how keys that are stored unrotated are
     rotated; queries are given rotated. most: the most slots that a head can have, the S of per-slot arrays,
     phases among them. aligned: all starts and R are multiples of it. lse is -inf, and out 0, for empty heads.
     Softmax in promote(float32, q). Rows after a head's length are not read.
@@ -71,7 +71,7 @@ def ragged_decode(
     """
     rows = rows_of(k)
     width = values or 0 if v is None else rows_of(v).shape[-1]
-    slots = {x.shape[-1] for x in sides_of(k, v, bias, turn).values()}
+    slots = {x.shape[-1] for x in sides_of(k, v, bias, rotation).values()}
     if q.shape[1] % starts.shape[1] or q.shape[-1] != rows.shape[-1] or not 0 < width or slots - {most}:
         raise ValueError(
             f"q {list(q.shape)}, k {list(rows.shape)}, starts {list(starts.shape)}, {width} values, and "
@@ -79,15 +79,15 @@ def ragged_decode(
             f"the query heads, keys as wide as q, `values` where v is None, and biases and scales of {most}"
         )
     options: dict[str, Any] = dict(
-        most=most, scale=scale, values=width, bias=bias, turn=turn, softcap=softcap
+        most=most, scale=scale, values=width, bias=bias, rotation=rotation, softcap=softcap
     )
     why = refusals(
         q,
         rows,
         None if v is None else rows_of(v),
         aligned,
-        (len(sides_of(k, v, bias, turn)), starts.shape[1], most),
-        None if turn is None else turn.rope,
+        (len(sides_of(k, v, bias, rotation)), starts.shape[1], most),
+        None if rotation is None else rotation.rope,
     )
     chosen = form("ragged_decode", implementation, q, k, v, **why)
     if chosen == "reference":
@@ -104,12 +104,12 @@ def rows_of(x: Array | CodedRows) -> Array:
 
 
 def sides_of(
-    k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None, turn: KeyRotation | None = None
+    k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None, rotation: KeyRotation | None = None
 ) -> dict[str, Array]:
     """Per-slot numbers, [B, K, S], by the names of the kernel."""
     given = {} if bias is None else {"bias": bias}
-    if turn is not None and turning(turn.rope, rows_of(k).shape[-1]) is not None:
-        given["phase"] = turn.phase
+    if rotation is not None and rotated_channels(rotation.rope, rows_of(k).shape[-1]) is not None:
+        given["phase"] = rotation.phase
     coded = {f"{n}_scale_zero": x for n, x in {"key": k, "value": v}.items() if isinstance(x, CodedRows)}
     return given | {name: x.scale_zero for name, x in coded.items()}
 
@@ -118,7 +118,7 @@ def refusals(
     q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int], rope: Rope | None = None
 ) -> dict[str, str]:
     """Why the kernel of each platform cannot take these rows, whose keys are rotated by `rope` if given."""
-    why = "" if rope is None else no_turning(rope)
+    why = "" if rope is None else no_rotation(rope)
     tpu = why or refusal(q, k, v, aligned, given) or no_tiles(rope, q.shape[-1])
     return dict(tpu=tpu, gpu=why or gpu_refusal(q, given[1], k, v))
 
@@ -151,7 +151,8 @@ def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int,
 
 def _reference(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, scale: float, values: int, bias: Array | None, turn: KeyRotation | None, softcap: float | None,
+    most: int, scale: float, values: int, bias: Array | None, rotation: KeyRotation | None,
+    softcap: float | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     slot = jnp.arange(most, dtype=jnp.int32)[None, None]
     live = slot < lengths[..., None]
@@ -165,7 +166,7 @@ def _reference(
         return jnp.where(live[..., None], found, jnp.zeros((), wide(q)))
 
     keys = plain(k)
-    met = keys if turn is None else turned(turn, keys, wide(q))
+    met = keys if rotation is None else rotated_keys(rotation, keys, wide(q))
     bias = None if bias is None else jnp.where(live, bias, 0.0)
     seen = Keys(met, keys[..., :values] if v is None else plain(v), jnp.where(live, 0, -1), bias)
     zero = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
@@ -175,14 +176,14 @@ def _reference(
 
 def _on_gpu(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, values: int, bias: Array | None, turn: KeyRotation | None, **options: Any,
+    most: int, values: int, bias: Array | None, rotation: KeyRotation | None, **options: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     every = jnp.full((q.shape[0], q.shape[2]), ALWAYS, jnp.int32)
-    sides = {name: x[None] for name, x in sides_of(k, v, bias, turn).items()}
+    sides = {name: x[None] for name, x in sides_of(k, v, bias, rotation).items()}
     out, lse, _ = gpu_stacked_decode(
         q, rows_of(k)[None], None if v is None else rows_of(v)[None], lengths, starts[..., None], every,
         jnp.zeros((), jnp.int32), sides, most=most, values=(0, values),
-        rope=None if turn is None else turn.rope, **options,
+        rope=None if rotation is None else rotation.rope, **options,
     )  # fmt: skip
     return out, lse
 
@@ -190,12 +191,12 @@ def _on_gpu(
 def tpu_ragged_decode(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
     most: int, aligned: int, scale: float, values: int, bias: Array | None = None,
-    turn: KeyRotation | None = None, softcap: float | None = None,
+    rotation: KeyRotation | None = None, softcap: float | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel, on the operands of `ragged_decode`. block: slots per step."""
     b, n, t, h = q.shape
-    heads, given = starts.shape[1], sides_of(k, v, bias, turn)
+    heads, given = starts.shape[1], sides_of(k, v, bias, rotation)
     rows = [rows_of(x) for x in (k, v) if x is not None]
     lists, queries, piece = b * heads, n // heads * t, math.gcd(aligned, LANES)
     cores = cores or cores_for(lists)
@@ -203,9 +204,9 @@ def tpu_ragged_decode(
     block = block or slots_per_step(*rows)
     block = max(piece, min(block, most) // piece * piece)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), (0, -queries % SUBLANES), (0, 0)))
-    which, steps = in_kernel(turn, h)
+    which, steps = in_kernel(rotation, h)
     sizes = tpu.Sizes(
-        block, piece, lists // cores, scale, None, softcap, v is None, tuple(given), turning=which
+        block, piece, lists // cores, scale, None, softcap, v is None, tuple(given), rotated=which
     )
     # Per-slot arrays are padded to whole blocks.
     sides = [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % block)))[None] for x in given.values()]

@@ -19,9 +19,9 @@ from kvjax.ops.base.dispatch import alone, form, platform
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.append import append
+from kvjax.ops.decode.rotation import KeyRotation, in_kernel, no_tiles, rotated_channels, rotated_keys
+from kvjax.ops.decode.rotation import refusal as no_rotation
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
-from kvjax.ops.decode.turning import KeyRotation, in_kernel, no_tiles, turned, turning
-from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
@@ -53,7 +53,7 @@ def stacked_decode(
     pos: Int[Array, "L B K S"] | None = None,
     bias: Float[Array, "L B K S"] | None = None,
     sizes: Factors = (None, None),
-    turn: KeyRotation | None = None,
+    rotation: KeyRotation | None = None,
     values: int | None = None,
     first: int | None = None,
     window: int | None = None,
@@ -65,7 +65,7 @@ def stacked_decode(
 
     A query at q_pos sees positions q_pos - window + 1 .. q_pos; slot s holds position s unless `pos` is
     given, where -1 is an empty slot. bias is added to the logits. sizes: factors on the keys and the values
-    of every slot of the layer. turn: how keys that are stored unrotated are rotated; queries are given
+    of every slot of the layer. rotation: how keys that are stored unrotated are rotated; queries are given
     rotated. lse is -inf, and out 0, if nothing is visible. mass: the probability of every slot, summed over
     the queries of its KV head. Softmax in promote(float32, q).
 
@@ -97,7 +97,7 @@ def stacked_decode(
     at = jnp.asarray(layer, jnp.int32)
     lists = jnp.broadcast_to(lengths.reshape(b, -1), keys.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
-    sides: dict[str, Any] = dict(pos=pos, bias=bias, sizes=sizes, turn=turn)
+    sides: dict[str, Any] = dict(pos=pos, bias=bias, sizes=sizes, rotation=rotation)
     options |= dict(mass=mass, **sides)
     chosen = form("stacked_decode", implementation, q, k, v, **refusals(q, k, v, mass=mass, **sides))
     if chosen == "reference":
@@ -114,13 +114,13 @@ def rows_of(x: Array | Coded) -> Array:
 
 def sides_of(
     k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
-    sizes: Factors = (None, None), turn: KeyRotation | None = None,
+    sizes: Factors = (None, None), rotation: KeyRotation | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Per-slot numbers, [1 or L, B, K, S], by the names of the kernel."""
     given = {"pos": pos, "bias": bias}
     given |= {f"{n}_size": x[None] for n, x in zip(("key", "value"), sizes, strict=True) if x is not None}
-    if turn is not None and turning(turn.rope, rows_of(k).shape[-1]) is not None:
-        given["phase"] = turn.phase[None]
+    if rotation is not None and rotated_channels(rotation.rope, rows_of(k).shape[-1]) is not None:
+        given["phase"] = rotation.phase[None]
     for name, x in {"key": k, "value": v}.items():
         if isinstance(x, Coded):
             given[f"{name}_scale_zero"] = x.scale_zero
@@ -129,22 +129,22 @@ def sides_of(
 
 def refusals(
     q: Array, k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
-    sizes: Factors = (None, None), turn: KeyRotation | None = None, *, mass: bool = False,
+    sizes: Factors = (None, None), rotation: KeyRotation | None = None, *, mass: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """Why the kernel of each platform cannot take these operands."""
     rows = (rows_of(k), None if v is None else rows_of(v))
-    why = "" if turn is None else no_turning(turn.rope)
+    why = "" if rotation is None else no_rotation(rotation.rope)
     if sizes[1] is not None and v is None:
-        why = why or "sizes of values that lie in the keys"
+        why = why or "factors of values that are channels of the keys"
     if why:
         return dict(tpu=why, gpu=why)
-    sides = sides_of(k, v, pos, bias, sizes, turn)
-    return dict(tpu=refusal(q, k, v, sides, turn, mass=mass), gpu=gpu_refusal(q, rows[0].shape[2], *rows))
+    sides = sides_of(k, v, pos, bias, sizes, rotation)
+    return dict(tpu=refusal(q, k, v, sides, rotation, mass=mass), gpu=gpu_refusal(q, rows[0].shape[2], *rows))
 
 
 def refusal(
-    q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array], turn: KeyRotation | None, *,
-    mass: bool = False,
+    q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array],
+    rotation: KeyRotation | None, *, mass: bool = False,
 ) -> str:  # fmt: skip
     """Why the TPU kernel cannot take these operands; empty if it can. given: the result of `sides_of`."""
     heads, slots = rows_of(k).shape[2:4]
@@ -154,7 +154,7 @@ def refusal(
             f"{', '.join(given) or 'nothing'} of {heads} heads twice and mass of {queries} queries x {slots} "
             f"slots, expected at most {KEPT_NUMBERS} numbers"
         )
-    if turn is not None and (why := no_tiles(turn.rope, q.shape[3])):
+    if rotation is not None and (why := no_tiles(rotation.rope, q.shape[3])):
         return why
     for x in map(rows_of, (k, k if v is None else v)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
@@ -237,7 +237,7 @@ def stacked_append(
 def _reference(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None, bias: Array | None, mass: bool, sizes: Factors, turn: KeyRotation | None,
+    pos: Array | None, bias: Array | None, mass: bool, sizes: Factors, rotation: KeyRotation | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
     heads, slots, dtype = *rows_of(k).shape[2:4], wide(q)
@@ -248,7 +248,7 @@ def _reference(
         for x, size in zip((k, k if v is None else v), sizes, strict=True)
     )
     keys, rows = keys[..., :h], rows[..., first : first + width]
-    keys = keys if turn is None else turned(turn, keys, dtype)
+    keys = keys if rotation is None else rotated_keys(rotation, keys, dtype)
     z = jnp.einsum("bkgth,bksh->bkgts", q.astype(dtype).reshape(b, heads, n // heads, t, h), keys) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     if bias is not None:
@@ -273,15 +273,15 @@ def _plain(x: Array | Coded, size: Array | None, layer: Array, dtype: Any) -> Ar
 
 def _on_gpu(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    pos: Array | None, bias: Array | None, sizes: Factors, turn: KeyRotation | None, **options: Any,
+    pos: Array | None, bias: Array | None, sizes: Factors, rotation: KeyRotation | None, **options: Any,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     layers, b, heads, slots, _ = rows_of(k).shape
     keys, rows = (None if x is None else rows_of(x).reshape(layers, b * heads * slots, -1) for x in (k, v))
     assert keys is not None
     origins = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1) * slots
     return gpu_stacked_decode(
-        q, keys, rows, lengths, origins, q_pos, layer, sides_of(k, v, pos, bias, sizes, turn), most=slots,
-        rope=None if turn is None else turn.rope, **options,
+        q, keys, rows, lengths, origins, q_pos, layer, sides_of(k, v, pos, bias, sizes, rotation), most=slots,
+        rope=None if rotation is None else rotation.rope, **options,
     )  # fmt: skip
 
 
@@ -289,8 +289,8 @@ def tpu_stacked_decode(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None = None, bias: Array | None = None, sizes: Factors = (None, None),
-    turn: KeyRotation | None = None, mass: bool = False, block: int | None = None, cores: int | None = None,
-    interpret: Any = False,
+    rotation: KeyRotation | None = None, mass: bool = False, block: int | None = None,
+    cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel, on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
@@ -298,7 +298,7 @@ def tpu_stacked_decode(
     heads, slots, width = caches[0].shape[2:]
     group, lists = n // heads, b * heads
     cores = cores or cores_for(lists)
-    sides = sides_of(k, v, pos, bias, sizes, turn)
+    sides = sides_of(k, v, pos, bias, sizes, rotation)
     lanes = tuple(map(on_lanes, caches))
     piece, block = steps(
         slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass or any(lanes)
@@ -312,10 +312,10 @@ def tpu_stacked_decode(
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
     room = -(-slots // block) * block if mass else 0
-    which, steps_of = in_kernel(turn, h)
+    which, steps_of = in_kernel(rotation, h)
     what = tpu.Sizes(
         block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room, lanes,
-        turning=which,
+        rotated=which,
     )  # fmt: skip
     origins = jnp.arange(lists, dtype=jnp.int32) * slots
     merged = [_in_place(x, lists) for x in caches]

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode import partial_gpu as parts
-from kvjax.ops.decode.turning import turning, turns
-from kvjax.pallas_kernels.turning import Turning
+from kvjax.ops.decode.rotation import angle_steps, rotated_channels
+from kvjax.pallas_kernels.rotation import RotatedChannels
 
 
 def gpu_refusal(q: Array, heads: int, k: Array, v: Array | None) -> str:
@@ -57,16 +57,16 @@ def gpu_stacked_decode(
     width = max(x.shape[2] for x in (k, v) if x is not None)
     how = parts.cut(q, heads, most, width, block=block, programs=programs, warps=warps, stages=stages)
     asked, pos = parts.asked(q, q_pos, heads, parts.power(k.shape[2]))
-    which = None if rope is None else turning(rope, q.shape[3])
+    which = None if rope is None else rotated_channels(rope, q.shape[3])
     sizes = gpu.Sizes(how, scale, window, softcap, v is None, tuple(sides), most if mass else 0, page, which)
-    turned: tuple[Array, ...] = ()
+    rotating: tuple[Array, ...] = ()
     if rope is not None and which is not None:
         asked, pairs = _apart(asked, which)
-        steps = turns(rope, q.shape[3])
-        turned = pairs, jnp.pad(jnp.asarray(steps), (0, pairs.shape[3] - len(steps)))
+        steps = angle_steps(rope, q.shape[3])
+        rotating = pairs, jnp.pad(jnp.asarray(steps), (0, pairs.shape[3] - len(steps)))
     outs, lses, *logits = gpu.stacked_decode(
         asked, k, v, lengths.reshape(-1), origins.reshape(lists, -1), pos, layer[None],
-        tuple(_of_lists(x, heads, q) for x in sides.values()), turned, sizes=sizes, interpret=interpret,
+        tuple(_of_lists(x, heads, q) for x in sides.values()), rotating, sizes=sizes, interpret=interpret,
     )  # fmt: skip
     first, count = values
     out, lse = parts.merged(outs[..., first : first + count], lses, q)
@@ -82,7 +82,7 @@ def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"
 
 
 def _apart(
-    asked: Float[Array, "I R W"], which: Turning
+    asked: Float[Array, "I R W"], which: RotatedChannels
 ) -> tuple[Float[Array, "I R W"], Float[Array, "I 2 R P"]]:
     """The queries without the rotated channels, and those: the first and the second channels of all pairs."""
     start, half = which.start, which.half

@@ -17,15 +17,15 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Read, Resting
-from kvjax.models.attending import attend_at_once, in_chunks, in_lists, turned
+from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.models.picking import all_of, marked
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
+from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
-from kvjax.ops.decode.turning import KeyRotation
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
@@ -39,15 +39,15 @@ from kvjax.steps.decoding.dispatch import (
     form_of,
     pages_apart,
     picking,
+    rotation_in_kernel,
     together,
-    turn_in_kernel,
     what_kernels_read,
 )
 from kvjax.steps.decoding.past import Found, Past, Picks
 from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
 from kvjax.steps.decoding.picks import as_met, picked_from
-from kvjax.steps.decoding.rotate_pages import attend_turned_pages
-from kvjax.steps.shared.rotate import rope_of_keys, sharpened, turned_keys, weighed
+from kvjax.steps.decoding.rotate_pages import attend_unrotated_pages
+from kvjax.steps.shared.rotate import rope_of_keys, rotated_keys, sharpened, weighed
 from kvjax.steps.shared.run import Run
 
 # Factors on the keys and on the values of a layer's slots.
@@ -69,15 +69,15 @@ def attend_past(
     return out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out), received, scores
 
 
-def attend_turn(
+def attend_other_rotation(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    turn: PairRotation,
+    rotation: PairRotation,
 ) -> Part:  # fmt: skip
     """(out, lse) of one query over the slots that it attends to in a further rotation, for `attend_past`."""
-    x = _picking_if_more(past, x._replace(q=sharpened(x.q, turn), extra=None), pools, at.shape[0])
-    parts, *_ = _parts(run, past._replace(turn=turn), layer, x, pools, at, None, ())
+    x = _picking_if_more(past, x._replace(q=sharpened(x.q, rotation), extra=None), pools, at.shape[0])
+    parts, *_ = _parts(run, past._replace(rotation=rotation), layer, x, pools, at, None, ())
     out, lse = _merged(parts)
-    return out, weighed(lse, turn)
+    return out, weighed(lse, rotation)
 
 
 def _picking_if_more(past: Past, x: Projected, pools: tuple[Pages, ...], rows: int) -> Projected:
@@ -189,8 +189,8 @@ def _attend_pages(
 ) -> Part:
     how: dict[str, Any] = dict(scale=layer.scale, softcap=run.config.attention_softcap)
     how |= dict(implementation=run.implementation)
-    if (turn := turn_in_kernel(past, layer, i)) is not None:
-        return attend_turned_pages(run.on_mesh, q, pages.layer(past.index), pool, turn, **how)
+    if (rotation := rotation_in_kernel(past, layer, i)) is not None:
+        return attend_unrotated_pages(run.on_mesh, q, pages.layer(past.index), pool, rotation, **how)
     call = partial(attend_pages, **how)
     # A pool is replicated, and the owner of a page is data, so the queries are replicated, too.
     return on_all(run.on_mesh, call, q, pages.layer(past.index), jnp.asarray(past.index), pool, pos)
@@ -210,8 +210,8 @@ def _in_kernel(
         picks = picks._replace(bias=_by_list(picks.bias, slots.kv_heads))
         return attended_on_each(split, call, slots, x.q, pos, past.index, picks)
     call = partial(_attend_slots, run, layer, bool(past.gm.masses), implementation)
-    turn = turn_in_kernel(past, layer, i)
-    beside = KernelOperands(*sizes, None if turn is None else turn.phase)
+    rotation = rotation_in_kernel(past, layer, i)
+    beside = KernelOperands(*sizes, None if rotation is None else rotation.phase)
     return attended_on_each(split, call, slots, q, when, past.index, beside)
 
 
@@ -268,12 +268,12 @@ def _read(
         keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
-    if past.turn is not None and picking(past, i) is not None and past.turn.keys:
+    if past.rotation is not None and picking(past, i) is not None and past.rotation.keys:
         # Picked slots are gathered in another order, so their keys are rotated by their own positions.
         assert keys.pos is not None and run.phase.steady
-        keys = keys._replace(k=turned(rope_of_keys(layer), keys.k, jnp.maximum(keys.pos, 0), at + 1))
-    elif past.turn is not None:
-        keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
+        keys = keys._replace(k=rotated(rope_of_keys(layer), keys.k, jnp.maximum(keys.pos, 0), at + 1))
+    elif past.rotation is not None:
+        keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)
     if past.values is not None:
         keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
     if past.above and keys.pos is not None:
@@ -331,8 +331,8 @@ def met_by(
         if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
             one = segment.layer(past.index)
             keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
-            if past.turn is not None:
-                keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
+            if past.rotation is not None:
+                keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)
             assert keys.pos is not None
             seen = q, at[:, None], keys.k, keys.pos, layer.number
             none = jnp.zeros(keys.pos.shape, jnp.float32)
@@ -389,10 +389,10 @@ def _attend_slots(
         )  # fmt: skip
         return out, lse, None
     k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
-    turn = None if beside.phase is None else KeyRotation(rope_of_keys(layer), beside.phase)
+    rotation = None if beside.phase is None else KeyRotation(rope_of_keys(layer), beside.phase)
     return stacked_decode(
         q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
-        sizes=(beside.keys, beside.values), turn=turn,
+        sizes=(beside.keys, beside.values), rotation=rotation,
         values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
         softcap=run.config.attention_softcap, mass=mass, implementation=implementation,
     )  # fmt: skip

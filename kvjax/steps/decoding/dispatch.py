@@ -10,15 +10,15 @@ from kvjax.models.mixer import Layer, Projected
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
+from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.ops.decode.stacked_decode import Coded, Factors, refusals
-from kvjax.ops.decode.turning import KeyRotation
 from kvjax.place.common import lists_of
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Form, groups_of, is_rows
 from kvjax.state.codes import Codes
 from kvjax.steps.decoding.past import Past
 from kvjax.steps.decoding.per_device import bare, said_of_one, split_of
-from kvjax.steps.decoding.rotate_pages import form_over_turned
+from kvjax.steps.decoding.rotate_pages import form_over_unrotated
 from kvjax.steps.shared.rotate import rope_of_keys
 from kvjax.steps.shared.run import Run
 
@@ -48,17 +48,17 @@ def form_of(
     assert isinstance(slots, Slots)
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if split is not None and split.apart and (past.gm.masses or run.unrotated or any(sized)):
-        why = why or "what slots receive, phases and sizes are told where the slots of a list lie together"
+        why = why or "attention mass, rotations and factors need all slots of a KV head on one device"
     if run.unrotated and x.q.shape[0] > lists_of(slots):
-        why = why or "copies of a row turn the slots that they have in common differently"
+        why = why or "copies of a row rotate the slots that they share differently"
 
     def of_one(slots: Slots, q: Array) -> str:
         if why:
             return form("attention over slots", run.implementation, q, slots, **_nowhere(why))
         # Of what is stored beside the slots, only the shapes matter here.
         keys, values = (slots.pos[0] if one else None for one in sized)
-        turn = KeyRotation(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
-        each = _refusals(past, layer, picking(past, i), slots, q, (keys, values), turn)
+        rotation = KeyRotation(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
+        each = _refusals(past, layer, picking(past, i), slots, q, (keys, values), rotation)
         return form("attention over slots", run.implementation, q, slots, **each)
 
     return said_of_one(split, of_one, bare(slots), q)
@@ -71,41 +71,41 @@ def _refusals(
     slots: Slots,
     q: Array,
     sizes: Factors,
-    turn: KeyRotation | None,
+    rotation: KeyRotation | None,
 ) -> dict[str, str]:
     """Why no kernel can read slots that are attended separately from all others, by platform."""
     if read is not None:
-        turned = turn is not None and "pages that a method picks have no kernel where keys are yet to turn"
-        return _nowhere(turned) if turned else _refusals_of_picks(past, q, slots, read)
+        unrotated = rotation is not None and "picked pages have no kernel for keys that are stored unrotated"
+        return _nowhere(unrotated) if unrotated else _refusals_of_picks(past, q, slots, read)
     if (groups := groups_of(slots.k, slots.v)) is not None:
-        if turn is not None or sizes != (None, None):
-            return _nowhere("codes in groups have no kernel where keys are yet to turn, or have sizes")
+        if rotation is not None or sizes != (None, None):
+            return _nowhere("codes in groups have no kernel for unrotated keys or for factors")
         return _refusals_of_groups(past, layer, q, slots, groups)
     if not is_rows(slots.k) or not is_rows(slots.v):
         return _nowhere("a dense cache of such codes has no kernel")
     k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
-    return refusals(q, k, v, slots.pos, slots.bias, sizes, turn, mass=bool(past.gm.masses))
+    return refusals(q, k, v, slots.pos, slots.bias, sizes, rotation, mass=bool(past.gm.masses))
 
 
 def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages) -> bool:
     """Whether the pages of segment `i` are attended to in place."""
-    pages, turn = past.parts[i], turn_in_kernel(past, layer, i)
+    pages, rotation = past.parts[i], rotation_in_kernel(past, layer, i)
     if past.gm.masses or x.picking is not None or (x.expand is not None and x.expand.outputs is None):
         return False
-    if turn is None:
+    if rotation is None:
         return not run.unrotated
     assert isinstance(pages, Paged)
     if x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
         return False
     own = pages.layer(past.index)
-    return form_over_turned(run.on_mesh, x.q, own, pool, turn, run.implementation) != "reference"
+    return form_over_unrotated(run.on_mesh, x.q, own, pool, rotation, run.implementation) != "reference"
 
 
-def turn_in_kernel(past: Past, layer: Layer, i: int) -> KeyRotation | None:
+def rotation_in_kernel(past: Past, layer: Layer, i: int) -> KeyRotation | None:
     """How the keys of segment `i` are rotated when they are read, slot by slot of every KV head."""
-    if past.turn is None or not past.turn.keys:
+    if past.rotation is None or not past.rotation.keys:
         return None
-    part, phase = past.parts[i], past.turn.keys[i]
+    part, phase = past.parts[i], past.rotation.keys[i]
     lists = (part.lengths if isinstance(part, Paged) else part.pos).shape[1:3]
     return KeyRotation(rope_of_keys(layer), jnp.broadcast_to(phase, (*lists, phase.shape[-1])))
 
@@ -142,7 +142,7 @@ def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[s
 
 def together(run: Run, past: Past, layer: Layer, x: Projected) -> str:
     """Why segments without a kernel must be attended jointly; empty if they can be attended separately."""
-    return _at_once(past, layer, x) or ("keys are turned when they are read" if run.unrotated else "")
+    return _at_once(past, layer, x) or ("keys are rotated when they are read" if run.unrotated else "")
 
 
 def _at_once(past: Past, layer: Layer, x: Projected) -> str:
@@ -150,7 +150,7 @@ def _at_once(past: Past, layer: Layer, x: Projected) -> str:
     reasons = {
         "the softmax is clipped": layer.mixer.clip is not None,
         "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,
-        "a phase hides slots": past.turn is not None and past.turn.meeting is not None,
+        "a phase hides slots": past.rotation is not None and past.rotation.meeting is not None,
         "keys and values are made from what the slots hold": x.expand is not None
         and x.expand.outputs is None,
         "values come from another layer": past.values is not None,

@@ -56,9 +56,9 @@ def evict_due(
             out[i] = tuple(out[i])
         return out, lost
 
-    turns = jnp.stack(list(due.values())).any().astype(jnp.int32)
+    iterations = jnp.stack(list(due.values())).any().astype(jnp.int32)
     start = {i: (_changing(gm, parts[i]), _carried_by_merge(gm, groups[i])) for i, gm in mine.items()}
-    done, lost = jax.lax.fori_loop(0, turns, evict, (start, lost))
+    done, lost = jax.lax.fori_loop(0, iterations, evict, (start, lost))
     out = list(groups)
     for i, (leaves, rows) in done.items():
         out[i] = dataclasses.replace(_with(mine[i], groups[i], leaves), rows=groups[i].rows | rows)

@@ -37,8 +37,8 @@ def flushed(
 
     def flushed_here(split: dict[int, tuple[Slots, Slots]], x: Array) -> dict[int, tuple[Slots, Slots]]:
         full = [is_full(gms[i], tail) for i, (_, tail) in split.items()]
-        turns = after(jnp.stack(full).any().astype(jnp.int32), x)
-        return jax.lax.fori_loop(0, turns, flush, split)
+        iterations = after(jnp.stack(full).any().astype(jnp.int32), x)
+        return jax.lax.fori_loop(0, iterations, flush, split)
 
     chained = any(gm.sees_below for gm in gms)
 

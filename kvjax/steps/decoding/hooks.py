@@ -13,12 +13,12 @@ from kvjax.state.axes import lie_apart, pinned_to
 from kvjax.state.code_forms import completed
 from kvjax.state.write import after
 from kvjax.steps.decoding.at_layer import AtLayer
-from kvjax.steps.decoding.attend import attend_past, attend_turn, met_by
+from kvjax.steps.decoding.attend import attend_other_rotation, attend_past, met_by
 from kvjax.steps.decoding.evict_now import Now, evict_hidden, evict_one
 from kvjax.steps.decoding.past import past_of_others
 from kvjax.steps.decoding.prefetch import arrived, next_one
 from kvjax.steps.decoding.update_traces import LayerRecords, carried, weights_of
-from kvjax.steps.shared.rotate import turned_queries, turns_over
+from kvjax.steps.shared.rotate import rotated_queries, rotations_over
 from kvjax.steps.shared.run import answered
 
 # --- before attention ----------------------------------------------------------------------------------
@@ -60,9 +60,9 @@ def bring_layers(here: AtLayer) -> AtLayer:
 def rotate_queries(here: AtLayer) -> AtLayer:
     """Rotates the queries by their positions, or as the method's phase says (then keys, too)."""
     token, past = here.token, here.past
-    turn, *others = turns_over(here.run, token.at, past.parts, past.index, token.cache.pools)
-    q = turned_queries(here.layer, here.x.q, turn, token.length)
-    return here._replace(q=q, past=past._replace(turn=turn), others=tuple(others))
+    rotation, *others = rotations_over(here.run, token.at, past.parts, past.index, token.cache.pools)
+    q = rotated_queries(here.layer, here.x.q, rotation, token.length)
+    return here._replace(q=q, past=past._replace(rotation=rotation), others=tuple(others))
 
 
 def send_queries(here: AtLayer) -> AtLayer:
@@ -83,12 +83,14 @@ def answer_for_evicted(here: AtLayer) -> AtLayer:
     return here._replace(parts=(*here.parts, *found))
 
 
-def attend_in_other_turns(here: AtLayer) -> AtLayer:
+def attend_in_other_rotations(here: AtLayer) -> AtLayer:
     """Attends to the slots in the further rotations of its phase."""
     token = here.token
     found = [
-        attend_turn(here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, turn)
-        for turn in here.others
+        attend_other_rotation(
+            here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, rotation
+        )
+        for rotation in here.others
     ]
     return here._replace(parts=(*here.parts, *found))
 

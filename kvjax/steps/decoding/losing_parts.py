@@ -20,7 +20,7 @@ from kvjax.grammar.protocols import View
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.state.codes import Codes
-from kvjax.steps.shared.rotate import turned_keys, turns_over
+from kvjax.steps.shared.rotate import rotated_keys, rotations_over
 from kvjax.steps.shared.run import Run
 
 
@@ -65,12 +65,12 @@ def view_of(
     received: what the slots of all parts of the group received from that query, which updates traces.
     """
     parts = losing(gm, group)
-    turn = turns_over(run, length - 1, group.parts, index, pools)[0]
+    rotation = rotations_over(run, length - 1, group.parts, index, pools)[0]
     views = []
     for i, part in zip(_which(gm, group), parts, strict=True):
         got = received[i - len(group.parts)] if received else {}
         one = part.layer(index)
-        keys = turned_keys(rope, one.keys(), turn, i, length)
+        keys = rotated_keys(rope, one.keys(), rotation, i, length)
         views.append(View(keys.k, keys.v, one.pos, one.bias, grown(gm.traces, one.traces, got), got))
     return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
 

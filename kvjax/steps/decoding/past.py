@@ -30,7 +30,7 @@ class Found(NamedTuple):
 class Past(NamedTuple):
     """The slots a layer attends to, its own or those of the layer it reads, and the method of their group.
 
-    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: how the keys of
+    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. rotation: how keys of
     the parts are rotated when they are read.
     """
 
@@ -39,7 +39,7 @@ class Past(NamedTuple):
     parts: tuple[Segment, ...]
     values: tuple[Slots, ...] | None = None
     above: bool = False
-    turn: PairRotation | None = None
+    rotation: PairRotation | None = None
 
     @property
     def tail(self) -> Slots:

@@ -69,7 +69,7 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (run.on_mesh is not None, hooks.send_queries),
         (gm.answering is not None, hooks.answer_for_evicted),
         *_of_read(run, facts.read),
-        (run.unrotated and not one_turn, hooks.attend_in_other_turns),
+        (run.unrotated and not one_turn, hooks.attend_in_other_rotations),
     )
     recycles = isinstance(facts.read.read, Recycling)
     attend = attend_or_recycle if recycles else hooks.attend

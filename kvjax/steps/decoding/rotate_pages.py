@@ -10,19 +10,19 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode import ragged_decode as ragged
-from kvjax.ops.decode.turning import KeyRotation
+from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.state.cache import Paged, Pages
 from kvjax.state.codes import Codes
 from kvjax.steps.decoding.per_device import on_all, said_of_all
 
 
-def form_over_turned(
-    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: KeyRotation, implementation: str | None
+def form_over_unrotated(
+    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, rotation: KeyRotation, implementation: str | None
 ) -> str:
     """The implementation that attends to pages; NotImplementedError if a kernel is forced and cannot run."""
 
     def of_one(q: Array, pages: Paged, pool: Pages) -> str:
-        each = _refusals(q, pages, pool, turn.rope)
+        each = _refusals(q, pages, pool, rotation.rope)
         return form("attention over pages", implementation, q, pages, pool, **each)
 
     return said_of_all(on, of_one, q, pages, pool)
@@ -30,20 +30,20 @@ def form_over_turned(
 
 def _refusals(q: Array, pages: Paged, pool: Pages, rope: Rope) -> dict[str, str]:
     if isinstance(pool.k, Codes) or isinstance(pool.v, Codes):
-        why = "pages of codes have no kernel where keys are yet to turn"
+        why = "pages of codes have no kernel for keys that are stored unrotated"
         return dict(tpu=why, gpu=why)
     page = pool.page_tokens
     given = 1 + (pool.bias is not None), pages.lengths.shape[-1], pages.most * page
     return ragged.refusals(q, pool.k, pool.v, page, given, rope)
 
 
-def attend_turned_pages(
-    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, turn: KeyRotation, *, scale: float,
+def attend_unrotated_pages(
+    on: OnMesh | None, q: Array, pages: Paged, pool: Pages, rotation: KeyRotation, *, scale: float,
     softcap: float | None, implementation: str | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Attention of a step's query over one layer's pages, read in place: (out, lse)."""
     options = dict(scale=scale, softcap=softcap, implementation=implementation)
-    return on_all(on, partial(_attend, turn.rope, **options), q, pages, pool, turn.phase)
+    return on_all(on, partial(_attend, rotation.rope, **options), q, pages, pool, rotation.phase)
 
 
 def _attend(
@@ -57,6 +57,6 @@ def _attend(
     assert k is not None
     return ragged.ragged_decode(
         q, k, v, pages.first * page, pages.lengths, most=pages.most * page, aligned=page, scale=scale,
-        values=pool.shared or None, bias=bias, turn=KeyRotation(rope, phase), softcap=softcap,
+        values=pool.shared or None, bias=bias, rotation=KeyRotation(rope, phase), softcap=softcap,
         implementation=implementation,
     )  # fmt: skip

@@ -16,14 +16,14 @@ class Marks(NamedTuple):
     """Which tokens are marked, and the digest of the arrays of their additional weights.
 
     share: 1 for marked tokens and 0 for others; fractions while a fit needs gradients. sees: the last
-    position that every token attends to, and turns: the positions by which they are rotated, if not their
-    own.
+    position that every token attends to, and rotated_at: the positions by which they are rotated, if not
+    their own ones.
     """
 
     share: Float[Array, "B T"]
     digest: str
     sees: Int[Array, "B T"] | None = None
-    turns: Int[Array, "B T"] | None = None
+    rotated_at: Int[Array, "B T"] | None = None
 
 
 def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> Projected:
@@ -49,8 +49,8 @@ def standing(layer: Layer, marks: Marks | None) -> tuple[Int[Array, "B T"], Laye
     """The positions by which a layer's new tokens are rotated, and the layer with the marks' limits."""
     if marks is None:
         return layer.pos, layer
-    turns = layer.pos if marks.turns is None else marks.turns
-    return turns, layer if marks.sees is None else layer._replace(pos=marks.sees)
+    rotated_at = layer.pos if marks.rotated_at is None else marks.rotated_at
+    return rotated_at, layer if marks.sees is None else layer._replace(pos=marks.sees)
 
 
 def marked_output(

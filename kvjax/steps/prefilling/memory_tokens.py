@@ -16,7 +16,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
 from kvjax.keep.observations.observe import RawKeys
 from kvjax.keep.prompts.memory_tokens import MemoryTokens
-from kvjax.models.attending import turned
+from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.transformer import Positions
@@ -155,8 +155,8 @@ def _mutual(
         jnp.where(mine, x, first[:, None] + at)
         for x in (first[:, None] + many[:, None] - 1, jnp.take_along_axis(stands, behind, axis=1))
     )
-    sees, turns = (jnp.where(at < many[:, None], x, -1) for x in each)
-    return sees, turns
+    sees, rotated_at = (jnp.where(at < many[:, None], x, -1) for x in each)
+    return sees, rotated_at
 
 
 def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, slots: int) -> View:
@@ -168,7 +168,7 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, 
     index = (one.tokens[:, None] + jnp.arange(many, dtype=jnp.int32)[None])[None, :, None, :, None]
     assert fresh.v is not None
     raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[key_of(RawKeys())], fresh.v))
-    k = jax.vmap(lambda x: turned(rope, x, stand, stand[:, -1] + 1))(raw)
+    k = jax.vmap(lambda x: rotated(rope, x, stand, stand[:, -1] + 1))(raw)
     there = (jnp.arange(many)[None] < word.of(one.tokens)[:, None])[None, :, None]
     at = view.k.shape[3] - slots + first
     old = [jax.lax.dynamic_slice_in_dim(x, at, many, axis=3) for x in (view.k, view.v, view.pos)]

@@ -25,7 +25,7 @@ from kvjax.state.cache import NOTHING, Cache, GroupState, State
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.read import Prompt
 from kvjax.steps.prefilling.sensitivity import read_with_sensitivity
-from kvjax.steps.shared.rotate import turned_keys, turns_of
+from kvjax.steps.shared.rotate import rotated_keys, rotations_of
 from kvjax.steps.shared.run import Run
 
 
@@ -55,7 +55,7 @@ def with_probe(
     }
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
-    bare, over = as_it_turns(run), Cache(groups, length)
+    bare, over = with_same_rotation(run), Cache(groups, length)
     tokens, lengths = given or _written(bare, params, prompt.logits, over, probe.ahead)
     slopes = ()
     if probe.sensitivity:
@@ -89,7 +89,7 @@ def _written(
     return jax.lax.fori_loop(1, many, more, first), rows + many
 
 
-def as_it_turns(run: Run) -> Run:
+def with_same_rotation(run: Run) -> Run:
     """A run that keeps everything, with keys stored as in `run`."""
     keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
     bare = Store(unrotated=True) if run.unrotated and keep is None else None
@@ -103,8 +103,8 @@ def _keys_of_probe(
     rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
 
     def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
-        (turn,) = turns_of(run, at.pos, [pos, mine])
-        return turned_keys(rope, Keys(k, k, mine), turn, 1, at.length).k
+        (rotation,) = rotations_of(run, at.pos, [pos, mine])
+        return rotated_keys(rope, Keys(k, k, mine), rotation, 1, at.length).k
 
     assert new.k is not None
     return over_layers(one, new.k, view.pos)

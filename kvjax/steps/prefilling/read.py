@@ -30,7 +30,13 @@ from kvjax.steps.prefilling.drop_masks import hidden, remembered
 from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
 from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
 from kvjax.steps.shared.fitted_arrays import lend, taught_groups
-from kvjax.steps.shared.rotate import attend_turned, rope_of_keys, turned_keys, turned_queries, turns_of
+from kvjax.steps.shared.rotate import (
+    attend_rotated,
+    rope_of_keys,
+    rotated_keys,
+    rotated_queries,
+    rotations_of,
+)
 from kvjax.steps.shared.run import Run, answered, below_taken, held
 
 
@@ -110,8 +116,8 @@ class _Reading(NamedTuple):
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
-        turns = turns_of(run, stands, stood, gm.first if self.narrows else None)
-        q = turned_queries(layer, x.q, turns[0], at.length)
+        rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None)
+        q = rotated_queries(layer, x.q, rotations[0], at.length)
         taught = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotary(layer, met, pos, at.length) if run.unrotated else met
@@ -123,14 +129,16 @@ class _Reading(NamedTuple):
             mesh = None
         gone = answered(gm, layer, state, q, self.params)
         in_places = self.marks is None and gm.hiding is None and not self.narrows
-        out, found, scores = attend_turned(
-            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer, in_places=in_places,
-            mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
+        out, found, scores = attend_rotated(
+            run, meets, x, new, past, rotations, at.length, gone, in_order=meets is layer,
+            in_places=in_places, mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
         )  # fmt: skip
         out = marked_output(layer, out, self.marks, self.params)
         sets = [*past, new]
         if run.unrotated and self.asked.meetings:
-            sets = [turned_keys(rope_of_keys(layer), s, turns[0], i, at.length) for i, s in enumerate(sets)]
+            sets = [
+                rotated_keys(rope_of_keys(layer), s, rotations[0], i, at.length) for i, s in enumerate(sets)
+            ]
         fresh = self._observed(layer, state, inputs, found, sets, since)._replace(k=stored, v=x.v)
         left = {"decoded": rows} if "decoded" in layer.publishes else {}
         return out, state, left | published_by(layer, state, k, v, scores) | {"collected": fresh}

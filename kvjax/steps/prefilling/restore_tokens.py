@@ -15,7 +15,7 @@ from kvjax.keep.prompts.restore import RestoreTokens
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache, GroupState
 from kvjax.steps.prefilling.lora import Marks
-from kvjax.steps.prefilling.probe import as_it_turns
+from kvjax.steps.prefilling.probe import with_same_rotation
 from kvjax.steps.prefilling.read import Prompt, read_tokens
 from kvjax.steps.shared.run import Run, repeated
 
@@ -39,7 +39,7 @@ def with_restored(
     x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
     marks = Marks(jnp.ones(x.shape[:2], jnp.float32), word.fitted.digest)
     over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
-    read = read_tokens(as_it_turns(run), params, x, many, over, frozenset({RawKeys()}), marks=marks)
+    read = read_tokens(with_same_rotation(run), params, x, many, over, frozenset({RawKeys()}), marks=marks)
     stands, views, scores = read.positions.pos, dict(views), dict(scores)
     for i, gm in enumerate(gms):
         views[i] = _beside(run, gm, views[i], read.fresh[i], stands)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import View, over_layers
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.models.attending import attend_new, attend_sets, rotary, turned
+from kvjax.models.attending import attend_new, attend_sets, rotary, rotated
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys, Masses, Reduction
@@ -20,7 +20,7 @@ from kvjax.state.page_gather import gather_pages
 from kvjax.steps.shared.run import Run
 
 
-def turns_of(
+def rotations_of(
     run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]], layer: int | None = None
 ) -> tuple[PairRotation, ...]:
     """The rotations of queries and of all sets of keys; keys that are stored rotated are not rotated again.
@@ -31,12 +31,12 @@ def turns_of(
     return phase.turns(q_pos, sets) if run.unrotated else (PairRotation(q_pos[:, None], ()),)
 
 
-def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> PairRotation:
+def first_rotation(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> PairRotation:
     """The first of the rotations of one query per row and of the slots."""
-    return turns_of(run, at[:, None], sets)[0]
+    return rotations_of(run, at[:, None], sets)[0]
 
 
-def turns_over(
+def rotations_over(
     run: Run, at: Int[Array, "B"], parts: Sequence[Segment], index: int | Array, pools: tuple[Pages, ...] = ()
 ) -> tuple[PairRotation, ...]:
     """The rotations of one query per row over one layer of some parts."""
@@ -46,14 +46,14 @@ def turns_over(
         assert pos is not None
         # Copies of a row may share the slots of a part, and then rotate them alike.
         found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
-    return turns_of(run, at[:, None], found)
+    return rotations_of(run, at[:, None], found)
 
 
-def turned_queries(
-    layer: Layer, q: Float[Array, "B N T H"], turn: PairRotation, length: Int[Array, "B"]
+def rotated_queries(
+    layer: Layer, q: Float[Array, "B N T H"], rotation: PairRotation, length: Int[Array, "B"]
 ) -> Array:
     """Rotated queries; those of a group are rotated as its KV head says."""
-    phase = turn.queries
+    phase = rotation.queries
     if phase.shape[1] > 1:
         phase = jnp.repeat(phase, q.shape[1] // phase.shape[1], axis=1)
     return rotary(layer, q, phase, length)
@@ -65,34 +65,34 @@ def rope_of_keys(layer: Layer) -> Rope:
     return layer.rope if source is None else mixer_of(layer.config, source).rope(layer.config, source)
 
 
-def turned_keys(rope: Rope, keys: Keys, turn: PairRotation, i: int, length: Int[Array, "B"]) -> Keys:
+def rotated_keys(rope: Rope, keys: Keys, rotation: PairRotation, i: int, length: Int[Array, "B"]) -> Keys:
     """Set `i` of the keys, rotated as queries meet it."""
-    if not turn.keys or keys.pos is None:
+    if not rotation.keys or keys.pos is None:
         return keys
-    pos = keys.pos if turn.meeting is None else turn.meeting.keys[i]
-    return keys._replace(k=turned(rope, keys.k, turn.keys[i], length), pos=pos)
+    pos = keys.pos if rotation.meeting is None else rotation.meeting.keys[i]
+    return keys._replace(k=rotated(rope, keys.k, rotation.keys[i], length), pos=pos)
 
 
-def sharpened(q: Float[Array, "B N T H"], turn: PairRotation) -> Float[Array, "B N T H"]:
+def sharpened(q: Float[Array, "B N T H"], rotation: PairRotation) -> Float[Array, "B N T H"]:
     """Queries scaled by the sharpness of a rotation."""
-    if turn.meeting is None:
+    if rotation.meeting is None:
         return q
-    sharpness = turn.meeting.sharpness[:, None, :, None]
+    sharpness = rotation.meeting.sharpness[:, None, :, None]
     return (q.astype(sharpness.dtype) * sharpness).astype(q.dtype)
 
 
-def weighed(lse: Float[Array, "B N T"], turn: PairRotation) -> Float[Array, "B N T"]:
+def weighed(lse: Float[Array, "B N T"], rotation: PairRotation) -> Float[Array, "B N T"]:
     """The weight of one part of a union, as a rotation says."""
-    return lse if turn.meeting is None else lse * turn.meeting.weight[:, None]
+    return lse if rotation.meeting is None else lse * rotation.meeting.weight[:, None]
 
 
-def attend_turned(
+def attend_rotated(
     run: Run,
     layer: Layer,
     x: Projected,
     new: Keys,
     past: Sequence[Keys],
-    turns: Sequence[PairRotation],
+    rotations: Sequence[PairRotation],
     length: Int[Array, "B"],
     more: Sequence[tuple[Array, Array]] = (),
     *,
@@ -105,34 +105,34 @@ def attend_turned(
 
     Masses and logits are those of the first rotation, which is the only one if they are needed.
     """
-    parts, window = list(more), turns[0].window(layer.window)
-    for turn in turns[1:]:
-        beyond = turn.window(layer.window)
+    parts, window = list(more), rotations[0].window(layer.window)
+    for rotation in rotations[1:]:
+        beyond = rotation.window(layer.window)
         if beyond is None or beyond > 0:
-            q, sets = _met(layer, x, [*past, new], turn, length)
-            here, pos = layer._replace(window=beyond), layer.pos - turn.behind
+            q, sets = _met(layer, x, [*past, new], rotation, length)
+            here, pos = layer._replace(window=beyond), layer.pos - rotation.behind
             ordered = beyond is None
-            if turn.meeting is not None:
+            if rotation.meeting is not None:
                 # The positions by which tokens are rotated grow with their indices, by at least one.
-                pos, ordered = turn.meeting.queries, True
+                pos, ordered = rotation.meeting.queries, True
             out, lse, *_ = attend_sets(
-                here, x._replace(extra=None), sharpened(q, turn), sets[-1], sets[:-1], pos,
+                here, x._replace(extra=None), sharpened(q, rotation), sets[-1], sets[:-1], pos,
                 in_order=ordered, implementation=run.without_gpu, on=on,
             )  # fmt: skip
-            parts.append((out, weighed(lse, turn)))
-    q, sets = _met(layer, x, [*past, new], turns[0], length)
+            parts.append((out, weighed(lse, rotation)))
+    q, sets = _met(layer, x, [*past, new], rotations[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
-        in_order=in_order, in_places=in_places and turns[0].meeting is None, implementation=run.without_gpu,
-        on=on,
+        in_order=in_order, in_places=in_places and rotations[0].meeting is None,
+        implementation=run.without_gpu, on=on,
     )  # fmt: skip
 
 
 def _met(
-    layer: Layer, x: Projected, sets: Sequence[Keys], turn: PairRotation, length: Int[Array, "B"]
+    layer: Layer, x: Projected, sets: Sequence[Keys], rotation: PairRotation, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
-    keys = [turned_keys(rope_of_keys(layer), s, turn, i, length) for i, s in enumerate(sets)]
-    return turned_queries(layer, x.q, turn, length), keys
+    keys = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
+    return rotated_queries(layer, x.q, rotation, length), keys
 
 
 def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
@@ -141,6 +141,6 @@ def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> 
         return view
 
     def one(k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S H"]:
-        return turned(rope, k, turn_of_one(run, length - 1, [pos]).keys[0], length)
+        return rotated(rope, k, first_rotation(run, length - 1, [pos]).keys[0], length)
 
     return view._replace(k=over_layers(one, view.k, view.pos))

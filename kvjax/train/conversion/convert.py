@@ -217,7 +217,7 @@ def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
         raise ValueError("rotating values is defined for models whose layers are all plain attention")
     matrix = rotation.matrix(config.head_dim)
 
-    def turned(p: Params) -> Params:
+    def rotated(p: Params) -> Params:
         # Rows of heads: the output map's are its inputs.
         rows = {name: p[name] for name in ("v", "v_bias") if name in p}
         rows["o"] = jnp.swapaxes(p["o"], -1, -2)
@@ -227,7 +227,7 @@ def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
             new[name] = times(heads, matrix.T).reshape(w.shape).astype(w.dtype)
         return {**p, **new, "o": jnp.swapaxes(new["o"], -1, -2)}
 
-    return {**params, "layers": tuple(turned(p) for p in params["layers"])}
+    return {**params, "layers": tuple(rotated(p) for p in params["layers"])}
 
 
 def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:

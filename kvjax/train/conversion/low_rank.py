@@ -119,17 +119,17 @@ def to_nested(
 
     def build(skew: dict[str, Array], key: Array) -> Params:
         kept = jnp.arange(h, dtype=jnp.int32) < jax.random.randint(key, (), 1, h + 1, jnp.int32)
-        bases = {n: jnp.where(kept[None, None, None], turned(x, skew[n]), 0.0) for n, x in start.items()}
+        bases = {n: jnp.where(kept[None, None, None], rotated(x, skew[n]), 0.0) for n, x in start.items()}
         return projected(params, config, bases)
 
     none = {name: jnp.zeros_like(x) for name, x in start.items()}
     learnt = learn(none, build, config, (params, config), texts, steps, rate=3e-3)
-    bases = {name: np.asarray(turned(start[name], learnt[name]), np.float64) for name in start}
+    bases = {name: np.asarray(rotated(start[name], learnt[name]), np.float64) for name in start}
     word = fitted_word(rank, 1, {name: _in_order(x) for name, x in bases.items()})
     return word.params(params, config), word.config(config)
 
 
-def turned(basis: Float[Array, "*a H H"], skew: Float[Array, "*a H H"]) -> Float[Array, "*a H H"]:
+def rotated(basis: Float[Array, "*a H H"], skew: Float[Array, "*a H H"]) -> Float[Array, "*a H H"]:
     """U (I - S)(I + S)^-1 with S = (skew - skew') / 2: orthogonal where U is, whatever skew is."""
     s = (skew - jnp.swapaxes(skew, -1, -2)) / 2
     eye = jnp.broadcast_to(jnp.eye(s.shape[-1], dtype=s.dtype), s.shape)

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.pallas_kernels.streaming import LANES, product
 
 
-class Turning(NamedTuple):
+class RotatedChannels(NamedTuple):
     """The rotated channels: pairs (i, i + half) of the 2 half channels from `start`, times `amplitude`."""
 
     start: int
@@ -19,13 +19,13 @@ class Turning(NamedTuple):
     amplitude: float = 1.0
 
 
-def turned_logits(
-    q: Any, codes: Any, numbers: dict[str, Any], phase: Any, turns: Any, turning: Turning
+def rotated_logits(
+    q: Any, codes: Any, numbers: dict[str, Any], phase: Any, angles: Any, rotated: RotatedChannels
 ) -> Any:
     """Computes q k' [R, tokens] of rotated keys: codes [pages, page, W] in the scales among `numbers`.
 
     A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens are along
-    lanes, and the channels of a pair in separate registers, so that only the keys are moved. turns [half,
+    lanes, and the channels of a pair in separate registers, so that only the keys are moved. angles [half,
     128] int32: the angle of a pair per step of the phase, in units of 2^-32 of a full turn.
     """
     codes, numbers = _filled(codes, numbers)
@@ -36,21 +36,23 @@ def turned_logits(
         keys = _of_channels(codes[n], numbers, n).T.astype(jnp.float32)
         for name, take in (("key_scale", jnp.multiply), ("key_zero", jnp.add)):
             keys = take(keys, numbers[name][:, at]) if name in numbers else keys
-        found.append(logits_of_channels(q, keys.astype(jnp.float32), phase[:, at], turns, turning, kind))
+        found.append(logits_of_channels(q, keys.astype(jnp.float32), phase[:, at], angles, rotated, kind))
     return jnp.concatenate(found, axis=1)
 
 
-def logits_of_channels(q: Any, keys: Any, phase: Any, turns: Any, turning: Turning, kind: Any) -> Any:
+def logits_of_channels(
+    q: Any, keys: Any, phase: Any, angles: Any, rotated: RotatedChannels, kind: Any
+) -> Any:
     """Computes q k' [R, S] of keys [W, S] with channels along sublanes, rotated by phases [1, S]."""
-    first, middle, last = (turning.start + i * turning.half for i in range(3))
-    units = phase.astype(jnp.int32) * jnp.concatenate([turns] * (phase.shape[1] // LANES), axis=1)
-    parts = turned(keys[first:middle], keys[middle:last], waves(units, kind, turning.amplitude))
+    first, middle, last = (rotated.start + i * rotated.half for i in range(3))
+    units = phase.astype(jnp.int32) * jnp.concatenate([angles] * (phase.shape[1] // LANES), axis=1)
+    parts = rotated_pairs(keys[first:middle], keys[middle:last], waves(units, kind, rotated.amplitude))
     parts = [keys[:first], *parts] if first else parts
     parts = [*parts, keys[last:]] if last < len(keys) else parts
     return product(q.astype(kind), jnp.concatenate(parts).astype(kind), 0)
 
 
-def turned(a: Any, b: Any, waves: tuple[Any, Any]) -> list[Any]:
+def rotated_pairs(a: Any, b: Any, waves: tuple[Any, Any]) -> list[Any]:
     """The two channels of every pair, rotated."""
     cos, sin = waves
     return [a * cos - b * sin, b * cos + a * sin]
