@@ -16,7 +16,8 @@ class Request:
     """A request: arrival (seconds), tokens of the prompt, and the number of output tokens.
 
     keys: identify the prompt's beginning, one for every `span` tokens; equal keys mean equal tokens.
-    predicted: the output length that a predictor estimates before the start; None: the true length.
+    predicted: the output length that a predictor estimates before the start; None: the true length. ready:
+    tokens of the prompt whose slots come with it, because another device prefilled them.
     """
 
     id: int
@@ -26,12 +27,17 @@ class Request:
     keys: tuple[Hashable, ...] = ()
     span: int = 0
     predicted: int | None = None
+    ready: int = 0
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.output) < 1 or self.arrived < 0 or self.arrived != self.arrived:
             raise InputError(
                 f"request {self.id} has {self.prompt} tokens, writes {self.output} and arrives at "
                 f"{self.arrived} s, expected at least one token of each and a time from 0 up"
+            )
+        if not 0 <= self.ready < self.prompt:
+            raise InputError(
+                f"request {self.id} comes with {self.ready} of {self.prompt} tokens, expected fewer"
             )
 
     @property

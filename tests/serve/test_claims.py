@@ -12,7 +12,7 @@ import pytest
 from kvjax.serve.grammar import System, words
 from kvjax.serve.ledger.blocks import Ledger
 from kvjax.serve.ledger.tree import PrefixTree
-from kvjax.serve.load.metrics import metrics
+from kvjax.serve.load.metrics import Slo, metrics
 from kvjax.serve.load.synth import synthetic
 from kvjax.serve.load.traces import read_trace
 from kvjax.serve.requests import Request
@@ -143,6 +143,19 @@ def test_skip_join_queues_shorten_the_mean_completion(seed):
     # With the prompts of that trace, reading takes longer than writing; and one length for all gains nothing.
     assert ratio(synthetic(f"azure-code:requests=200,rate=9,cv=1,seed={seed}")) > 0.9
     assert ratio(at_once([64] * 16)) > 1.2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_devices_apart_meet_a_tight_time_per_token_more_often(seed):
+    """Rates are per device: two devices get twice as many requests as one that does both."""
+
+    def attained(name, rate, tpot):
+        one = system(name)
+        load = synthetic(f"azure-conv:requests=400,cv=1,rate={rate * one.devices},seed={seed}")
+        return metrics(simulate(one, load, LLAMA), Slo(0.4, tpot))["slo_attained"]
+
+    assert attained("distserve", 8, 0.015) > attained("vllm", 8, 0.015)
+    assert attained("distserve", 12, 0.04) < attained("vllm", 12, 0.04)
 
 
 # --- prefixes -----------------------------------------------------------------------------------------

@@ -216,6 +216,39 @@ def test_a_method_that_reads_a_prompt_again_is_charged_for_it():
     assert out.ends[1] == 55 + 100
 
 
+def test_prefill_and_decoding_apart_take_what_they_take_by_hand():
+    # A second for each iteration, another for each token; a slot moves in half a second.
+    costs = Costs("by hand", 1.0, 0.0, 0.0, 1.0, 0.0, 0.5, 1e3, 1.0)
+    system = System(words.Blocks(4), batch=words.PrefillFirst(8, 8), split=words.Apart(1, 1))
+    two = [Request(0, 0.0, 6, 4), Request(1, 0.0, 4, 2)]
+    out = simulate(system, two, costs, pages=20)
+
+    # Prompts of 6 and 4 tokens end at 7 and 12, and their slots are there at 10 and 14. The first decodes
+    # alone in 2 s per token until then, and both together in 3 s.
+    def times(out):
+        return [[float(out.ends[i]) for a, n in e.spans for i in range(a, a + n)] for e in out.entries]
+
+    assert [e.state for e in out.entries] == ["ended", "ended"] and out.moved == 10
+    assert times(out) == [[7.0, 12.0, 14.0, 17.0], [12.0, 17.0]]
+    assert system.devices == 2 and metrics(out)["recomputed_tokens"] == 0
+    # Two decoding devices do not wait for each other.
+    more = dataclasses.replace(system, split=words.Apart(1, 2))
+    assert times(simulate(more, two, costs, pages=20)) == [[7.0, 12.0, 14.0, 16.0], [12.0, 16.0]]
+
+
+@pytest.mark.parametrize("compression", [None, Compression(slots=0.5), Compression(bytes=0.5)])
+def test_apart_in_a_small_pool_every_request_gets_its_tokens(compression):
+    system = System(words.Blocks(4), batch=words.PrefillFirst(8, 64), split=words.Apart(2, 1))
+    out = simulate(system, crowd(7, 40, rate=1e3), COSTS, pages=24, compression=compression)
+    for entry in out.entries:
+        assert entry.state == "ended" and entry.written == entry.request.output
+        got = [out.ends[i] for a, n in entry.spans for i in range(a, a + n)]
+        assert len(got) == entry.request.output and (np.diff(got) > 0).all()
+    assert sum(entry.preempted for entry in out.entries) > 0 or compression is not None
+    figures = metrics(out)
+    assert figures["completed"] == 40 and figures["hit_rate"] == 0
+
+
 def test_prefixes_are_shared_where_every_slot_stays():
     requests = synthetic("tree:requests=20,groups=1,prefix=64,suffix=8,output=4,rate=1")
     system = System(share=words.Tree(), evict=words.LRU(), order=words.LongestPrefix())

@@ -35,6 +35,7 @@ def test_equal_sentences_are_equal_values_and_their_text_builds_them_again():
         (dict(batch=words.Whole()), "place=Lanes('max')"),
         (dict(batch=words.Whole(), place=words.Lanes("predicted"), preempt=words.Never()), "Lanes('max')"),
         (dict(preempt=words.Never()), "preempt=Recompute()"),
+        (dict(split=words.Apart(), place=words.Lanes(), preempt=words.Never()), "place=Blocks(16)"),
         (dict(place=words.LRU()), "expected one of Blocks, Lanes"),
     ],
 )

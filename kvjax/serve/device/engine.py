@@ -20,6 +20,7 @@ from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE
 from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Apart
 from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
 from kvjax.serve.requests import AWAY, Entry, Request
 
@@ -81,6 +82,10 @@ class Engine:
     """
 
     def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
+        if isinstance(system.split, Apart):
+            raise InputError(
+                f"{system.split!r} decodes on other devices, expected Together(): `kvjax simulate` runs it"
+            )
         self.model, self.source, self.loop = model, source, Loop(system, pages)
         self.sizes = system.page, pages, min(rows, 64), longest
         self.pages: dict[Store | None, Pages] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvjax.base.errors import InputError
 from kvjax.serve.grammar.words import (
     LRU,
+    Apart,
     Arrival,
     Batch,
     Bins,
@@ -22,7 +23,9 @@ from kvjax.serve.grammar.words import (
     PrefixGroups,
     Recompute,
     SkipJoin,
+    Split,
     Swap,
+    Together,
     Tree,
     Whole,
 )
@@ -45,6 +48,7 @@ class System:
     order: Order = Arrival()
     batch: Batch = Iterations()
     preempt: Preempt = Recompute()
+    split: Split = Together()
 
     def __post_init__(self) -> None:
         for field, kinds in _KINDS.items():
@@ -61,6 +65,11 @@ class System:
         """Tokens in a page."""
         return self.place.page
 
+    @property
+    def devices(self) -> int:
+        """How many devices run the model."""
+        return self.split.prefill + self.split.decode if isinstance(self.split, Apart) else 1
+
     def __str__(self) -> str:
         lines = [f"    {one.name}={getattr(self, one.name)!r}," for one in dataclasses.fields(self)]
         return "\n".join(["System(", *lines, ")"])
@@ -73,6 +82,7 @@ _KINDS = {
     "order": Order.__args__,
     "batch": Batch.__args__,
     "preempt": Preempt.__args__,
+    "split": Split.__args__,
 }
 
 
@@ -102,6 +112,10 @@ def _refusals(system: System) -> list[tuple[bool, str]]:
         (
             isinstance(batch, Whole) and (grows or not never),
             "Whole() starts what it can end: write place=Lanes('max') and preempt=Never()",
+        ),
+        (
+            isinstance(system.split, Apart) and not isinstance(system.place, Blocks),
+            f"Apart moves pages, and {system.place!r} has none to move: write place=Blocks(16)",
         ),
         (never and grows, f"{system.place!r} grows, so somebody must give way: write preempt=Recompute()"),
     ]  # fmt: skip

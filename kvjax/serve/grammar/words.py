@@ -166,7 +166,24 @@ class Swap(Word):
     """The request that arrived last moves to host memory, and returns from there."""
 
 
+# --- split: which devices do what -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Together(Word):
+    """Prefill and decoding on the same device."""
+
+
+@dataclass(frozen=True)
+class Apart(Word):
+    """Prefill on `prefill` devices and decoding on `decode` others, to which slots move (simulated only)."""
+
+    prefill: int = 1
+    decode: int = 1
+
+
 Place = Blocks | Lanes
 Order = Arrival | Shortest | LongestPrefix | PrefixGroups | Bins | SkipJoin
 Batch = Whole | Iterations | PrefillFirst | Chunked
 Preempt = Never | Recompute | Swap
+Split = Together | Apart

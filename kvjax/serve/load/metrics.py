@@ -54,7 +54,7 @@ def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
     found, done = times(out), ended(out)
     # The run lasts from the first arrival to the last token.
     first = min((entry.request.arrived for entry in done), default=0.0)
-    duration = float(out.ends[-1] - first) if len(out.ends) else 0.0
+    duration = float(out.ends.max() - first) if len(out.ends) else 0.0
     outputs = sum(entry.written for entry in done)
     prompts = sum(entry.request.prompt for entry in done)
     figures: dict[str, Any] = {

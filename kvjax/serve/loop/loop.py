@@ -122,6 +122,8 @@ class Loop:
 
     def _match(self, entry: Entry) -> Match:
         """The tree's match for an entry; its last token is always computed, because it predicts the next."""
+        if ready := _ready(entry):
+            return Match(ready)
         if self.tree is None:
             return Match()
         found = self.tree.match(entry.keys[: (entry.goal - 1) // self.system.page])
@@ -164,6 +166,9 @@ class Loop:
                 self._take(entry, wanted)
 
     def _share(self, entry: Entry) -> None:
+        if ready := _ready(entry):
+            entry.stored = ready
+            return
         if self.tree is None:
             return
         keys = entry.keys[: (entry.goal - 1) // self.system.page]
@@ -270,6 +275,11 @@ class Loop:
         if needed < entry.held:
             self.ledger.trim(entry.request.id, needed)
             entry.held = needed
+
+
+def _ready(entry: Entry) -> int:
+    """Tokens whose slots come with a request; none of them after a preemption."""
+    return 0 if entry.preempted else entry.request.ready
 
 
 def wrote(entry: Entry, first: int, count: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvjax.serve.sim.calendar import Outcome, simulate
+from kvjax.serve.sim.calendar import Outcome
 from kvjax.serve.sim.compression import Compression
 from kvjax.serve.sim.costs import Costs, read_costs
+from kvjax.serve.sim.serving import simulate
 
 __all__ = ["Compression", "Costs", "Outcome", "read_costs", "simulate"]

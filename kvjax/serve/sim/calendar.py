@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
 from kvjax.serve.loop import Done, Loop, Move, Run, Wait
 from kvjax.serve.requests import Entry, Request
@@ -19,8 +17,9 @@ from kvjax.serve.sim.costs import Costs
 class Outcome(NamedTuple):
     """The results of a simulation: the progress of requests, the ends of iterations, and what was moved.
 
-    ends: seconds, [iterations]. moved: slots to and from host memory. computed: tokens through the model,
-    and idle rows of static batches. costs: the source of the timings.
+    ends: seconds, [iterations]; of several instances, one after the other. moved: slots to and from host
+    memory, or between devices. computed: tokens through the model, and idle rows of static batches. costs:
+    the source of the timings.
     """
 
     entries: list[Entry]
@@ -31,46 +30,12 @@ class Outcome(NamedTuple):
     costs: str
 
 
-def simulate(
-    system: System, requests: Iterable[Request], costs: Costs, *, pages: int | None = None,
-    compression: Compression | None = None, steps: int | None = None,
-    watch: Callable[[Loop], None] | None = None,
+def one_instance(
+    system: System, queue: list[Request], costs: Costs, how: Compression, pages: int,
+    steps: int | None = None, watch: Callable[[Loop], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Serves requests in simulated time.
-
-    Args:
-        system: the system to simulate.
-        requests: in any order; each has its arrival time.
-        costs: the seconds of iterations and moves.
-        pages: the size of the pool (default: all of the memory of `costs`).
-        compression: of every request's cache (default: none). Where slots are evicted, no prefix is shared.
-        steps: the most iterations at a time. It changes no result, only how long the simulation takes.
-        watch: called with the loop before every effect.
-
-    Returns:
-        An `Outcome`; `kvjax.serve.load.metrics` computes its metrics.
-
-    Raises:
-        InputError: for a pool without a page, and two requests of one id.
-
-    >>> costs = Costs("by hand", 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1e3, 1.0)
-    >>> simulate(System(), [Request(0, 0.0, 10, 3)], costs).ends.tolist()
-    [1.0, 2.0, 3.0]
-    """
-    queue = sorted(requests, key=lambda one: (one.arrived, one.id))
-    how = compression or Compression()
-    costs = costs.compressed(how.bytes)
-    if not how.keeps_all:
-        queue = [dataclasses.replace(one, keys=(), span=0) for one in queue]
-    count = costs.pages(system.page) if pages is None else pages
-    if count < 1:
-        raise InputError(
-            f"{costs.memory:.3g} bytes hold no page of {system.page} tokens of {costs.slot_bytes:.3g} bytes: "
-            "give more memory, or smaller pages"
-        )
-    if len({one.id for one in queue}) < len(queue):
-        raise InputError("two requests have one id, expected an id for each: number them anew")
-    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62), Loop(system, count)
+    """Serves requests, in their order of arrival, on one instance of the model; see `simulate`."""
+    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62), Loop(system, pages)
     effects = loop.run()
     effect = next(effects)
     try:

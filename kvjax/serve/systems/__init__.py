@@ -10,10 +10,10 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
-from kvjax.serve.systems import iterations, prefixes, static
+from kvjax.serve.systems import devices, iterations, prefixes, static
 from kvjax.serve.systems.papers import collect
 
-SYSTEMS = collect(static, iterations, prefixes)
+SYSTEMS = collect(static, iterations, prefixes, devices)
 
 
 def resolve(id: str) -> str:
