@@ -48,10 +48,11 @@ def test_in_bfloat16_methods_keep_and_lose_what_they_do_in_float32(label):
     # Scores that nearly tie may rank the other way.
     assert sum(len(a & b) for a, b in zip(kept, there, strict=True)) >= 0.9 * sum(map(len, kept))
     # To the full cache of the same model, in steps and prompts. Where the same slots stay and nothing is
-    # encoded or merged, the two differ by the rounding of bfloat16 alone.
+    # encoded, merged or picked, the two differ by the rounding of bfloat16 alone.
     lost = {dtype: abs(x[0] - whole(row.model, dtype)).mean() for dtype, x in found.items()}
     assert np.isfinite(got).all() and lost[jnp.bfloat16] < 1.4 * lost[jnp.float32] + 0.03
-    if kept == there and method.store is None and (method.keep is None or method.keep.merge is None):
+    plain = method.store is None and method.read is None and getattr(method.keep, "merge", None) is None
+    if kept == there and plain:
         np.testing.assert_allclose(got, want, atol=0.3)
     assert kvjax.nbytes(cache) <= kvjax.nbytes(wide)
     for group, full in zip(cache.groups, wide.groups, strict=True):
