@@ -20,8 +20,8 @@ class Expand(NamedTuple):
     computed ones; they may have fewer rows than the queries, if copies share slots. outputs: if given, a
     single query may attend to the stored slots instead, and `outputs` maps its result to the output; None if
     stored slots cannot be attended to. rows: if given, `keys` takes rows(stored keys, stored values) of every
-    token concatenated with those of the token before it. turn: if given, computed keys are rotated by
-    turn(keys, positions of their slots). products: if given, the products of a single query with stored
+    token concatenated with those of the token before it. rotate: if given, computed keys are rotated by
+    rotate(keys, positions of their slots). products: if given, the products of a single query with stored
     slots.
     """
 
@@ -29,7 +29,7 @@ class Expand(NamedTuple):
     keys: Callable[[Array, Array], tuple[Array, Array]]
     outputs: Callable[[Array], Array] | None
     rows: Callable[[Array, Array], tuple[Array, Array]] | None = None
-    turn: Callable[[Array, Array], Array] | None = None
+    rotate: Callable[[Array, Array], Array] | None = None
     products: Products | None = None
 
     def sets(self, stored: Sequence[Keys]) -> list[Keys]:
@@ -45,9 +45,9 @@ class Expand(NamedTuple):
         if each > 1:
             beside = {n: _of_heads(getattr(made, n), each) for n in ("pos", "bias", "until")}
             made = made._replace(**beside)
-        if self.turn is None or made.pos is None:
+        if self.rotate is None or made.pos is None:
             return made
-        return made._replace(k=self.turn(made.k, made.pos))
+        return made._replace(k=self.rotate(made.k, made.pos))
 
 
 def _of_heads(x: Array | None, each: int) -> Array | None:

@@ -66,7 +66,7 @@ class Meeting(Observation, Protocol):
         ...
 
 
-# For a slot that no query is hidden from.
+# The value of `since` for a slot that is hidden from no query.
 NEVER = 2**30
 
 

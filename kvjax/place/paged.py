@@ -232,7 +232,8 @@ def _attend_walking(
     with an online softmax: the trip count is data, so a layer with fewer pages costs less.
     """
     if any(isinstance(x, Codes) and any(fitted_words(x.codec)) for x in (pool.k, pool.v)):
-        # Codes that are read by what was fitted to the layer and its heads.
+        # Codes with arrays fitted to a layer's heads are decoded for this layer alone, so its pages are
+        # gathered.
         return attend(q, gather_pages(segment, pool), q_pos, scale=scale, softcap=softcap)[:2]
     b, n, t, h = q.shape
     kv_heads = segment.lengths.shape[-1]

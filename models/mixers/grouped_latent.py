@@ -91,7 +91,7 @@ class GroupedLatent(Mixer):
         self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B G S"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
         k, v = self._computed(p, config, k, v)
-        return _turned(config, window, k, jnp.repeat(pos, self.group, axis=1)), v
+        return _rotated(config, window, k, jnp.repeat(pos, self.group, axis=1)), v
 
     def _computed(
         self, p: Params, config: Config, k: Float[Array, "B G S R"], v: Float[Array, "B G S V"]
@@ -112,15 +112,15 @@ class GroupedLatent(Mixer):
             down = linear_to_heads(p, name, x).reshape(b, t, self._groups(config), -1)
             return jnp.swapaxes(down, 1, 2)
 
-        turn = partial(_turned, config, layer.window)
-        asked = turn(_heads(p, "q", linear_to_heads(p, "q", x), config), layer.pos[:, None])
-        expand = Expand(lambda turned: turned, partial(self._computed, p, config), None, turn=turn)
+        rotate = partial(_rotated, config, layer.window)
+        asked = rotate(_heads(p, "q", linear_to_heads(p, "q", x), config), layer.pos[:, None])
+        expand = Expand(lambda rotated: rotated, partial(self._computed, p, config), None, rotate=rotate)
         projected = Projected(asked, latents("k_down"), latents("v_down"), x, expand=expand)
         out, state, left = memory.attend(layer, projected, state)
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
 
 
-def _turned(
+def _rotated(
     config: Config, window: int | None, heads: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]
 ) -> Float[Array, "B X S H"]:
     """Heads rotated by their positions, as in layers with this window."""

@@ -12,7 +12,7 @@ from kvjax.base.ranges import Count, Whole
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, SlotShape, Take
-from kvjax.models.mixers.key_as_value import turned
+from kvjax.models.mixers.key_as_value import rotated
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.picking import Picking
 
@@ -101,7 +101,7 @@ class IndexedLatent(Latent):
     ) -> Picking:
         if self.index_source is not None:
             return Picking(self.index_top, taken=layer.taken["picked"], found=found)
-        turn = partial(turned, dataclasses.replace(layer.config.rope, rotary_dim=self.rope_dim))
+        turn = partial(rotated, dataclasses.replace(layer.config.rope, rotary_dim=self.rope_dim))
         q = linear(p, "index_q", self.query_latents(p, x)).reshape(*x.shape[:2], self.index_heads, -1)
         at = jnp.maximum(layer.pos, 0)[:, None]
         q = jnp.swapaxes(turn(jnp.swapaxes(q, 1, 2), at), 1, 2)

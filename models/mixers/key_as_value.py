@@ -66,20 +66,20 @@ class KeyAsValue(Mixer):
         self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B K S"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
         k, v = _keys(p, config, k, v)
-        return turned(_rope(config, window), k, pos), v
+        return rotated(_rope(config, window), k, pos), v
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        config, turn = layer.config, partial(turned, _rope(layer.config, layer.window))
+        config, rotate = layer.config, partial(rotated, _rope(layer.config, layer.window))
         b, t, _ = x.shape
 
         def heads(name: str, weight: Array | None) -> Float[Array, "B X T H"]:
             y = linear_to_heads(p, name, x).reshape(b, t, -1, self.channels(config))
             return rms_norm(jnp.swapaxes(y, 1, 2), weight, config.norm_eps, config.norm_offset)
 
-        asked = turn(heads("q", p["q_norm"]), layer.pos[:, None])
-        expand = Expand(lambda turned: turned, partial(_keys, p, config), None, turn=turn)
+        asked = rotate(heads("q", p["q_norm"]), layer.pos[:, None])
+        expand = Expand(lambda rotated: rotated, partial(_keys, p, config), None, rotate=rotate)
         projected = Projected(asked, heads("k", None), None, x, expand=expand)
         out, state, left = memory.attend(layer, projected, state)
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
@@ -97,6 +97,6 @@ def _keys(
     return (y * last_axis(config.norm_offset + p["k_norm"].astype(y.dtype), y)).astype(k.dtype), k
 
 
-def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Float[Array, "B X S H"]:
+def rotated(rope: Rope, x: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Float[Array, "B X S H"]:
     """Rotates x by positions, which no length of a row changes."""
     return rotate(x, *angles(rope, pos, x.shape[-1], dtype=wide(x)), rope.start)

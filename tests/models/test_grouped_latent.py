@@ -76,8 +76,8 @@ def test_heads_that_share_a_list_share_its_positions_and_biases():
     pos = jnp.asarray([[[0, 1, -1], [2, -1, 5]]])
     stored = Keys(jnp.ones((1, 2, 3, 4)), jnp.ones((1, 2, 3, 4)), pos, pos.astype(jnp.float32))
     twice = lambda k, v: (jnp.repeat(k, 2, 1), jnp.repeat(v, 2, 1))  # noqa: E731
-    turn = lambda k, pos: k * pos[..., None].astype(k.dtype)  # noqa: E731
-    (found,) = Expand(lambda q: q, twice, None, turn=turn).sets([stored])
+    rotate = lambda k, pos: k * pos[..., None].astype(k.dtype)  # noqa: E731
+    (found,) = Expand(lambda q: q, twice, None, rotate=rotate).sets([stored])
     want = np.asarray(pos)[:, [0, 0, 1, 1]]
     np.testing.assert_array_equal(found.pos, want)
     np.testing.assert_array_equal(found.bias, want)

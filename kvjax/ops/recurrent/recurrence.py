@@ -248,7 +248,7 @@ def _one_chunk(
     entering = jnp.where((segment == before[:, None])[:, None, :, None], jnp.exp(total), 0.0).astype(v.dtype)
 
     def products(x: Array, key: Array) -> Array:
-        """x_i' Diag(exp(G_i - G_j)) key_j for i >= j; by differences, unless no factor can overflow."""
+        """x_i' Diag(exp(G_i - G_j)) key_j for i >= j, in a form that cannot overflow."""
         seen = lower & same
         if weak:
             met = jnp.einsum("bhik,bhjk->bhij", x * jnp.exp(total), key * jnp.exp(-total))

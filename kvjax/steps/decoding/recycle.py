@@ -16,7 +16,7 @@ from kvjax.steps.decoding.picks import by_part, picked_from, select_pages
 
 
 def attend_or_recycle(here: AtLayer) -> AtLayer:
-    """Attends to what an earlier token selected, or, in rows whose turn it is, to all slots, and selects.
+    """Attends to the slots that an earlier token selected; rows that are due attend to all and select anew.
 
     What is selected is marked in a trace of the slots, so it stays selected wherever the slots move.
     """
