@@ -207,7 +207,7 @@ def first_failure(folder: Path, tests: list[str]) -> str | None:
 def table(rows: list[tuple[Mutant, str | None]]) -> str:
     lines = ["| fault | where | found by |", "|---|---|---|"]
     for mutant, test in rows:
-        name = mutant.name + (" (was made once)" if mutant.made else "")
+        name = mutant.name + (" (occurred before)" if mutant.made else "")
         lines.append(f"| {name} | `{mutant.file}` | {f'`{test}`' if test else '**nothing**'} |")
     return "\n".join(lines)
 

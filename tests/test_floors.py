@@ -1,4 +1,4 @@
-"""Folders are floors: import-linter finds the contracts of pyproject.toml kept, and notices a broken one."""
+"""Folders are layers: import-linter finds the contracts of pyproject.toml kept, and notices a broken one."""
 
 import shutil
 import subprocess
