@@ -14,8 +14,8 @@ _with_lengths = functools.partial(jaxtyping.jaxtyped, typechecker=None)
 def checked(typechecker=None):
     """Checks a function's annotations at each call; jaxtyping's import hook puts it around all of kvjax.
 
-    It stands for `jaxtyping.jaxtyped`, which checks the arguments of each call twice, and remembers lengths
-    in functions that have no arrays, too. Classes are left alone: JAX rebuilds registered dataclasses through
+    It replaces `jaxtyping.jaxtyped`, which checks the arguments of each call twice, and records axis lengths
+    even in functions without arrays. Classes are left alone: JAX rebuilds registered dataclasses through
     their constructors with placeholders for leaves (`object()`, shapes, shardings), which no array annotation
     admits. The check is made at the first call, because one process of tests calls few of the functions.
     """

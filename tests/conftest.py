@@ -1,4 +1,4 @@
-"""What every test runs under: CPU with eight devices, no silent dtype or rank promotion, checked annotations.
+"""The environment of tests: a CPU with eight devices, no silent dtype or rank promotion, checked annotations.
 
 Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook reaches later imports only.
 """
@@ -20,9 +20,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 # One thread compiles a program. Many take half as much work again, and every core has a test of its own.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):
-    # Halves the compiler's work; later releases no longer know the flag.
+    # This flag halves the compiler's work; later releases no longer accept it.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# Where each operation was traced from: nobody reads it in a test, and it takes a twentieth of the time.
+# Source locations of operations are not recorded: no test reads them, and they take a twentieth of the time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Commands that tests start would keep compiled programs in the user's folder.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
@@ -40,8 +40,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jaxtyping.jaxtyped = checked
 jaxtyping.install_import_hook("kvjax", None)
-# Tracing makes many objects that live on: looking for cycles among them as often as Python does by default
-# takes a tenth of the time.
+# Tracing makes many long-lived objects: Python's default garbage collection takes a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 
 
@@ -74,7 +73,7 @@ _most_memory, _done = MOST_MEMORY, 0
 
 
 def _give_back() -> None:
-    """Free memory goes back to the system, where the C library can do that (glibc)."""
+    """Returns free memory to the system, if the C library can do that (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

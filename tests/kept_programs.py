@@ -1,8 +1,8 @@
-"""Compiled programs, kept in pytest's cache: a second run of the suite compiles only what has changed."""
+"""Compiled programs, kept in pytest's cache: a second run of the suite compiles only changed ones."""
 
 import jax
 
-# A change of code leaves what it compiled before behind. A whole run keeps 0.12 GB.
+# Programs of old code stay in the cache. A whole run stores 0.12 GB.
 MOST_BYTES = 2**30
 
 
@@ -21,7 +21,7 @@ def pytest_configure(config):
 
 
 def _thin(folder):
-    """Removes all programs when there are too many: which of them are of old code, nobody knows."""
+    """Removes all programs if there are too many, since those of old code cannot be told from the others."""
     programs = list(folder.glob("*-cache"))
     if sum(program.stat().st_size for program in programs) > MOST_BYTES:
         for program in programs:

@@ -1,4 +1,4 @@
-"""Sweeps of which a few cases run every time."""
+"""Parameter sweeps of which a few cases run every time."""
 
 from collections.abc import Iterable
 

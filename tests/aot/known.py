@@ -1,4 +1,4 @@
-"""What compilers say of a step of every class of layout, and where they move as much as a layer's keys."""
+"""The compiled decode steps of all layout classes, and the known ones that copy a layer's keys."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -33,7 +33,7 @@ KNOWN = {
 
 
 def assert_in_place(target, name, found):
-    """A step aliases its whole cache, and only a known one moves as much as the keys of a layer."""
+    """Checks that a step updates its cache in place; only known cases copy as much as a layer's keys."""
     # A TPU's memory holds small arrays in whole tiles.
     most = 1.01 * found["cache"] if target.startswith("v") else found["cache"]
     assert found["cache"] <= found["aliases"] <= most
@@ -41,7 +41,7 @@ def assert_in_place(target, name, found):
 
 
 def assert_as_recorded(target, name, found):
-    """By the compiler of the record: no more memory, and where something is moved, as much as ever."""
+    """With the compiler of the record: no more memory than recorded, and copies only as large as recorded."""
     row = ROWS[name, target]
     if compiler(target) != VERSIONS[COMPILERS[target]]:
         return

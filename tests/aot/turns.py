@@ -1,4 +1,4 @@
-"""Which cases are compiled every time: the first of each kernel and payload. The others take turns."""
+"""Which cases are compiled every time: the first of each kernel and payload. The others are `rotating`."""
 
 from tests.sweep import sweep
 
@@ -15,6 +15,6 @@ def by_kernel(cases, topologies):
 
 
 def _kernel_and_payload(case):
-    """What a name begins with; a gradient is a kernel of its own, and all decoders are one kind."""
+    """The kernel and payload in a case's name; gradients are kernels, and all decoders are one."""
     kernel, payload, *_ = case.split("-")
     return kernel if kernel == "decoder" else (kernel, payload, case.endswith("-back"))

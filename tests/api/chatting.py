@@ -41,14 +41,14 @@ def talker(template: str | None = TEMPLATE, **more) -> Model:
 
 
 def plain_render(model, messages, add_generation_prompt=True):
-    """What TEMPLATE says, without the sandbox's process."""
+    """Renders a conversation as TEMPLATE does, without the sandbox's process."""
     text = "".join(f"[{m['role']}]{m['content']}{END}" for m in messages)
     return text + "[assistant]" * add_generation_prompt
 
 
 @contextlib.contextmanager
 def compilations():
-    """A list that has the name of every program compiled in the block."""
+    """A list to which the name of every program compiled in the block is added."""
     found = []
 
     def listen(event, duration_secs, **more):

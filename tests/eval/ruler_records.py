@@ -1,4 +1,4 @@
-"""What RULER's own generator was given to write tests/fixtures/authors/ruler.json, and what it wrote."""
+"""The arguments with which RULER's own generator wrote tests/fixtures/authors/ruler.json, and its output."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """Formats whose blocks of channels share a scale, in numpy by their specifications, with ml_dtypes' casts.
 
-Each maker returns what comes back of rows [..., H], computed in the dtype of these.
+Each function returns a function that encodes and decodes rows [..., H] in their dtype.
 """
 
 import ml_dtypes
@@ -44,7 +44,7 @@ def microscaled(kind, block=32, part=None):
 
 
 def shared(fraction, block=16):
-    """arXiv:2302.08007, section 3: one block after the other, pair by pair."""
+    """arXiv:2302.08007, section 3, block by block and pair by pair."""
 
     def code(x):
         out = np.zeros(x.size)
@@ -86,7 +86,7 @@ def nvfp4(block=16, scale=None, two=False):
 
 
 def symmetric(bits, group=None):
-    """Whole numbers around 0, the largest of a group as the largest of them."""
+    """Integers around 0, scaled so that the largest number of a group becomes the largest integer."""
 
     def code(x):
         rows = x.reshape(*x.shape[:-1], -1, group or x.shape[-1])

@@ -1,4 +1,4 @@
-"""Slots in codes, in float64 numpy: what comes back of them, as `tests.float64.reference.Row` takes it."""
+"""Encoded slots in float64 numpy: their decoded values, as `tests.float64.reference.Row` takes them."""
 
 import copy
 
@@ -17,7 +17,7 @@ def float16(x):
 
 
 def affine(bits, group, channel=False):
-    """Codes of rows [g, H] between the ends of `group` channels of a token, or of a channel's g tokens."""
+    """Affine codes of rows [g, H], by the range of `group` channels of a token, or of a channel's tokens."""
 
     def code(x):
         rows = x if channel else x.reshape(*x.shape[:-1], -1, group)
@@ -41,7 +41,7 @@ def sketch(signs, seed=0):
 
 
 def coded(keys, values, *, granule=1, residual=0, sinks=0):
-    """Attention over slots of which the oldest whole granules, behind `sinks` tokens, come back of codes."""
+    """Attention over slots whose oldest whole granules are decoded codes, except the first `sinks` tokens."""
 
     def attends(q, k, v, pos, at):
         order = np.argsort(pos)
@@ -79,7 +79,7 @@ def zipvl(theta, *, share, high, low, group):
 
 
 def two_tiers(salient, theta, *, high, low, group):
-    """What a prompt's slots hold: salient ones many bits, the others few; and what steps add, many."""
+    """The decoded slots of a prompt: salient tokens in many bits, others in few; those of steps in many."""
 
     def stored(prompt):
         out, at = copy.copy(prompt), np.arange(prompt.length)
@@ -147,14 +147,14 @@ def orthogonal_error(run, rank, weight, code, values, **granules):
 
 
 def in_layers(*attends):
-    """Another way to attend in every layer."""
+    """A different attention function for every layer."""
     return lambda q, k, v, pos, at: attends[at.layer](q, k, v, pos, at)
 
 
 def of_lists(keys, values, theta=None, **whole):
     """Every list's own codes, token by token: keys(layer, head) and values(layer, head) give them.
 
-    theta: keys are encoded before RoPE of this theta. whole: which tokens stay as they are, as of `coded`.
+    theta: keys are encoded before RoPE of this theta. whole: which tokens stay unencoded, as in `coded`.
     """
 
     def attends(q, k, v, pos, at):
@@ -182,7 +182,7 @@ def vectors(books):
 
 
 def directions(bits, seed=0):
-    """Rows behind a Hadamard rotation, by their length and the nearest levels for random directions."""
+    """Rows after a Hadamard rotation, as lengths and codes of a codebook for random directions."""
 
     def code(x):
         levels, turn = sphere_codebook(x.shape[-1], bits).centroids, hadamard(x.shape[-1], seed)
@@ -194,7 +194,7 @@ def directions(bits, seed=0):
 
 
 def over_below(maps, granule, residual, first=4, bits=2):
-    """AQUA-KV (arXiv:2501.19392): what a prompt's slots hold, layer by layer over what came back below."""
+    """AQUA-KV (arXiv:2501.19392): the decoded slots of a prompt, each layer predicted from the one below."""
 
     def flat(x):
         return x.swapaxes(0, 1).reshape(x.shape[1], -1)
@@ -224,13 +224,13 @@ def over_below(maps, granule, residual, first=4, bits=2):
 
 
 def faithful(code, *rows):
-    """What a code leaves of rows [*b, H]: 1 less their relative error, the mean of a key's and a value's."""
+    """1 less the relative error of decoded rows [*b, H]: the mean of a key's and a value's."""
     error = [np.linalg.norm(x - code(x), axis=-1) / np.linalg.norm(x, axis=-1) for x in rows]
     return np.maximum(1 - np.mean(error, 0), 0)
 
 
 def behind(matrix, code):
-    """Codes of rows in another basis."""
+    """Codes of rows in another basis, given by `matrix`."""
     return lambda x: code(x @ matrix.T) @ matrix
 
 
@@ -294,7 +294,7 @@ def normal_vectors(bits, seed=0):
 
 
 def outliers(count, code):
-    """The `count` largest numbers of each row as they are."""
+    """Rows whose `count` largest numbers are not encoded."""
 
     def coded(x):
         at = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :count]
@@ -318,12 +318,12 @@ def clipped(at, code):
 
 
 def of_range(low, step, bits):
-    """Codes of a range that is given."""
+    """Codes with a given range."""
     return lambda x: np.clip(np.rint((x - low) / step), 0, 2**bits - 1) * step + low
 
 
 def pursued(atoms, count):
-    """CSR (arXiv:2412.11741): the atom that meets most of what is left, `count` times, in float8 weights."""
+    """CSR (arXiv:2412.11741): matching pursuit with `count` atoms, and weights in float8."""
 
     def code(x):
         out = np.zeros_like(x)

@@ -1,4 +1,4 @@
-"""Drafted tokens behind a prompt, taken one by one; and when two caches hold the same."""
+"""Draft tokens after a prompt, read one by one; and a comparison of two caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.state.page_gather import gather_pages, gather_traces
 from tests.methods.battery import MAIN, VOCAB, step
 
 WIDTH = 12
-# What rows draft, and how many of these tokens where rows draft unequal numbers; one of them drafts nothing.
+# The draft tokens of each row, and their numbers in the case of unequal ones; one row drafts nothing.
 DRAFT = np.random.default_rng(7).integers(0, VOCAB, (len(MAIN.first), WIDTH)).astype(np.int32)
 UNEVEN = np.array([WIDTH, 5, 0, 9])
 
@@ -41,7 +41,7 @@ def close(got: Any, want: Any) -> None:
 
 
 def held(cache: Cache) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Per layer, positions in order [B, K, S] and what lies there: keys, values and traces; or states."""
+    """Per layer, sorted positions [B, K, S] and their keys, values and traces; or states."""
     out = []
     for group in cache.groups:
         layers = jax.tree.leaves(group)[0].shape[0]
@@ -74,7 +74,7 @@ def _taken(x: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def same(got: Cache, want: Cache) -> None:
-    """Two caches are of one structure and hold the same tokens with the same numbers."""
+    """Checks that two caches have the same structure, tokens and numbers."""
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(c)] for c in (got, want)]
     assert jax.tree.structure(got) == jax.tree.structure(want) and shapes[0] == shapes[1]
     np.testing.assert_array_equal(got.next, want.next)

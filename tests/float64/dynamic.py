@@ -1,4 +1,4 @@
-"""Methods that choose anew after every token, in float64 over explicit slots (`tests.float64.reference.Row`).
+"""Methods that select after every token, in float64 over explicit slots (`tests.float64.reference.Row`).
 
 A rule gives the scores of the slots of one list: it sees their positions, rotated keys, values, the rotated
 queries of all tokens so far, and what the slots have received.
@@ -14,7 +14,7 @@ from tests.float64.reference import best, rope, softmax
 
 
 class Held(NamedTuple):
-    """A list's slots, in position order.
+    """The slots of a KV head, in position order.
 
     pos [S]; k, v [S, H], keys rotated; q [G, T, H], all queries; mass, squares [S]: sums of p and of p^2 over
     the heads of a group and all queries since the slot came. n: slots that stay. layer, head: of the list.
@@ -43,7 +43,7 @@ def probabilities(held, last):
 
 
 def kept(count, rule):
-    """Of a prompt, per layer, the slots that stay: the best by rule(held), but those of -inf."""
+    """The slots that stay of a prompt, per layer: the best by rule(held), except those of score -inf."""
 
     def of(prompt):
         found = []
@@ -64,7 +64,7 @@ def kept(count, rule):
 
 
 def victims(count, rule, theta, due=1):
-    """Lists that hold `due` slots more than stay give them up, and at all times those of score -inf."""
+    """The slots that leave KV heads with `due` slots more than their budget, and all slots of score -inf."""
 
     def victim(lists, length, queries):
         out = []
@@ -87,7 +87,7 @@ def victims(count, rule, theta, due=1):
 
 
 def morphkv(window, fusion):
-    """What the window gives older tokens, by logits that are summed over a group."""
+    """MorphKV: attention of the window to older tokens, from logits summed over a group."""
 
     def rule(held):
         at, older = np.arange(held.length)[-window:], held.pos < held.length - window
@@ -116,7 +116,7 @@ def roco(newest, sinks, steady):
 
 
 def corm(window, recent, threshold=1.0):
-    """Slots to which none of the window's queries gives an even share leave, however many there are."""
+    """CORM: slots to which no query of the window gives an even share leave, however many there are."""
 
     def rule(held):
         p, at = probabilities(held, window)

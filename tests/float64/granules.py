@@ -58,7 +58,7 @@ class Granules:
         return [t | dict(k=k, v=v) | bounds for t, k, v in zip(tokens, keys, values, strict=True)]
 
     def flush(self, one):
-        """The oldest g tokens of a tail that holds residual + g of them become a granule, and so on."""
+        """Moves the oldest g tokens of a tail of residual + g tokens into a granule, repeatedly."""
         while len(one["tail"]) >= self.residual + self.g:
             if all(one["body"]):
                 self.gather(one)
@@ -68,7 +68,7 @@ class Granules:
             one["tail"] = one["tail"][self.g :]
 
     def gather(self, one):
-        """The fewest granules, from the sparsest on, that fit into one less."""
+        """Compacts the sparsest granules that fit into one granule less."""
         order = sorted(range(self.places), key=lambda i: len(one["body"][i]))
         count = next(
             j
@@ -160,7 +160,7 @@ def sparq(count, channels):
 
 
 def heaviest(count, recent, name="mass"):
-    """H2O: beyond `count` tokens the one of the least mass leaves, but for the newest.
+    """H2O: with more than `count` tokens, the one with the least mass leaves; the newest stay.
 
     name: "now" for what the newest query alone gives.
     """

@@ -8,7 +8,7 @@ from tests.float64.reference import best, window_score
 
 
 def shared_out(prefer, total, most):
-    """Proportional shares, rounded down; then one slot more for each in turn, as long as any are left."""
+    """Proportional shares, rounded down; the remaining slots are given out one by one."""
     counts = np.minimum(np.floor(prefer * total / prefer.sum()), most).astype(int)
     while counts.sum() < total and (counts < most).any():
         for i in np.flatnonzero(counts < most)[: total - counts.sum()]:
@@ -51,7 +51,7 @@ def dynamickv(count, *, window, kernel, most):
 
 
 def prefixkv(count, *, sinks, newest):
-    """The layers take tokens in the order of the share of their layer that goes before them."""
+    """PrefixKV: layers add tokens in the order of the cumulative share of attention before them."""
 
     def kept(prompt):
         at = np.arange(prompt.length)

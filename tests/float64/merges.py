@@ -1,4 +1,4 @@
-"""What merges do to the slots that stay, in float64 over the slots of `tests.float64.reference.Row`.
+"""Merges of evicted slots into kept ones, in float64 over the slots of `tests.float64.reference.Row`.
 
 A layer's memory counts under True what was merged, and under False what was dropped.
 """
@@ -113,7 +113,7 @@ def cam_by_the_newest(following, seed=0):
 
 
 class Less:
-    """LESS (arXiv:2402.09398): H and z of what has left every list, which queries ask beside the slots.
+    """LESS (arXiv:2402.09398): H and z of evicted slots per KV head, which queries read beside the slots.
 
     arrays: the kernels, as `kvjax.keep.merges.residue.Residue` names them.
     """
@@ -152,7 +152,7 @@ class Less:
 
 
 class Compensated:
-    """RazorAttention (arXiv:2407.15891): what has left a list is one token of the mean key and value."""
+    """RazorAttention (arXiv:2407.15891): all evicted slots of a KV head become one token, their mean."""
 
     def __init__(self, theta):
         self.theta = theta
@@ -173,7 +173,7 @@ class Compensated:
 
 
 def take_up(slot, key, others, weights, keys, theta):
-    """A slot, whose rotated key is `key`, and others become one, by counts and weights."""
+    """Merges `others` into a slot, whose rotated key is `key`, weighted by counts and weights."""
     n = np.array(
         [slot.get("votes", 1), *(o.get("votes", 1) * w for o, w in zip(others, weights, strict=True))]
     )
@@ -184,7 +184,7 @@ def take_up(slot, key, others, weights, keys, theta):
 
 
 def faded(slot, rate):
-    """What all queries gave a slot, `rate` times less for every query that is newer."""
+    """The attention that a slot received, with a factor `rate` for every newer query."""
     return sum(p * rate**age for age, p in enumerate(reversed(slot["given"])))
 
 

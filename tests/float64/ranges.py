@@ -1,4 +1,4 @@
-"""Contexts that share a range of positions, in float64 numpy: what APE and HOMER are held against."""
+"""Contexts that share a range of positions, in float64 numpy: the reference for APE and HOMER."""
 
 import numpy as np
 

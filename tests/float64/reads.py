@@ -1,4 +1,4 @@
-"""Steps that do not attend to every slot, in float64 numpy, as `tests.float64.reference.Row` takes them."""
+"""Decode steps that read only some slots, in float64 numpy, as `tests.float64.reference.Row` takes them."""
 
 import numpy as np
 from scipy.stats import binom
@@ -73,7 +73,7 @@ def chances(q, k, *, planes, tables):
 
 
 def lot(pos, turn):
-    """The number by which a position is chosen among those that were drawn, in exact integers."""
+    """The random number by which a position is chosen among drawn ones, in exact integers."""
 
     def mixed(x):
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -129,7 +129,7 @@ def tidal(count, *, picks, newest, skip=0, seen=None):
 
 
 def ranked(score, count, newest, *, sinks=0):
-    """Reads of the newest tokens and of the `count` best older ones by score(q [G, H], k, prompt's keys)."""
+    """Reads of the newest tokens and the `count` best older ones, by score(q [G, H], k, prompt's keys)."""
 
     def attends(q, k, v, pos, at):
         old = pos < at.stored - newest

@@ -1,4 +1,4 @@
-"""The decoder and its slots once more, in float64 numpy and row by row: what methods are held against.
+"""A second decoder with slots, in float64 numpy, row by row: the reference for methods.
 
 Nothing here is shared with the code under test. Slots are lists of tokens; attention is a loop over heads.
 """
@@ -25,7 +25,7 @@ def rms_norm(x, weight, eps):
 
 
 def rope(x, pos, theta):
-    """x [..., S, H] turned by pos [S]; channel i pairs with channel i + H / 2."""
+    """x [..., S, H] rotated by pos [S]; channel i pairs with channel i + H / 2."""
     half = x.shape[-1] // 2
     angle = np.asarray(pos, np.float64)[:, None] * theta ** (-np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -55,7 +55,7 @@ class Decoder:
         )
 
     def finish(self, layer, x, out):
-        """The residual stream behind attention `out` [N, T, H] and the MLP."""
+        """The residual stream after attention `out` [N, T, H] and the MLP."""
         x = x + out.swapaxes(0, 1).reshape(len(x), -1) @ layer["o"]
         h = rms_norm(x, layer["mlp_norm"], self.config.norm_eps)
         gate = h @ layer["gate"]
@@ -297,7 +297,7 @@ def window_score(prompt, layer, window, kernel, *, reduce="sum", kind="max", per
 
 
 def _worst(slots, key, spared):
-    """The slot of the lowest key among those not spared; the newer of equal ones."""
+    """The slot with the lowest key among those not spared; of equals, the newer one."""
     able = [i for i, s in enumerate(slots) if not spared(s)]
     return min(able, key=lambda i: (key(slots[i]), -slots[i]["pos"]))
 
@@ -312,7 +312,7 @@ def h2o_victim(count, recent=0.5, key=lambda slot: slot["mass"], sinks=0):
 
 
 def tova_victim(count):
-    """One token leaves all heads of the layer: the one with the least attention of the newest query."""
+    """One token leaves all heads of a layer: the one that gets the least attention of the newest query."""
 
     def victim(lists, length, queries):
         if len(lists[0]) <= count(length):

@@ -1,4 +1,4 @@
-"""MiniCache by its equations, in float64 numpy: which tokens two layers share, and what they then hold."""
+"""MiniCache by its equations, in float64 numpy: which tokens two layers merge, and the resulting slots."""
 
 import copy
 
@@ -37,7 +37,7 @@ def apart(k, v, gamma, most):
 
 
 def merged(low, high, t, stay):
-    """Rows of two layers as they are restored, where those that `stay` are as computed."""
+    """Rows of two layers after merging and restoring; the rows `stay` are unchanged."""
     e, n1, n2 = slerp(low, high, t)
     return [np.where(stay[..., None], x, e * n[..., None]) for x, n in ((low, n1), (high, n2))]
 
@@ -55,7 +55,7 @@ def minicache(*pairs, t, gamma, most):
             both = slice(low, low + 2)
             stay = apart(prompt.k[both], prompt.v[both], gamma, most(prompt.length))
             for rows in (held.raw_k, held.k, held.v):
-                # Rotations turn both layers alike, so they may come before the arc or behind it.
+                # Both layers are rotated equally, so rotating before or after merging gives the same.
                 rows[both] = merged(*rows[both], t, stay)
         return held
 

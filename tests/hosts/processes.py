@@ -65,7 +65,7 @@ class Processes:
 
 
 def well(processes: Processes) -> Processes:
-    """The processes, which must all end well."""
+    """Waits for the processes, and checks that all end without an error."""
     codes = processes.codes()
     assert codes == [0] * len(codes), "\n".join(processes.err(i) for i in range(len(codes)))
     return processes

@@ -1,4 +1,4 @@
-"""How results of kernels are compared, and the interpreter that tells races."""
+"""Compares results of kernels, and runs the interpreter that detects races."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from tests.ops.oracles import rms
 
 
 def check(got, want, bar):
-    """Same infinities, no other thing that is no number, and a relative RMS below `bar`, result by result."""
+    """Checks equal infinities, no NaN, and a relative RMS below `bar`, result by result."""
     for x, y in zip(got, want, strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         np.testing.assert_array_equal(np.isneginf(x), np.isneginf(y))
@@ -24,7 +24,7 @@ def with_races(call, dma):
     try:
         return [np.asarray(x, np.float64) for x in call(mode)], machine.races.races_found
     except jax.errors.JaxRuntimeError as error:
-        # Later releases stop at a race instead of noting it.
+        # Later releases raise an error at a race instead of recording it.
         if "RACE DETECTED" not in str(error):
             raise
         return [], True

@@ -1,4 +1,4 @@
-"""Kernels of an NVIDIA GPU: interpreted, or lowered, on a machine that has none; on one that has, run."""
+"""Kernels of an NVIDIA GPU: run if there is one, otherwise interpreted or lowered."""
 
 import os
 
@@ -9,7 +9,7 @@ FORM = "gpu" if ON_GPU else "gpu interpret"
 
 
 def as_on_a_gpu():
-    """The mesh says what is lowered for."""
+    """A mesh under which programs are lowered for a GPU."""
     kind = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     automatic = (jax.sharding.AxisType.Auto,)
     return jax.sharding.use_abstract_mesh(

@@ -1,4 +1,4 @@
-"""What tests of methods look at, computed once: compressed prompts of every row, conversations of some."""
+"""The inputs of tests of methods, computed once: compressed prompts of all rows, conversations of some."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def decoder(name: str) -> Decoder:
 
 
 class Batch(NamedTuple):
-    """Two turns of unequal length, and the tokens of a few steps between them."""
+    """Two turns of unequal length, and the tokens of some steps between them."""
 
     first: list[list[int]]
     steps: np.ndarray
@@ -82,15 +82,15 @@ BATCHES = {
 
 # --- compressed prompts: every row ------------------------------------------------------------------------
 
-# The rows of MAIN, and one of them again behind other companions.
+# The rows of MAIN, and one of them again in another batch.
 PACKED = [*MAIN.first, MAIN.first[SHARED]]
-# What empty slots hold may be anything finite.
+# Empty slots may hold any finite numbers.
 GARBAGE = 1e3
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The rows PACKED as a method left them on a model, and the logits [B, V] of the prompt."""
+    """The rows PACKED, compressed by a method on a model, and the logits [B, V] of the prompt."""
 
     name: str
     logits: jax.Array
@@ -219,9 +219,9 @@ PLAIN = (
 
 
 def attends_as(row: Row) -> Hashable:
-    """What a token attends by: rows of which this is equal differ in which slots there are, and how they lie.
+    """What attention in a step depends on: rows that agree in it differ only in which slots exist and where.
 
-    How slots lie is what the classes of layout tell apart, whose conversations are in test_battery.py.
+    Layout classes cover where slots are; their conversations are in test_battery.py.
     """
     method, keep = row.method(), row.method().keep
     of_prompt = None if keep is None else (keep.merge, keep.narrow is not None)
@@ -229,7 +229,7 @@ def attends_as(row: Row) -> Hashable:
 
 
 def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:
-    """One token without giving the cache away, so that a test may use it again."""
+    """Reads one token without donating the cache, so that a test may use it again."""
     model = made(model, cache.method)
     run = Run(model.config, cache.method.decode_part())
     bare = dataclasses.replace(cache, method=None, model="")
@@ -249,7 +249,7 @@ def positions(cache: Cache) -> list[list[list[set[int]]]]:
 
 
 class Talk(NamedTuple):
-    """What a conversation gave: logits [B, V] and the cache after each of its parts."""
+    """The logits [B, V] and the cache after each part of a conversation."""
 
     prompt: tuple[jax.Array, Cache]
     asked: jax.Array

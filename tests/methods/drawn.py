@@ -1,4 +1,4 @@
-"""Sentences of words that were drawn, and what must be true of every one of them.
+"""Methods composed of randomly drawn words, and the properties that every one of them must have.
 
 The words are those of the table's rows, each in every place where it may stand, so a new method's words are
 drawn from its first day. What the grammar refuses of a draw is replaced by its plain form, part by part,
@@ -48,7 +48,7 @@ from tests.methods.battery import (
 )
 from tests.methods.table import PAGE, ROWS
 
-# What stands in a part's place where the grammar refuses what was drawn.
+# The plain word that replaces a part which the grammar refuses.
 PLAIN: dict[str, Any] = dict(
     merge=None, lower=None, narrow=None, phase=BY_POSITION, per_query_head=False, skip_layers=0, reuse=1,
     protect=(), allocate=Uniform(), when=PREFILL_END, budget=Budget(0.5), store=None, read=None,
@@ -225,7 +225,7 @@ def _within(word: Any) -> list[Any]:
 
 
 def check_kept(drawn: Drawn, lists: list[list[set[int]]], length: int) -> None:
-    """What a prompt of one row leaves, per layer and list, is of the row and within the budget."""
+    """Checks, per layer and KV head, that kept tokens are the row's own and within the budget."""
     config, keep = model(drawn.model).config, drawn.method.keep
     assert keep is not None
     n, everything = _n(keep, length), set(range(length))
@@ -257,7 +257,7 @@ def check_kept(drawn: Drawn, lists: list[list[set[int]]], length: int) -> None:
 
 
 def check_steps(drawn: Drawn, before: Any, after: Any) -> None:
-    """Behind two steps, lists have the new tokens and what was there, or no more than may be."""
+    """Checks that after two steps KV heads hold their slots and the new ones, or their budget."""
     keep = drawn.method.keep
     assert keep is not None
     bounded = type(keep.allocate) is Uniform and keep.lower is None and keep.narrow is None

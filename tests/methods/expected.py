@@ -17,7 +17,7 @@ from tests.methods.rows import (
     count,
 )
 
-# What a score gives to slots that it wants at any price: less than the infinity of what is protected.
+# The score of slots that must stay: less than the infinity of protected slots.
 STAYS = 1e30
 
 
@@ -37,7 +37,7 @@ def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip
 
 
 def chooses(rule, due=1):
-    """What a prompt and steps leave where `rule` (`tests.float64.dynamic`) scores the slots of a list."""
+    """The kept slots of a prompt and of steps if `rule` (`tests.float64.dynamic`) scores slots."""
     return dict(kept=dynamic.kept(count, rule), victim=dynamic.victims(count, rule, THETA, due))
 
 
@@ -107,7 +107,7 @@ def critical_across_heads(prompt):
 
 
 def made_up_gate(layers=2, width=32, hidden=8, heads=2):
-    """A gate that nobody fitted: one hidden layer of GELUs, for the model "4/2"."""
+    """A random gate with one hidden layer of GELUs, for the model "4/2"."""
     rng = np.random.default_rng(7)
     shapes = {"in": (width, hidden), "in_bias": (hidden,), "out": (hidden, heads), "out_bias": (heads,)}
     arrays = {name: rng.normal(size=(layers, *s)).astype(np.float32) for name, s in shapes.items()}
@@ -118,7 +118,7 @@ GATE, GATE_THRESHOLD = made_up_gate(), 0.4
 
 
 def made_up_kernels(layers=2, heads=4, kv_heads=2, width=16, hidden=6, rank=3):
-    """LESS's kernels that nobody fitted, for the model "4/2"."""
+    """Random LESS kernels, for the model "4/2"."""
     rng = np.random.default_rng(8)
     shapes = {
         "q1": (heads, width, hidden), "q2": (heads, hidden, rank), "k1": (kv_heads, width, hidden),
@@ -133,7 +133,7 @@ KERNELS = made_up_kernels()
 
 
 def made_up_levels(layers=2, heads=2, width=16, bits=4):
-    """KVQuant's ranges and levels that nobody fitted, for the model "4/2"."""
+    """Random KVQuant ranges and levels, for the model "4/2"."""
     rng, shape = np.random.default_rng(9), (layers, heads, width)
     even = np.linspace(-1, 1, 2**bits)
     arrays = {
@@ -160,7 +160,7 @@ def kvzap_kept(prompt):
 
 
 def kvzap_leaves(lists, length, queries):
-    """What is older than the window and scored low leaves, as many as there are."""
+    """KVzap: slots older than the window with a low score leave, however many they are."""
     low = lambda slot, head: gate_of(slot["hidden"], slot["layer"])[head] < GATE_THRESHOLD  # noqa: E731
     old = lambda slot: slot["pos"] < length - WINDOW  # noqa: E731
     return [[j for j, s in enumerate(slots) if old(s) and low(s, i)] for i, slots in enumerate(lists)]

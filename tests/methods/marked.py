@@ -80,7 +80,7 @@ class Read:
 
 
 def distilled(prompt):
-    """The prompt read again, in which what was chosen has weights of its own; its last token has none."""
+    """The prompt read again, chosen tokens with weights of their own, except the last token."""
     chosen = distilled_tokens(prompt)
     marked = chosen & (np.arange(prompt.length) < prompt.length - 1)
     at = np.arange(prompt.length)
@@ -202,7 +202,7 @@ MEMORIES, RATIO, RUN = 2, 3, 6
 
 
 def runs_kept(found):
-    """The positions at which something stays."""
+    """The positions that are kept."""
     return [np.tile(np.isin(np.arange(found.length), at), (KV_HEADS, 1)) for at in found.at]
 
 

@@ -1,4 +1,4 @@
-"""What tests of pairs of methods share: a lossless codec, sentences without their checks, answers."""
+"""Shared by tests of pairs of methods: a lossless codec, methods without checks, and their outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = np.random.default_rng(2).integers(0, 64, (6, len(PROMPTS)))
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Rows as they are, `granule` tokens at a time: what is left of a sentence is where slots lie."""
+    """Stores rows unencoded, `granule` tokens at a time, so that only the layout of slots is tested."""
 
     granule: int = 1
 
@@ -34,13 +34,13 @@ class Exact:
 
 
 def exact(granule: int = 1, **more: Any) -> Method:
-    """A store that loses nothing."""
+    """A lossless store."""
     return Method(store=Store(Exact(granule), Exact(granule), **more))
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Sentences are built and run whatever their words say of each other."""
+    """Within the block, methods are built and run without the checks of their words."""
     held = chains.check, model_fit.check
     chains.check = model_fit.check = lambda method: None
     model_fit.check_fit.cache_clear()
@@ -68,5 +68,5 @@ def talked(method: Method, prompts: list[list[int]], checked: bool = True) -> tu
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """How far logits lie apart, relative to the largest."""
+    """The largest difference of logits, relative to the largest."""
     return float(np.abs(a - b).max() / np.abs(b).max())

@@ -1,4 +1,4 @@
-"""What the table of methods says of each: the type of its rows, and bytes as arithmetic over sizes."""
+"""The columns of the table of methods: the type of its rows, and bytes as arithmetic over sizes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def at_budget(budget: float) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What the battery knows about one configuration of a method.
+    """The expected behaviour of one configuration of a method.
 
     build: chain of (id, hyper-parameters). kept: prompt -> per layer, boolean [lists, T]; None keeps all.
     nbytes: PromptSizes -> bytes of the cache. whole: hyper-parameters under which it keeps all exactly.
@@ -153,7 +153,7 @@ def plain(s: PromptSizes) -> int:
 
 
 def dense(slots, heads=None, slot=plain, extra=0):
-    """Every head of every layer holds `slots` slots; 4 bytes per row for the next position."""
+    """Each KV head of every layer holds `slots` slots; 4 bytes per row for the next position."""
     return lambda s: s.layers * s.b * (heads or s.k) * slots(s) * (slot(s) + extra) + 4 * s.b
 
 

@@ -1,8 +1,8 @@
-"""One row per method: how it is built, what it must keep, what it must cost. `test_battery.py` does the rest.
+"""One row per method: how it is built, which tokens it must keep, its bytes. `test_battery.py` tests them.
 
 A new method needs one `Row` in ROWS. Give it the numbers of its paper: `kept` as numpy over a float64 prompt
-(see `tests/float64/reference.py`), `nbytes` as arithmetic over `PromptSizes`. What does not apply keeps its
-default.
+(see `tests/float64/reference.py`), `nbytes` as arithmetic over `PromptSizes`. Fields that do not apply keep
+their default.
 """
 
 from __future__ import annotations

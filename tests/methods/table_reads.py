@@ -1,4 +1,4 @@
-"""Rows of methods that read some slots of all; see `table.py`."""
+"""Rows of methods that read only some slots; see `table.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of methods that store what they keep in codes; see `table.py`."""
+"""Rows of methods that store keys and values in codes; see `table.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One conversation per architecture, run once and looked at by many tests."""
+"""One conversation per architecture, run once and used by many tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.steps import Run
 from tests.models.architectures import TABLE
 
 VOCAB, LONGEST, ROOM = 40, 28, 48
-# What rows read: the first tokens of one of these.
+# The texts of which rows read the first tokens.
 TEXTS = np.random.default_rng(0).integers(0, VOCAB, (4, LONGEST)).astype(np.int32)
 
 
@@ -138,7 +138,7 @@ def close(got: Any, want: np.ndarray) -> None:
 
 
 def equal(got: Any, want: Any) -> None:
-    """Two trees are the same, bit by bit."""
+    """Checks that two trees are equal, bit by bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)

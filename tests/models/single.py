@@ -1,4 +1,4 @@
-"""One mixer alone, for tests that compare it with its equations."""
+"""A single mixer, for tests that compare it with its equations."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What every op over a sequence must pass, given float64 numpy of its equation for one row.
+"""Tests that every op over a sequence must pass, given its equation for one row in float64 numpy.
 
 An op is `op(x, **how) -> (o, state)` of a dict of arrays [B, T, ...]. Its equation is `row(x, state)` of
 arrays [t, ...] of one row, from a state or from None, and returns the same. States are pytrees.
@@ -74,7 +74,10 @@ def check_cuts(op, row, x, state, step=None, bar=1e-10):
 
 
 def check_gradients(op, other, x, state, bar=1e-5):
-    """Gradients of all results by inputs and state: finite, and those of the other form. In float32."""
+    """Gradients with respect to inputs and state are finite, and equal those of the other form.
+
+    In float32.
+    """
     leaves, tree = jax.tree.flatten((x, state))
     floats = {i: jnp.asarray(y, jnp.float32) for i, y in enumerate(leaves) if y.dtype.kind == "f"}
 

@@ -1,4 +1,4 @@
-"""What holds of every op that keeps its tokens, whichever way it is called.
+"""Properties of every op that keeps all tokens, whichever way it is called.
 
 An op is given as run(tokens, **how) -> (outputs, state), its equation in numpy as by_hand(tokens) -> outputs.
 Tokens are arrays [B, T, ...] by name, outputs one array [B, T, ...] or several.
@@ -141,7 +141,7 @@ def gradients_agree(run, tokens):
 
 
 def no_room_is_nan(run, tokens, by_hand):
-    """Only for tokens that found none; and less room than the state has is refused."""
+    """Only tokens that found no slot give NaN; less room than the state holds is refused."""
     x = as_arrays(tokens, jnp.float32)
     got, state = jax.jit(partial(run, capacity=T - 3))(x)
     got = jax.tree.leaves(got)[0]
