@@ -20,8 +20,8 @@ class Read(Protocol):
     `by_list`: `select` uses only a KV head's own slots and queries (all heads of a row hold equally many
     slots), so every device of a mesh selects for its own heads. A read that estimates attention to the other
     slots is `Resting`, one that weights the slots it reads is `Sampling`, one whose summaries depend on the
-    prompt's keys is `Learning`, one that selects in some layers for others is `Reusing`, and one that selects
-    in some steps for others is `Recycling`.
+    prompt's keys is `Learning`, one that selects in some layers for others is `Reusing`, one that selects in
+    some steps for others is `Recycling`, and one that places what it picks anew is `Placing`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
@@ -82,6 +82,18 @@ class Recycling(Read, Protocol):
     @property
     def mark(self) -> Trace:
         """1 + the position of the token that selected a slot last; 0 if none did."""
+        ...
+
+
+@runtime_checkable
+class Placing(Read, Protocol):
+    """A read that compares queries and keys before rotation, and says by what the slots it picks are rotated.
+
+    `select` gets queries and keys unrotated, so keys are stored so.
+    """
+
+    def places(self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"]) -> Int[Array, "B K P"]:
+        """What rotates picked slots at these positions (-1 is no slot); the tail begins at position `end`."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvjax.grammar.read_protocols import Placing
 from kvjax.grammar.refuse_keep import Refusals
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ def refused_parts(method: Method) -> Refusals:
     page = 0 if read is None else read.granule
     return [
         *_in_layers(method),
+        (
+            isinstance(read, Placing) and not (method.store is not None and method.store.unrotated),
+            f"{read!r} compares keys before rotation, and they are stored rotated: chain it with "
+            "Method(store=Store(unrotated=True))",
+        ),
         (
             read is None and bool(getattr(host, "resident", 0)),
             f"{host!r} holds pages that a step reads on the device, and without a read method it reads all: "

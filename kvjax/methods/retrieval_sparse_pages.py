@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.methods.papers import paper
@@ -13,6 +13,7 @@ from kvjax.methods.shared import Amount, Kernel, Layers, Page, Ratio, Share, Tok
 from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
 from kvjax.read.pages import FewBounds, PageBounds
+from kvjax.read.placed import PlacedSegments
 
 # How many keys represent a block, and how many channels of a query rank blocks.
 Representatives = Annotated[int, Range(1)]
@@ -114,3 +115,26 @@ def arkvale(
     """
     host = None if resident is None else Host(resident)
     return Method(read=PageBounds(Budget(budget), page, skip_layers), host=host)
+
+
+@paper(
+    "ReAttention: Training-Free Infinite Context with Finite Attention Scope",
+    arxiv="2407.15176",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def reattention(
+    budget: Amount, *, page: Page = 32, newest: Window = 4096, sinks: Tokens = 32, skip_layers: Layers = 0
+) -> Method:
+    """ReAttention (Liu et al., 2024, arXiv:2407.15176), section 3: attention before attention, without RoPE.
+
+    Products of unrotated queries and keys pick segments of `page` tokens; these, the first `sinks` and the
+    `newest` tokens are attended to at positions without gaps (`PlacedSegments`), so that no distance exceeds
+    what is read. budget is the share (or number) of older tokens that are read. Deviation: segments begin at
+    multiples of `page`, where the authors' code takes a span around each of the best tokens; the query heads
+    of a group share segments, those of the largest product among them, where it takes the union of what each
+    picks. Prompts and several tokens at once are read in full and at their own positions, where the paper
+    reads chunks of a prompt by the same rule.
+    """
+    read = PlacedSegments(Budget(budget), page, newest, sinks, skip_layers)
+    return Method(store=Store(unrotated=True), read=read)

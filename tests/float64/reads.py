@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.stats import binom
 
-from tests.float64.reference import best, softmax
+from tests.float64.reference import best, rope, softmax
 
 
 def sparq_guesses(q, k, channels):
@@ -358,5 +358,36 @@ def retroinfer(count, *, clusters, turns, estimate, sinks, newest, seen=None):
         values = np.concatenate([v[read], *(v[g].mean(0)[None] for g in some)])
         sizes = np.log([*np.ones(len(read)), *map(len, some)])
         return softmax(q @ keys.T / np.sqrt(k.shape[-1]) + sizes) @ values
+
+    return attends
+
+
+def reattention(count, *, page, newest, sinks, theta, seen=None):
+    """ReAttention (arXiv:2407.15176): segments by unrotated products, closed up before the newest tokens.
+
+    seen: a list that is told how far each step's oldest slot stands from its query.
+    """
+
+    def attends(q, k, v, pos, at):
+        order, now = np.argsort(pos), pos.max()
+        raw_q, raw_k = rope(q[:, None], [-now], theta)[:, 0], rope(k, -pos, theta)[order]
+        full = max(at.stored - newest, 0) // page
+        read = np.zeros(0, int)
+        if full:
+            score = (raw_q @ raw_k[: full * page].T).max(0).reshape(full, page).max(1)
+            of_sinks = -(-sinks // page)
+            score[:of_sinks] = np.inf
+            wanted = of_sinks - (-count(full * page) // page)
+            read = np.flatnonzero(best(score, wanted))
+            # Keys of equal tokens are equal in the first layer, and a tie has no right answer.
+            assert wanted >= full or -np.diff(np.sort(score)[::-1])[wanted - 1] > 1e-6
+        old = np.array([j for p in read for j in range(p * page, (p + 1) * page)], int)
+        tail = np.arange(full * page, len(pos))
+        stand = np.concatenate([full * page - len(old) + np.arange(len(old)), tail])
+        chosen = np.concatenate([old, tail])
+        if seen is not None:
+            seen.append(now - stand.min())
+        s = q @ rope(raw_k[chosen], stand, theta).T / np.sqrt(k.shape[-1])
+        return softmax(s) @ v[order[chosen]]
 
     return attends

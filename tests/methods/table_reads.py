@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.float64 import reads
 from tests.methods.expected import each_layer, snap
-from tests.methods.rows import KERNEL, WINDOW, count, everything, half, plain, row, split
+from tests.methods.rows import KERNEL, THETA, WINDOW, count, everything, half, plain, row, split
 
 CODES = dict(parts=2, bits=2, turns=3)
 GROUPS = dict(clusters=4, turns=3, sinks=2)
@@ -93,6 +93,10 @@ READS = [
     row(
         "retroinfer", estimated_bytes, hyper=GROUPS | dict(newest=4, estimate=0.25), moves=False,
         attends=reads.retroinfer(count, clusters=4, turns=3, estimate=0.25, sinks=2, newest=4),
+    ),
+    row(
+        "reattention", split(everything, 4, 6, lambda s: 0, plain), hyper=dict(page=4, newest=6, sinks=2),
+        moves=False, attends=reads.reattention(count, page=4, newest=6, sinks=2, theta=THETA),
     ),
     row(
         # All 16 channels say what a page could have.

@@ -16,7 +16,7 @@ from kvjax.grammar.calls import met, shaped
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Read, Resting
+from kvjax.grammar.read_protocols import Placing, Read, Resting
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.models.picking import all_of, marked
@@ -271,7 +271,12 @@ def _read(
     if past.rotation is not None and picking(past, i) is not None and past.rotation.keys:
         # Picked slots are gathered in another order, so their keys are rotated by their own positions.
         assert keys.pos is not None and run.phase.steady
-        keys = keys._replace(k=rotated(rope_of_keys(layer), keys.k, jnp.maximum(keys.pos, 0), at + 1))
+        place = jnp.maximum(keys.pos, 0)
+        if isinstance(read, Placing):
+            tail = past.tail.pos[past.index]
+            end = jnp.where(tail >= 0, tail, at[:, None, None] + 1).min(-1, keepdims=True)
+            place = read.places(keys.pos, end)
+        keys = keys._replace(k=rotated(rope_of_keys(layer), keys.k, place, at + 1))
     elif past.rotation is not None:
         keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)
     if past.values is not None:

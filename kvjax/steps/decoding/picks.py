@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.summaries import as_queries_meet
 from kvjax.grammar.calls import shaped
-from kvjax.grammar.read_protocols import Sampling
+from kvjax.grammar.read_protocols import Placing, Sampling
 from kvjax.place.host import fetched
 from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
@@ -26,7 +26,8 @@ from kvjax.steps.shared.run import Run
 def pick(here: AtLayer) -> AtLayer:
     """Chooses the pages that this layer's query reads."""
     token, past = here.token, here.past
-    found = select_pages(here.run, past, here.q, token.length, token.cache.pools)
+    q = here.x.q if isinstance(past.gm.read, Placing) else here.q
+    found = select_pages(here.run, past, q, token.length, token.cache.pools)
     return here._replace(found=by_part(past, token.cache.pools, found))
 
 

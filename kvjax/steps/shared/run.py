@@ -17,7 +17,7 @@ from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Reusing
+from kvjax.grammar.read_protocols import Placing, Reusing
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -114,7 +114,7 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
         gm = gm.replaced(grows=mixer.grows, codecs=(None, None))
     if run.on_mesh is not None and slots is not None:
         gm = gm.replaced(multiple=run.on_mesh.parts_of_a_list(slots.heads))
-    if gm.read is not None and run.unrotated:
+    if gm.read is not None and run.unrotated and not isinstance(gm.read, Placing):
         gm = gm.replaced(rope=mixer.rope(config, first))
     lower = () if stack is None else pairs_of(stack, config)
     if any(first <= i + 1 and i < first + size for i in lower):
