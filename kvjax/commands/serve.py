@@ -110,23 +110,11 @@ def run_load(args: argparse.Namespace) -> int:
     figures |= {"pages": done.pages, "methods": methods, **metrics(done.outcome, slo)}
     figures["failed"] = sum(answer.state == "failed" for answer in done.answers)
     if args.check:
-        figures |= _compared(model, requests, done.answers)
+        from kvjax.serve.device.alone import compared
+
+        figures |= compared(model, requests, done.answers)._asdict()
     _show(figures, args.json)
     return int(bool(figures["failed"] or figures.get("unequal")))
-
-
-def _compared(model: Any, requests: list[Any], answers: list[Any]) -> dict[str, int]:
-    """Of the requests that ended, how many have the tokens of `kvjax.generate` alone, and how many do not."""
-    from kvjax.api.generate import generate
-
-    ended = [pair for pair in zip(requests, answers, strict=True) if pair[1].state == "ended"]
-    same = 0
-    for one, answer in ended:
-        alone = generate(
-            model, [one.tokens], method=one.method, max_new_tokens=one.max_new_tokens, stop=one.stop
-        )
-        same += alone.tokens[0].tolist() == answer.tokens.tolist()
-    return {"equal": same, "unequal": len(ended) - same}
 
 
 def _show(figures: dict[str, Any], as_json: bool) -> None:
@@ -144,8 +132,9 @@ def _show(figures: dict[str, Any], as_json: bool) -> None:
             rows.append((field if unit else name, form.format(figures[field]) + unit))
     rows.append(("iterations", str(figures["iterations"])))
     if "equal" in figures:
-        whole = figures["equal"] + figures["unequal"]
-        rows.append(("tokens of generate alone", f"{figures['equal']} of {whole}"))
+        whole = figures["equal"] + figures["tied"] + figures["unequal"]
+        tied = f", and {figures['tied']} up to a tie" if figures["tied"] else ""
+        rows.append(("tokens of generate alone", f"{figures['equal']} of {whole}{tied}"))
     out = console()
     out.print(pairs(rows), highlight=False)
     out.print(f"{figures['costs']}; {figures['load']}.", highlight=False, style="dim")

@@ -16,6 +16,7 @@ from kvjax.models.transformer import forward
 from kvjax.serve import Prompt, System, run
 from kvjax.serve.device import engine as engines
 from kvjax.serve.device import lanes, paged_step, write
+from kvjax.serve.device.alone import compared
 from kvjax.serve.device.jobs import job_of
 from kvjax.serve.device.lists import lists_of
 from kvjax.serve.device.pages import Pages, pages_refusal
@@ -347,6 +348,21 @@ def test_the_likeliest_tokens_are_named_beside_each_that_is_written():
             )  # fmt: skip
     with pytest.raises(kvjax.InputError, match="top is 21, expected at most 20"):
         run(model, [Prompt(text, NEW, top=21)])
+
+
+def test_in_bfloat16_answers_differ_at_ties_alone():
+    """Counted, where two likeliest tokens are within two steps of the format; in pages of two methods."""
+    model = battery.model("4/2")
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    half = Model(model.config, half, name="half")
+    prompts = crowd((None, kvjax.method("keydiff", budget=0.5)))
+    done = run(half, prompts, SYSTEMS["iterations"], pages=PAGES)
+    found = compared(half, prompts, done.answers)
+    assert found.unequal == 0 and found.equal + found.tied == len(prompts) and found.equal >= 6
+    # Another token is no tie, and neither is the same text cut off.
+    wrong = [one._replace(tokens=(one.tokens + 1) % battery.VOCAB) for one in done.answers[:2]]
+    wrong += [one._replace(tokens=one.tokens[:-1]) for one in done.answers[:1]]
+    assert compared(half, [*prompts[:2], prompts[0]], wrong) == (0, 0, 3)
 
 
 def test_a_stop_token_ends_a_request_and_its_pages_are_free():
