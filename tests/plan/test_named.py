@@ -6,12 +6,14 @@ import jax
 import pytest
 
 from kvjax.base.errors import InputError
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.recurrent import KimiDelta
 from kvjax.models.params import plan, shapes
 from kvjax.plan.named import ALIASES, named, names
 
 # Billions, from the models' cards and papers: of Gemma 3 1.416 of embeddings and 25.6 others
-# (arXiv:2503.19786, table 1), of gpt-oss arXiv:2508.10925, table 1; of the others what the hub counts.
+# (arXiv:2503.19786, table 1), of gpt-oss arXiv:2508.10925, table 1, of Gemma 3n and Llama 4 the language
+# model alone; of the others what the hub or the card counts.
 PUBLISHED = {
     "llama-3-8b": 8.03,
     "llama-3-70b": 70.6,
@@ -26,6 +28,36 @@ PUBLISHED = {
     "gemma-3-27b": 27.016,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
+    "mistral-7b": 7.25,
+    "mixtral-8x7b": 46.7,
+    "qwen2.5-7b": 7.62,
+    "gemma-2-9b": 9.24,
+    "phi-4": 14.7,
+    "command-r7b": 8.03,
+    "smollm3-3b": 3.08,
+    "olmo-3-32b": 32.2,
+    "seed-oss-36b": 36.2,
+    "exaone-4-32b": 32.0,
+    "ernie-4.5-21b-a3b": 21.8,
+    "gemma-3n-e2b": 4.46,
+    "gemma-3n-e4b": 6.87,
+    "gemma-4-31b": 30.7,
+    "llama-4-scout": 107.8,
+    "llama-4-maverick": 400.7,
+    "glm-4.5": 355,
+    "glm-5": 744,
+    "minimax-m2": 229,
+    "kimi-k2": 1026,
+    "deepseek-v3.2": 671,
+    "qwen3-next-80b-a3b": 80,
+    "granite-4-h-small": 32.2,
+    "lfm2-8b-a1b": 8.34,
+    "bamba-9b": 9.78,
+    "jamba-mini": 51.6,
+    "falcon-h1-7b": 7.59,
+    "falcon-h1-34b": 33.6,
+    "nemotron-h-8b": 8.1,
+    "rwkv-7-2.9b": 2.948,
 }
 
 
@@ -62,6 +94,27 @@ def test_layers_that_are_no_plain_attention_are_where_they_should_be():
     yoco = named("yoco-3b").config
     sources = [m.source_of("slots") for m in yoco.mixers]
     assert sources == [None] * 14 + [13] * 12 and yoco.windows == (1024,) * 13 + (None,) * 13
+
+
+# Numbers of a token that all layers without a window keep, from the sizes that papers and cards name.
+KEPT = {
+    "mistral-7b": 2 * 32 * 8 * 128, "qwen2.5-7b": 2 * 28 * 4 * 128, "phi-4": 2 * 40 * 10 * 128,
+    "gemma-2-9b": 2 * 21 * 8 * 256, "command-r7b": 2 * 8 * 8 * 128, "smollm3-3b": 2 * 36 * 4 * 128,
+    "olmo-3-32b": 2 * 16 * 8 * 128, "exaone-4-32b": 2 * 16 * 8 * 128, "gemma-3n-e4b": 2 * 4 * 2 * 256,
+    "gemma-4-31b": 10 * 4 * 512, "llama-4-scout": 2 * 12 * 8 * 128, "glm-4.5": 2 * 92 * 8 * 128,
+    "kimi-k2": 61 * (512 + 64), "deepseek-v3.2": 61 * (512 + 64 + 128), "minimax-m2": 2 * 62 * 8 * 128,
+    "qwen3-next-80b-a3b": 2 * 12 * 2 * 256, "jamba-mini": 2 * 4 * 8 * 128, "bamba-9b": 2 * 3 * 8 * 128,
+    "nemotron-h-8b": 2 * 4 * 8 * 128, "granite-4-h-small": 2 * 4 * 8 * 128, "lfm2-8b-a1b": 2 * 6 * 8 * 64,
+    "falcon-h1-7b": 2 * 44 * 2 * 128, "falcon-h1-34b": 2 * 72 * 4 * 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_token_of_a_named_model_keeps_as_many_numbers_as_published(name):
+    config = named(name).config
+    words = [mixer_of(config, i) for i in range(config.layers) if config.window(i) is None]
+    slots = [s for m in words if "slots" not in m.takes and (s := m.slots(config)) is not None]
+    assert sum(s.heads * (s.key + (0 if s.shared else s.value)) for s in slots) == KEPT[name]
 
 
 def test_an_unknown_name_is_told_the_nearest():
