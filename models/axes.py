@@ -24,7 +24,8 @@ from kvjax.state.axes import axes_of_state
 _E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
 
 # Every mixer and feed-forward names the axes of its own parameters (`LayerPart.axes`).
-_TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,), **TOP_AXES}
+_NORMS: dict[str, Axes] = dict.fromkeys(("norm", "norm_bias", "embed_norm", "embed_norm_bias"), (None,))
+_TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), **_NORMS, **TOP_AXES}
 
 
 def axes_of(part: LayerPart, name: str, shape: tuple[int, ...]) -> Axes:

@@ -29,7 +29,8 @@ class Config:
     the windowed layers, if it differs. norm_offset: RMSNorm multiplies by (offset + weight). norms: "pre"
     (before attention and MLP), "post" (after, OLMo 2), "both" (Gemma) or "parallel" (one before the two,
     which both add to its input, Cohere). centred: norms of the hidden state subtract its mean first
-    (LayerNorm without a bias). qk_norm: "" or "head" (RMSNorm over H) or "full" (over all heads together).
+    (LayerNorm), norm_bias: they have a bias, embed_norm: the embeddings are normalised too (RWKV).
+    qk_norm: "" or "head" (RMSNorm over H) or "full" (over all heads together).
     query_scale: the factor on attention logits. residual_scale: the factor on what mixers and feed-forwards
     add to the hidden state, logit_scale: the factor on the last logits (Granite; muP, arXiv:2203.03466).
     layer_embeddings: channels of a vector that every layer has of every token, layer_vocab: how many tokens
@@ -60,6 +61,8 @@ class Config:
     norm_offset: float = 0.0
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
     centred: bool = dataclasses.field(default=False, metadata=ADDED)
+    norm_bias: bool = dataclasses.field(default=False, metadata=ADDED)
+    embed_norm: bool = dataclasses.field(default=False, metadata=ADDED)
     qk_norm: Literal["", "head", "full"] = ""
     qkv_bias: bool = False
     o_bias: bool = False

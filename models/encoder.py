@@ -32,7 +32,7 @@ def encode(
     cut = jnp.pad(tokens, ((0, 0), (0, count * size - s))).reshape(b * count, size)
     start = jnp.arange(count, dtype=jnp.int32)[None] * size
     own = jnp.clip(lengths[:, None] - start, 0, size).reshape(-1)
-    x = stream_norm(hidden(params, cut, config, own), params["norm"], config)
+    x = stream_norm(hidden(params, cut, config, own), params, "norm", config)
     e = x.reshape(b, count * size, -1)[:, None, :s]
     at = jnp.arange(s, dtype=jnp.int32)[None]
     return Keys(e, e, jnp.where(at < lengths[:, None], at, -1)[:, None])

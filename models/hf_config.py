@@ -22,6 +22,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
+    "sqrelu": "relu2",
 }
 _NUMBERS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),

@@ -52,7 +52,8 @@ class Family(NamedTuple):
     pieces: (config, layer) -> the names of that layer's tensors, each with the parameters in it, for layers
     other than attention and an MLP. ignored: prefixes of tensors that the decoder has no use for.
     more_layers: checkpoints may hold layers above the last, which predict further tokens (DeepSeek-V3).
-    side_by_side: how many of our layers a checkpoint's layer is: mixers that have the same input (Falcon-H1).
+    side_by_side: how many of our layers a checkpoint's layer is: mixers that have the same input (Falcon-H1),
+    or a mixer in place of the feed-forward (RWKV-7).
     `spell` and `write` count the layers accordingly.
     """
 

@@ -19,7 +19,7 @@ from kvjax.models.hf_families import FAMILIES
 from kvjax.models.hf_family import Piece
 from kvjax.models.layer_embeddings import top_shapes
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.params import layer_shapes, shapes
+from kvjax.models.params import layer_shapes, norm_shapes, shapes
 from kvjax.models.streams import stream_shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
@@ -32,6 +32,10 @@ _LAYER_EMBEDDINGS = {
     "layer_embed": "embed_tokens_per_layer.weight",
     "layer_map": "per_layer_model_projection.weight",
     "layer_embed_norm": "per_layer_projection_norm.weight",
+}
+_EMBED_NORM = {
+    "embed_norm": "layers.0.pre_norm.weight",
+    "embed_norm_bias": "layers.0.pre_norm.bias",
 }
 _STREAMS = {"in": "altup_projections", "out": "altup_unembed_projections"}
 
@@ -109,8 +113,9 @@ def tensors(config: Config) -> dict[str, Tensor]:
     embed, norm = top_names(config)
     out = {
         embed: Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
-        norm: Tensor(top["norm"], (Part("norm", None, 0, config.d_model),)),
     }
+    names = {"norm": norm, "norm_bias": norm.replace("weight", "bias"), **_EMBED_NORM}
+    out |= {names[n]: Tensor(s, (Part(n, None, 0, s[0]),)) for n, s in norm_shapes(config).items()}
     for leaf in top_shapes(config):
         table = Tensor(top[leaf], (Part(leaf, None, 0, top[leaf][0]),))
         out[_LAYER_EMBEDDINGS[leaf]] = _stack((leaf,), None, top) if transposed(leaf) else table

@@ -37,17 +37,21 @@ def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) ->
     return y.astype(x.dtype)
 
 
-def stream_norm(x: Array, weight: Array, config: Any) -> Array:
-    """The norm of a config's hidden states: RMSNorm, or LayerNorm without a bias where they are `centred`.
+def stream_norm(x: Array, p: Params, name: str, config: Any) -> Array:
+    """The norm p[name] of a config's hidden states: RMSNorm, or LayerNorm where they are `centred`.
+
+    A bias is p[name_bias], if there is one.
 
     >>> from types import SimpleNamespace as Config
     >>> config = Config(norm_eps=0.0, norm_offset=0.0, centred=True)
-    >>> stream_norm(jnp.array([1.0, 3.0]), jnp.ones(2), config).tolist()
-    [-1.0, 1.0]
+    >>> p = {"norm": jnp.ones(2), "norm_bias": jnp.ones(2)}
+    >>> stream_norm(jnp.array([1.0, 3.0]), p, "norm", config).tolist()
+    [0.0, 2.0]
     """
-    y = x.astype(wide(x))
+    y, bias = x.astype(wide(x)), p.get(name + "_bias")
     y = y - y.mean(-1, keepdims=True) if config.centred else y
-    return rms_norm(y, weight, config.norm_eps, config.norm_offset).astype(x.dtype)
+    y = rms_norm(y, p[name], config.norm_eps, config.norm_offset)
+    return (y if bias is None else y + last_axis(bias.astype(y.dtype), y)).astype(x.dtype)
 
 
 def group_norm(p: Params, name: str, x: Array, groups: int, eps: float) -> Array:

@@ -72,6 +72,10 @@ def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]
     return groups
 
 
+# Of hidden states, in a layer.
+STREAM_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
+
+
 def layer_shapes(config: Config, layer: int = 0) -> Shapes:
     """Name and shape of every parameter of one layer; weights multiply from the right."""
     words = {"attn": mixer_of(config, layer).shapes(config), "mlp": mlp_of(config, layer).shapes(config)}
@@ -83,15 +87,24 @@ def layer_shapes(config: Config, layer: int = 0) -> Shapes:
         shapes |= {"attn_norm": (config.d_model,)}
     if config.norms in ("post", "both"):
         shapes |= {f"{half}_post_norm": (config.d_model,) for half in halves}
+    if config.norm_bias:
+        shapes |= {f"{n}_bias": s for n, s in shapes.items() if n in STREAM_NORMS}
     return shapes | LAYER_EMBEDDINGS.shapes(config) | STREAMS.shapes(config)
+
+
+def norm_shapes(config: Config) -> Shapes:
+    """Name and shape of the parameters of norms outside the layers."""
+    names = ["norm", "embed_norm"] if config.embed_norm else ["norm"]
+    names += [f"{name}_bias" for name in names] if config.norm_bias else []
+    return dict.fromkeys(names, (config.d_model,))
 
 
 def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
     """The tree of parameter shapes; the layers as one dict per group, stacked on a leading axis."""
-    tree: Params = {"embed": (config.vocab, config.d_model), "norm": (config.d_model,)}
+    tree: Params = {"embed": (config.vocab, config.d_model)}
     if not config.tied:
         tree["unembed"] = (config.d_model, config.vocab)
-    tree |= top_shapes(config) | stream_shapes(config)
+    tree |= norm_shapes(config) | top_shapes(config) | stream_shapes(config)
     tree["layers"] = tuple(
         {n: (g.size, *s) for n, s in layer_shapes(config, g.first).items()} for g in groups or plan(config)
     )

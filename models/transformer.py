@@ -81,7 +81,7 @@ def block(
     config = layer.config
 
     def norm(name: str, y: Array) -> Array:
-        return stream_norm(y, p[name], config) if name in p else y
+        return stream_norm(y, p, name, config) if name in p else y
 
     def scaled(y: Array) -> Array:
         return y if config.residual_scale == 1 else y * jnp.asarray(config.residual_scale, y.dtype)
@@ -135,6 +135,8 @@ def stack(
     x = tokens
     if x.ndim == 2:
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
+    if config.embed_norm:
+        x = stream_norm(x, params, "embed_norm", config)
     embedded = layer_embeddings(params, tokens, x, config)
     x = split(params, x, config)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
@@ -230,7 +232,7 @@ def decode_layers(
 
 def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Array, "*b V"]:
     """Logits in promote(float32, x), after the last norm."""
-    x = stream_norm(x, params["norm"], config)
+    x = stream_norm(x, params, "norm", config)
     w = params["embed"].T if config.tied else params["unembed"]
     y = jnp.matmul(x, w, preferred_element_type=wide(x))
     y = y if config.logit_scale == 1 else y * config.logit_scale

@@ -22,6 +22,7 @@ from kvjax.models.gguf.reader import SPLIT, is_gguf, open_gguf
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group
+from kvjax.models.rwkv_pth import is_pth, load_rwkv
 from kvjax.models.tokenizer import Text, read_text
 
 SHIPPED = Path(models.__file__).parent / "zoo"
@@ -105,7 +106,7 @@ def model_path(path_or_name: str | os.PathLike[str]) -> Path:
 
 def on_disk(path: Path) -> Path:
     """A model's directory or GGUF file (perhaps the only one of a directory). InputError for neither."""
-    if is_gguf(path):
+    if is_gguf(path) or is_pth(path):
         return path
     folder = check_folder(path)
     files = sorted(folder.glob("*.gguf"))
@@ -120,6 +121,8 @@ def on_disk(path: Path) -> Path:
 def load_text(path_or_name: str | os.PathLike[str]) -> Text:
     """The tokenizer and other text data of a `load` argument. Raises InputError as `load` does."""
     path = model_path(path_or_name)
+    if is_pth(path):
+        return Text(None, None, (), {})
     return text_of_gguf(open_gguf(path)) if is_gguf(path) else read_text(path)
 
 
@@ -156,6 +159,8 @@ def shipped() -> list[str]:
 def _load_path(folder: Path, options: dict[str, Any]) -> Model:
     if is_gguf(folder):
         return load_gguf(folder, **options)
+    if is_pth(folder):
+        return load_rwkv(folder, **options)
     # A local import, because Orbax takes half a second to import.
     from kvjax.io.checkpoint import MARKER, load_checkpoint
 

@@ -85,6 +85,7 @@ from kvjax.models.hf_mixed.qwen3_next import (
     write_qwen3_5,
     write_qwen3_next,
 )
+from kvjax.models.hf_mixed.rwkv7 import read_rwkv7, rwkv7, spell_rwkv7, write_rwkv7
 from kvjax.models.hf_windows import IN_ALL_LAYERS, in_layers
 
 _COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 10000.0}
@@ -199,6 +200,12 @@ _NEMOTRON_H = _COMMON | {
     "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "norm_topk_prob": True,
     "routed_scaling_factor": 1.0, "n_group": 1,
 }  # fmt: skip
+_RWKV_7 = {
+    "hidden_ratio": 4, "head_dim": 64, "decay_low_rank_dim": 64, "gate_low_rank_dim": 128,
+    "a_low_rank_dim": 64, "v_low_rank_dim": 16, "hidden_act": "sqrelu", "max_position_embeddings": 2**20,
+    "norm_first": True, "norm_bias": True, "norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}  # fmt: skip
 _FALCON_H1 = _COMMON | {
     "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8, "mamba_d_ssm": 1024,
     "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
@@ -305,6 +312,11 @@ MIXED: dict[str, Family] = {
         "Lfm2ForCausalLM", _LFM_2, read_lfm2, write_lfm2, lfm2, spell_lfm2,
         top=("model", "embed_tokens", "embedding_norm"),
         title="LFM2 (dense)", special="short convolutions, and attention in few layers",
+    ),
+    "rwkv7": Family(
+        "RWKV7ForCausalLM", _RWKV_7, read_rwkv7, write_rwkv7, rwkv7, spell_rwkv7,
+        top=("model", "embeddings", "norm"), side_by_side=2, title="RWKV-7",
+        special="states alone; time mix and channel mix count as two layers; also its authors' .pth files",
     ),
     "falcon_h1": Family(
         "FalconH1ForCausalLM", _FALCON_H1, read_falcon_h1, write_falcon_h1, falcon_h1, spell_falcon_h1,

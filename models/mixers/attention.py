@@ -172,7 +172,7 @@ class Attention(Mixer):
         b, t, _ = x.shape
         below = layer.taken.get("kv input")
         if below is not None:
-            below = stream_norm(below, p["attn_norm"], layer.config)
+            below = stream_norm(below, p, "attn_norm", layer.config)
         projected = self.project(p, x, layer.config, below)
         if self.query_growth is not None:
             at = jnp.where(layer.pos >= 0, layer.pos + self.growth_shift, 0)

@@ -1,8 +1,8 @@
 """RWKV-6 and RWKV-7: time mixes and channel mixes, which also use the previous token.
 
 The channel mix is a mixer and not a feed-forward, because its token shift is a state: a block of RWKV is two
-layers, (time mix, NoMLP) and (ChannelMix, NoMLP). The norms around them are the config's RMSNorms, while the
-authors' models have LayerNorms, and one more after the embedding.
+layers, (time mix, NoMLP) and (ChannelMix, NoMLP). The norms around them are the config's; the authors' models
+have `centred` norms with `norm_bias`, and `embed_norm`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_families import FAMILIES
+from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.indexed_latent import IndexedLatent
+from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.rwkv import Rwkv7
 from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.plan.named import named
 from kvjax.state.cache import nbytes
@@ -42,7 +46,7 @@ METHODS = (
 NAMED = {
     "llama": "llama-3.1-8b", "qwen3": "qwen3-8b", "qwen3_moe": "qwen3-235b-a22b",
     "deepseek_v3": "deepseek-v3", "kimi_linear": "kimi-linear-48b", "gemma3_text": "gemma-3-27b",
-    "gpt_oss": "gpt-oss-120b",
+    "gpt_oss": "gpt-oss-120b", "rwkv7": "rwkv-7-2.9b",
 }  # fmt: skip
 # Sizes that transformers' classes do not default: those of published checkpoints.
 BESIDE = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
@@ -83,10 +87,20 @@ def kind_of(config: Config, layer: int) -> str:
     return "all tokens" if config.window(layer) is None else "windows"
 
 
+def by_itself(word: Mixer) -> Mixer:
+    """A mixer that keeps the same, without what it takes of other layers."""
+    if isinstance(word, Rwkv7):
+        return dataclasses.replace(word, v_rank=None)
+    if isinstance(word, IndexedLatent) and word.index_source is not None:
+        return Latent(**{f.name: getattr(word, f.name) for f in dataclasses.fields(Latent)})
+    return word
+
+
 def alone(config: Config, layer: int) -> Config:
     """A model of one layer, whose cache is that of the layer."""
     windows = (config.window(layer),) if config.windows else ()
-    one = dict(layers=1, vocab=32, mixers=(mixer_of(config, layer),), mlps=(NoMLP(),), windows=windows)
+    mixers = (by_itself(mixer_of(config, layer)),)
+    one = dict(layers=1, vocab=32, mixers=mixers, mlps=(NoMLP(),), windows=windows)
     plain = dict(inputs=(), layer_embeddings=0, layer_scales=False, layer_vocab=0, streams=1, laurel=0)
     return dataclasses.replace(config, norms="pre", **plain, **one)
 

@@ -464,16 +464,17 @@ CASES: dict[str, dict[str, Any]] = {
         mamba_n_groups=1, mamba_rms_norm=False, tie_word_embeddings=True, rope_theta=1000.0,
     ),
     "falcon_h1_norm_first": _falcon_h1(mamba_n_groups=3, mamba_rms_norm=True, mamba_norm_before_gate=True),
+    # So many index heads that none of them often sees nothing: torch picks among equal scores by no rule.
     "deepseek_v32_picks": _case(
         "deepseek_v32", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=3, topk_group=2, norm_topk_prob=True,
-        first_k_dense_replace=1, index_topk=7, index_head_dim=6, index_n_heads=8,
+        first_k_dense_replace=1, index_topk=7, index_head_dim=6, index_n_heads=24,
         rope_scaling=_new(
             "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0
         ),
     ),
     "glm_moe_dsa_picks": _case(
         "glm_moe_dsa", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=1, topk_group=1, norm_topk_prob=True,
-        first_k_dense_replace=1, index_topk=9, index_head_dim=8, index_n_heads=8, rope_theta=1000.0,
+        first_k_dense_replace=1, index_topk=9, index_head_dim=8, index_n_heads=24, rope_theta=1000.0,
         indexer_types=["full", "shared", "full", "shared"],
     ) | {"num_hidden_layers": 4},
 }  # fmt: skip

@@ -102,4 +102,4 @@ def _hidden(
         return out.reshape(*inputs.q.shape[:3], -1), None
 
     x = read_whole(config, params, tokens, at, attention, "gates of heads").x
-    return stream_norm(x, params["norm"], config).astype(jnp.float32)
+    return stream_norm(x, params, "norm", config).astype(jnp.float32)

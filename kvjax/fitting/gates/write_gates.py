@@ -117,5 +117,5 @@ def _hidden(
         return weigh([s], [keys])[0], kept(g, batch.lengths, recent)
 
     ran = read_whole(config, params, batch.tokens, at, attention, "gates")
-    x = stream_norm(ran.x, params["norm"], config).astype(jnp.float32)
+    x = stream_norm(ran.x, params, "norm", config).astype(jnp.float32)
     return x, jnp.concatenate(ran.collected).mean()

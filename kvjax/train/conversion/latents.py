@@ -51,7 +51,7 @@ def _moments(params: Params, tokens: Int[Array, "1 T"], config: Config) -> Float
         [params["embed"][tokens] * scale, *(y[0] for y in outs[:-1])], params["layers"], strict=True
     ):
         if "attn_norm" in p:
-            x = stream_norm(x, p["attn_norm"][0], config)
+            x = stream_norm(x, {n: w[0] for n, w in p.items()}, "attn_norm", config)
         u = x[0].astype(jnp.float32)
         found.append(jnp.matmul(u.T, u, precision="highest"))
     return jnp.stack(found)

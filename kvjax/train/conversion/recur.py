@@ -105,7 +105,7 @@ def recency(
     The mean over queries that see more than `near` tokens, and over the heads; the query's own token counts.
     """
     p = {name: w[0] for name, w in p.items()}
-    x = stream_norm(inputs, p["attn_norm"], config)
+    x = stream_norm(inputs, p, "attn_norm", config)
     made = ATTENTION.project(p, x, config)
     assert made.k is not None
     rope, pos = config.layer_rope(layer), jnp.arange(x.shape[1], dtype=jnp.int32)
