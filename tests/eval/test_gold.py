@@ -56,7 +56,12 @@ def test_a_deep_model_is_looped_over_where_a_method_treats_its_layers_alike(mode
     monkeypatch.setattr(type(model), "regrouped", lambda *a: looped.append(regrouped(*a)) or looped[-1])
     deep = compare(model, out=tmp_path / "deep", gold=True, **asked)
     assert [len(one.params["layers"]) for one in looped] == [2]
-    texts = "pyramidkv(budget=0.5)", "kivi", "tidaldecode(budget=0.5)", "gemfilter(budget=0.5, filter_layer=2)"
+    texts = (
+        "pyramidkv(budget=0.5)",
+        "kivi",
+        "tidaldecode(budget=0.5)",
+        "gemfilter(budget=0.5, filter_layer=2)",
+    )
     assert [runs_scanned(looped[0], kvjax.method(text)) for text in texts] == [True, True, False, False]
     for mine, other in zip(deep.rows, plain.rows, strict=True):
         assert mine.pop("nll") == pytest.approx(other.pop("nll"), rel=1e-4, abs=1e-5)
