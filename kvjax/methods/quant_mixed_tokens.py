@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Threshold, Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.code_error import Encodable
 from kvjax.keep.scores.enough import LayerCovering
+from kvjax.keep.scores.needed_bits import NeededBits
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import paper
+from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Bits, Group, Kernel, Page, Share, Tokens, Window, window_score
 from kvjax.store.affine import Affine
+from kvjax.store.outliers import Outliers
+
+# A bound of a squared error.
+Error = Annotated[float, Range(1e-9, 1e30)]
 
 
 @paper(
@@ -87,6 +95,44 @@ def zipvl(
     lower = Store(Affine(low, group=group), Affine(low, group=group))
     keep = Keep(LayerCovering(share), Budget(1.0), Threshold(0.0), lower=lower, page=page)
     return Method(keep, Store(Affine(high, group=group), Affine(high, group=group)))
+
+
+@paper(
+    "QAQ: Quality Adaptive Quantization for LLM KV Cache",
+    arxiv="2403.04643",
+    family="quant-mixed",
+    exact="deviates",
+)
+def qaq(
+    *,
+    key_error: Error = 1e4,
+    value_error: Error = 10.0,
+    window: Window = 5,
+    high: Bits = 8,
+    low: Bits = 2,
+    outliers: Share = 0.01,
+    page: Page | None = None,
+) -> Method:
+    """QAQ (Dong et al., 2024, arXiv:2403.04643), section 3: as many bits as attention's errors allow.
+
+    `NeededBits` of a token follow from the attention that the last `window` queries give it and from bounds
+    of squared errors, of attention for keys and of its outputs for values. A head stores tokens that need
+    more than `low` bits, and the newest `window`, in `high` bits, and all others in `low`; the share
+    `outliers` of a row's channels, its largest numbers, stays as computed. How many tokens there are of each
+    depends on the text. Deviation: there are two numbers of bits, and a token's key and value have the same,
+    where the authors' code gives each row its own, from 1 or 2 to 8; the largest query is that of the window,
+    where the code has a constant; outliers are the largest magnitudes, where the code has the lowest and the
+    highest numbers; generated tokens have `high` bits until the next prompt, and no copy of the numbers is
+    held in host memory to choose again.
+    """
+
+    def store(bits: int) -> Store:
+        codec = Outliers(outliers) >> Affine(bits) if outliers else Affine(bits)
+        return Store(codec, codec)
+
+    score = NeededBits(window, key_error, value_error, outliers)
+    keep = Keep(score, Budget(1.0), Threshold(low + 0.5), (Recent(window),), lower=store(low), page=page)
+    return Method(keep, store(high))
 
 
 @paper(

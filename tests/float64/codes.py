@@ -78,16 +78,46 @@ def zipvl(theta, *, share, high, low, group):
     return two_tiers(salient, theta, high=high, low=low, group=group)
 
 
-def two_tiers(salient, theta, *, high, low, group):
-    """The decoded slots of a prompt: salient tokens in many bits, others in few; those of steps in many."""
+def needed_bits(prompt, i, last, key_error, value_error, apart):
+    """QAQ (arXiv:2403.04643), equation by equation: bits [K, T] of keys or of values, the larger number."""
+    t, width = prompt.length, prompt.k[i].shape[-1]
+    out = np.zeros(prompt.k[i].shape[:2])
+    for head, own in np.ndindex(out.shape):
+        of_head = slice(head * prompt.group, (head + 1) * prompt.group)
+        a = prompt.p[i][of_head, -last:].max((0, 1))
+        jacobian = np.abs(np.diag(a) - np.outer(a, a)).max(0)[own]
+        error = np.sqrt(key_error / width) / t / (np.abs(prompt.q[i][of_head, -last:]).max() * jacobian)
+        for x, e in ((prompt.k[i], error), (prompt.v[i], np.sqrt(value_error) / t / a[own])):
+            rest = sorted(x[head, own], key=abs)[: width - apart]
+            bits = np.ceil(np.log2((max(rest) - min(rest)) / (2 * e) + 1))
+            out[head, own] = max(out[head, own], bits)
+    return out
+
+
+def qaq(theta, apart, *, window, key_error, value_error, high, low, width=16):
+    """QAQ: tokens that need more than `low` bits, and the newest, in `high`; `apart` numbers as computed."""
+
+    def salient(prompt, i):
+        new = np.arange(prompt.length) >= prompt.length - window
+        return (needed_bits(prompt, i, window, key_error, value_error, apart) > low) | new
+
+    around = lambda code: outliers(apart, code)  # noqa: E731
+    return two_tiers(salient, theta, high=high, low=low, group=width, around=around)
+
+
+def two_tiers(salient, theta, *, high, low, group, around=lambda code: code):
+    """The decoded slots of a prompt: salient tokens in many bits, others in few; those of steps in many.
+
+    around: makes the codec of a codec.
+    """
+    many, few = (around(affine(bits, group)) for bits in (high, low))
 
     def stored(prompt):
         out, at = copy.copy(prompt), np.arange(prompt.length)
         out.k, out.raw_k, out.v = [], [], []
         for i in range(len(prompt.p)):
             each = [
-                np.where(salient(prompt, i)[..., None], affine(high, group)(x), affine(low, group)(x))
-                for x in (prompt.k[i], prompt.v[i])
+                np.where(salient(prompt, i)[..., None], many(x), few(x)) for x in (prompt.k[i], prompt.v[i])
             ]
             out.k, out.v = [*out.k, each[0]], [*out.v, each[1]]
             out.raw_k.append(rope(each[0], -at, theta))
@@ -95,7 +125,7 @@ def two_tiers(salient, theta, *, high, low, group):
 
     def attends(q, k, v, pos, at):
         new = pos >= at.prompt
-        k, v = (np.where(new[:, None], affine(high, group)(x), x) for x in (k, v))
+        k, v = (np.where(new[:, None], many(x), x) for x in (k, v))
         return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ v
 
     return dict(stored=stored, attends=attends)

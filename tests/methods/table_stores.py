@@ -19,6 +19,7 @@ from tests.float64.codes import (
     orthogonal_error,
     outliers,
     over_below,
+    qaq,
     razor,
     sketch,
     think,
@@ -51,6 +52,7 @@ HALF = dict(budget=0.5)
 # In float32, a number between two codes may become the other one.
 FLIPS = 2e-3
 ZIP = dict(window=WINDOW, high=4, low=2, group=16)
+QAQ = dict(window=WINDOW, key_error=300.0, value_error=3.0, high=8, low=2)
 VL = dict(share=0.7, high=4, low=2, group=16)
 KIVI = dict(granule=16, residual=4)
 
@@ -66,16 +68,27 @@ def zip_bytes(s):
     return s.layers * s.b * s.k * (first + second) + 4 * s.b
 
 
-def zipvl_bytes(s):
+def tiers_bytes(high, low, extra):
     """Pages of either tier, which may hold all tokens of a list but one, and a tail of the first tier.
 
-    A slot has the attention that it has received, too.
+    extra: bytes of a slot beside its position and codes.
     """
-    slot = lambda bits: lambda _: 2 * codes(bits, 1) + 4 + 4  # noqa: E731
-    first, second = (
-        paged(lambda s, i, n=n: s.k * n, slot=slot(bits)) for n, bits in ((s.tokens, 4), (s.tokens - 1, 2))
-    )
-    return first(s) + second(s._replace(room=0)) - 4 * s.b
+
+    def total(s):
+        slot = lambda bits: lambda _: 2 * codes(bits, 1) + 4 + extra  # noqa: E731
+        first, second = (
+            paged(lambda s, i, n=n: s.k * n, slot=slot(bits))
+            for n, bits in ((s.tokens, high), (s.tokens - 1, low))
+        )
+        return first(s) + second(s._replace(room=0)) - 4 * s.b
+
+    return total
+
+
+# A slot has the attention that it has received, too.
+zipvl_bytes = tiers_bytes(4, 2, 4)
+# Of a key and of a value one number is float32, with a byte for its channel.
+qaq_bytes = tiers_bytes(8, 2, 2 * (4 + 1))
 
 
 def intact_bytes(s):
@@ -225,6 +238,10 @@ STORES = [
     row(
         "intactkv", intact_bytes, hyper=dict(pivots=2, group=8), error=FLIPS,
         attends=coded(affine(4, 8), affine(4, 8), sinks=2),
+    ),
+    row(
+        "qaq", qaq_bytes, hyper=QAQ | dict(outliers=0.05, page=PAGE), error=FLIPS, counted=True,
+        **qaq(THETA, 1, **QAQ),
     ),
     row(
         "zipvl", zipvl_bytes, hyper=VL | dict(page=PAGE), error=FLIPS, counted=True, **zipvl(THETA, **VL)
