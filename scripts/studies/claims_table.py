@@ -339,5 +339,10 @@ CLAIMS = (
     Claim("clusterkv", "clusters of keys are better than Quest's pages", Better("quest")),
     Claim("tokenselect", "single tokens are better than InfLLM's blocks", Better("infllm")),
     Claim("tidaldecode", "picks that persist over layers are better than Quest's", Better("quest")),
+    Claim("kcache", "an eighth of the values answers nearly as well as all", Near(SMALL)),
+    Claim("recycled-attention", "a reused selection is better than a window", Better("streamingllm")),
+    Claim("top-theta", "values above calibrated thresholds cost next to nothing", Near((0.25,))),
+    Claim("retroinfer", "clusters, read or estimated, are as accurate as all tokens", Near(SMALL)),
+    Claim("reattention", "segments at positions of their own answer as well as all", Near((0.25,))),
     Claim("magicpig", "sampling is better than Quest's best pages", Better("quest")),
 )
