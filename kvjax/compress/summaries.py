@@ -25,8 +25,9 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     body, bare = lent(body, gm.taught), body
     k = as_queries_meet(gm, dense(body.k), body.pos)
     # What is learnt from queries, too, is learnt at the end of a prefill.
-    learns = isinstance(gm.read, Learning) and not isinstance(gm.read, Asking)
-    sums = gm.read.learn(k, body.pos) if learns else {}
+    sums = {}
+    if isinstance(gm.read, Learning) and not isinstance(gm.read, Asking):
+        sums = gm.read.learn(k, body.pos)
     sums = sums | _totals(gm, k, body.keys().v, body.pos, sums, body.traces)
     return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 

@@ -108,7 +108,7 @@ def rwkv7(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
             yield f"attn.{name}_lora.lora.2.bias", whole(f"{leaf}_up_bias", d)
     yield "attn.k_k", whole("erase_norm", d)
     yield "attn.k_a", whole("key_rate", d)
-    yield "attn.r_k", [Piece("bonus", np.arange(word.head_dim), turned=True)]
+    yield "attn.r_k", [Piece("bonus", np.arange(word.head_dim), transposed=True)]
     for letter in "rkvo":
         yield f"attn.{letter}_proj.weight", whole(letter, sizes[letter][-1])
     yield "attn.g_norm.weight", whole("out_norm", d)

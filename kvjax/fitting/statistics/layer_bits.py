@@ -51,11 +51,12 @@ class OutputErrors:
         size = jnp.maximum(jnp.linalg.norm(whole, axis=-1), 1e-12)
         errors = []
         for pair in self.pairs:
-            stored = [
+            stored_k, stored_v = (
                 codec.decode(codec.encode(x), x.shape[-1], x.dtype)
                 for codec, x in zip(pair, (k, v), strict=True)
-            ]
-            error = jnp.linalg.norm(self._outputs(inputs.q, *stored, seen) - whole, axis=-1) / size
+            )
+            off = self._outputs(inputs.q, stored_k, stored_v, seen) - whole
+            error = jnp.linalg.norm(off, axis=-1) / size
             errors.append(jnp.where(real[:, None, None], error, 0.0).sum())
         return real.sum().astype(jnp.float32) * inputs.q.shape[1], jnp.stack(errors)
 

@@ -24,7 +24,8 @@ def codes_refusal(store: Store, width: int) -> str:
 
 
 def _form(codec: Codec | None, width: int) -> Form | None:
-    return codec.form(width) if codec is not None and hasattr(codec, "form") else None
+    form = getattr(codec, "form", None)
+    return None if form is None else form(width)
 
 
 def coded(
