@@ -76,12 +76,12 @@ TUNED = Fitted({"key bits": np.array([8, 2]), "value bits": np.array([4, 4])}, "
 
 def tuned(of):
     """Codes of a layer's own bits."""
-    return lambda layer, head: affine(int(TUNED.arrays[f"{of} bits"][layer]), 8)
+    return lambda layer, head: affine(int(TUNED.arrays[f"{of} bits"][layer]), 16)
 
 
 def tuned_bytes(s):
-    """Keys of 8 and of 2 bits, values of 4, with two ranges each."""
-    each = [codes(a, 2) + codes(4, 2) + 4 for a in (8, 2)]
+    """Keys of 8 and of 2 bits, values of 4, with a range each."""
+    each = [codes(a, 1) + codes(4, 1) + 4 for a in (8, 2)]
     return s.b * s.k * everything(s) * sum(each) + 4 * s.b
 
 
@@ -128,7 +128,7 @@ BASES = [
         attends=of_lists(mixed("key", 16), mixed("value", 16), sinks=2),
     ),
     row(
-        "kvtuner", tuned_bytes, hyper=dict(group=8, fitted=TUNED), error=FLIPS, stacks=False,
+        "kvtuner", tuned_bytes, hyper=dict(group=16, fitted=TUNED), error=FLIPS, stacks=False,
         attends=of_lists(tuned("key"), tuned("value")),
     ),
     row(

@@ -113,7 +113,7 @@ def chosen(errors: Float[np.ndarray, "L P"], mean: float | int) -> list[int]:
     Exact, by dynamic programming over bits spent so far.
 
     >>> chosen(np.array([[0, 1, 4, 1, 2, 5, 4, 5, 8.0], [0, 0, 0, 0, 0, 0, 0, 0, 1]]), 4)
-    [1, 5]
+    [4, 5]
     """
     cost = [a + b for a, b in PAIRS]
     # By the bits of keys and values spent: the error, and the pairs.
