@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,9 +254,15 @@ def _settings(plan: Plan, preset: str) -> dict[str, Any]:
         "samples": plan.contexts,
         "length": plan.suite.length,
         "seed": seeds[0] if len(seeds) == 1 else seeds,
-        "preset": {"name": preset, **load_preset(preset)},
+        "preset": {"name": preset, **bound_by(load_preset(preset), plan.entries)},
         **({"gold": True} if plan.gold else {}),
     }
+
+
+def bound_by(preset: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+    """What a preset says of the methods that run; a run can be resumed where it changed for others alone."""
+    words = {word for entry in entries for word in re.findall(r"[\w-]+", entry.label)}
+    return {id: given for id, given in preset.items() if id in words}
 
 
 def _about(model: Model) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from rich.console import Console
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.eval.compare import compare
+from kvjax.eval.compare import bound_by, compare
 from kvjax.eval.report.scores_section import Picture
-from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
+from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, Entry, plan_cells
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner
 from kvjax.eval.tasks import recall_tasks
@@ -167,6 +167,13 @@ def test_where_every_method_fails_the_error_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "unit", lambda self, *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compare(methods=["int8"], tasks=["get"], samples=1, baselines=False, **QUIET, out=tmp_path / "all")
+
+
+def test_settings_name_what_the_preset_says_of_the_methods_that_run(small):
+    assert set(small.metrics["presets"]) == {"name", "snapkv"}
+    entries = [Entry("criticalkv + kivi:bits=4", 0.5, None), Entry("pyramidkv", 0.5, None)]
+    preset = {"kivi": {"bits": 2}, "pyramidkv": {}, "snapkv": {}, "critical": {}}
+    assert bound_by(preset, entries) == {"kivi": {"bits": 2}, "pyramidkv": {}}
 
 
 @pytest.mark.rotating
