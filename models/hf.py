@@ -41,7 +41,7 @@ from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.hf_experts import experts_apart
 from kvjax.models.hf_fetch import fetcher
 from kvjax.models.hf_tensors import (
-    Part,
+    TensorPart,
     View,
     check_layers,
     further_tokens,
@@ -231,7 +231,7 @@ def _read_params(
         return map_leaves(leaf, tree)
 
 
-Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | View, Part]]]
+Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | View, TensorPart]]]
 
 
 def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
@@ -271,7 +271,7 @@ def _read_leaf(
 
 
 def _gather(
-    out: np.ndarray, held: list[tuple[Stored | View, Part]], index: tuple[slice, ...], columns: int
+    out: np.ndarray, held: list[tuple[Stored | View, TensorPart]], index: tuple[slice, ...], columns: int
 ) -> None:
     """Fills `out` with the piece `index` of a layer's parameter, from every tensor that holds part of it."""
     first, last, _ = index[-1].indices(columns)
@@ -283,7 +283,7 @@ def _gather(
 
 
 def _copy(
-    out: np.ndarray, stored: Stored | View, part: Part, index: tuple[slice, ...], transpose: bool
+    out: np.ndarray, stored: Stored | View, part: TensorPart, index: tuple[slice, ...], transpose: bool
 ) -> None:
     """Fills `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
 

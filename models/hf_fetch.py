@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.base.errors import InputError
-from kvjax.models.hf_tensors import Part, short_name, tensors, transposed
+from kvjax.models.hf_tensors import TensorPart, short_name, tensors, transposed
 from kvjax.models.model import Model
 
 
@@ -17,7 +17,7 @@ def fetcher(model: Model) -> Callable[[str], np.ndarray]:
     for group in params["layers"]:
         layer_at += [(group, i) for i in range(next(iter(group.values())).shape[0])]
 
-    def part(part: Part) -> np.ndarray:
+    def part(part: TensorPart) -> np.ndarray:
         if part.layer is None:
             value = np.asarray(params[part.leaf])
             return value.T if transposed(part.leaf) else value

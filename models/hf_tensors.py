@@ -40,7 +40,7 @@ _EMBED_NORM = {
 _STREAMS = {"in": "altup_projections", "out": "altup_unembed_projections"}
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop).
 
     rows: which of those rows are its columns, in order, if not all of them. expert: which expert or head it
@@ -88,7 +88,7 @@ class View(NamedTuple):
         return out.T if self.transposed else out
 
 
-def view(stored: Stored, part: Part) -> Stored | View:
+def view(stored: Stored, part: TensorPart) -> Stored | View:
     """The matrix from which a part of a tensor is read."""
     if part.transposed or part.stacked:
         return View(stored, part.expert if part.stacked else None, part.transposed)
@@ -99,7 +99,7 @@ class Tensor(NamedTuple):
     """A tensor of a checkpoint: its shape there, and the parameters in it."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
@@ -112,12 +112,12 @@ def tensors(config: Config) -> dict[str, Tensor]:
     top = shapes(config)
     embed, norm = top_names(config)
     out = {
-        embed: Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
+        embed: Tensor(top["embed"], (TensorPart("embed", None, 0, config.vocab),)),
     }
     names = {"norm": norm, "norm_bias": norm.replace("weight", "bias"), **_EMBED_NORM}
-    out |= {names[n]: Tensor(s, (Part(n, None, 0, s[0]),)) for n, s in norm_shapes(config).items()}
+    out |= {names[n]: Tensor(s, (TensorPart(n, None, 0, s[0]),)) for n, s in norm_shapes(config).items()}
     for leaf in top_shapes(config):
-        table = Tensor(top[leaf], (Part(leaf, None, 0, top[leaf][0]),))
+        table = Tensor(top[leaf], (TensorPart(leaf, None, 0, top[leaf][0]),))
         out[_LAYER_EMBEDDINGS[leaf]] = _stack((leaf,), None, top) if transposed(leaf) else table
     for leaf in stream_shapes(config):
         _, way, i = leaf.split("_")
@@ -159,7 +159,7 @@ def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ..
     first = pieces[0]
     total = sum(len(p.rows) for p in pieces if not p.stacked or p.expert == first.expert)
     parts = tuple(
-        Part(p.leaf, layer, 0, total, p.rows, p.expert, p.at, p.transposed, p.stacked) for p in pieces
+        TensorPart(p.leaf, layer, 0, total, p.rows, p.expert, p.at, p.transposed, p.stacked) for p in pieces
     )
     if first.shape is not None:
         return Tensor(first.shape, parts)
@@ -214,7 +214,7 @@ def _stack(leaves: tuple[str, ...], layer: int | None, sizes: Mapping[str, tuple
     parts, row = [], 0
     for leaf in leaves:
         rows = sizes[leaf][-1]
-        parts.append(Part(leaf, layer, row, row + rows))
+        parts.append(TensorPart(leaf, layer, row, row + rows))
         row += rows
     return Tensor((row, *sizes[leaves[0]][:-1]), tuple(parts))
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.api.chunks import bucket
 from kvjax.base.checks import check_in_vocabulary, finite_number, ragged_rows
 from kvjax.base.errors import InputError
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import fetch
 from kvjax.keep.observations.observe import RawKeys
@@ -115,7 +115,7 @@ def _blended(
     live = each < lengths[:, None]
     everywhere = jnp.where(live, each, -1)
     cache = _with(cache, fresh, everywhere)
-    assert isinstance(new, Fresh)
+    assert isinstance(new, ComputedTokens)
     changed = ((_shown(new)[-1] - old).astype(jnp.float32) ** 2).sum((1, 3))
     pos = _most_changed(jnp.where(live, changed, -1.0), counts, most)
     again = jnp.take_along_axis(tokens, jnp.maximum(pos, 0), axis=1)
@@ -143,7 +143,7 @@ def _first_layers(groups: Sequence[Any], layers: int) -> list[Any]:
     return out
 
 
-def _shown(slots: Fresh | Slots) -> Float[Array, "Lg B K S H"]:
+def _shown(slots: ComputedTokens | Slots) -> Float[Array, "Lg B K S H"]:
     """Values; the latents, if latents stand for both keys and values."""
     found = slots.k if slots.v is None else slots.v
     assert isinstance(found, jax.Array)
@@ -180,7 +180,7 @@ def _with(cache: Cache, fresh: Sequence[Any], pos: Int[Array, "B M"]) -> Cache:
     groups = list(cache.groups)
     for i, new in enumerate(fresh):
         tail = groups[i].tail
-        assert tail is not None and isinstance(new, Fresh)
+        assert tail is not None and isinstance(new, ComputedTokens)
         where = jnp.where(pos < 0, tail.pos.shape[-1], pos)
 
         def put(x: Any, y: Any, where: Array = where) -> Any:

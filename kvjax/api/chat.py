@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.api.chat_text import NextTurn, Said, ahead, check_chat, first_messages
+from kvjax.api.chat_text import CachedText, NextTurn, ahead, check_chat, first_messages
 from kvjax.api.decode_loop import writing
 from kvjax.api.logit_processors import Processor, history
 from kvjax.api.nan_checks import refuse_step
@@ -64,7 +64,7 @@ class Chat:
         self.cache: Cache | None = None
         self.turns: list[Turn] = []
         self.capacity = 0
-        self._said: Said | None = None
+        self._said: CachedText | None = None
         self._past: list[int] = []
 
     def state(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Chat:
 
         Raises KeyError, TypeError, AttributeError or ValueError if it is not such a result.
         """
-        said = Said(**{**state["said"], "ids": tuple(map(int, state["said"]["ids"]))})
+        said = CachedText(**{**state["said"], "ids": tuple(map(int, state["said"]["ids"]))})
         self.messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in state["messages"]]
         self.turns = [Turn(*turn) for turn in state["turns"]]
         self.capacity, self._said, self._past = int(state["capacity"]), said, list(map(int, state["past"]))
@@ -166,7 +166,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": said}]
         self.cache, self._past = cache, [*past, *ids]
         self.turns = [*self.turns, Turn(len(new.ids), len(ids), new.again)]
-        self._said = Said(new.text, tuple(text), said, stop)
+        self._said = CachedText(new.text, tuple(text), said, stop)
 
 
 def chat(

@@ -13,7 +13,7 @@ from kvjax.models.tokenizer import render_chat, text_ids
 Messages = Sequence[Mapping[str, str]]
 
 
-class Said(NamedTuple):
+class CachedText(NamedTuple):
     """What a cache holds: the template's text up to an answer, and the answer's tokens.
 
     text: the answer without special tokens. stop: the token that ended it; None if there was none.
@@ -48,7 +48,7 @@ def check_chat(model: Model, messages: Messages) -> None:
     render_chat(model, [*messages, {"role": "user", "content": "Hello"}])
 
 
-def ahead(model: Model, messages: Messages, said: Said | None) -> NextTurn:
+def ahead(model: Model, messages: Messages, said: CachedText | None) -> NextTurn:
     """The tokens to read after what the cache holds (None: nothing), so that it holds all messages."""
     text = render_chat(model, messages)
     check_text(text, "the conversation")
@@ -66,7 +66,7 @@ def ahead(model: Model, messages: Messages, said: Said | None) -> NextTurn:
     )
 
 
-def added(model: Model, text: str, said: Said) -> str | None:
+def added(model: Model, text: str, said: CachedText) -> str | None:
     """The part of a template's text after what a cache holds; None if the cache holds another text.
 
     Templates may drop thoughts, move a system message or end an answer with another token. White

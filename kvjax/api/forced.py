@@ -21,7 +21,7 @@ from kvjax.pure import decoding
 from kvjax.state.cache import Cache
 
 
-class Given(NamedTuple):
+class ForcedTokens(NamedTuple):
     """Right-padded tokens, how many of each row are read, and the target token after each."""
 
     tokens: Int[np.ndarray, "B F"]
@@ -51,7 +51,7 @@ def force(
     model: Model,
     method: Method,
     cache: Cache,
-    given: Given,
+    given: ForcedTokens,
     logits: Float[Array, "B V"],
     *,
     implementation: str | None = None,

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.api.chunks import bucket
-from kvjax.api.forced import Given, Scored, force, scored
+from kvjax.api.forced import ForcedTokens, Scored, force, scored
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
 from kvjax.api.prefill import PaddedTokens, check_reach, method_of, padded, prefill
 from kvjax.api.prepare import made
@@ -225,7 +225,7 @@ def _scored(
         tokens, targets = (
             np.pad(fed.tokens[:, i : i + width], ((0, 0), (0, size - width))) for i in (at, at + 1)
         )
-        given = Given(tokens, np.clip(fed.lengths - 1 - at, 0, width), targets)
+        given = ForcedTokens(tokens, np.clip(fed.lengths - 1 - at, 0, width), targets)
         out = force(
             model, method, cache, given, logits, implementation=implementation, keep=chunk is not None
         )

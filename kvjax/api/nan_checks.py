@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax import steps
 from kvjax.api.types import has_verbs
 from kvjax.base.errors import InputError
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs
@@ -74,7 +74,7 @@ def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarra
     if not np.isnan(fetch(found.logits)).any():
         return ", which they are without the cache"
     for gm, fresh in zip(run.groups(model.params), found.fresh, strict=True):
-        bad = np.flatnonzero(fetch(fresh.observed[key_of(word)]) if isinstance(fresh, Fresh) else [])
+        bad = np.flatnonzero(fetch(fresh.observed[key_of(word)]) if isinstance(fresh, ComputedTokens) else [])
         if len(bad):
             layer = gm.first + int(bad[0])
             return f", first in the output of {f'layer {layer - 1}' if layer else 'the embedding'}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvjax.base.errors import InputError
-from kvjax.commands.explain_sentences import Told, at_each_step, at_prefill, called, inside, said
+from kvjax.commands.explain_sentences import Statement, at_each_step, at_prefill, called, inside, said
 from kvjax.commands.inspect_model import find_config
 from kvjax.commands.terminal import console, size
 from kvjax.compat.model_fit import check_budget
@@ -55,7 +55,7 @@ def print_explanation(method: Method, model: str, context: int, dtype: str) -> N
         _print(out, line, 2)
 
 
-def _print_part(out: Console, head: str, told: list[Told]) -> None:
+def _print_part(out: Console, head: str, told: list[Statement]) -> None:
     out.print()
     out.print(Text(head, style="bold"))
     known: set[Any] = set()

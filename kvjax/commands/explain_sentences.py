@@ -22,7 +22,7 @@ from kvjax.grammar.to_text import written
 _ONE_LINE = 10_000
 
 
-class Told(NamedTuple):
+class Statement(NamedTuple):
     """A statement about what happens, and the words of the method that it is about."""
 
     text: str
@@ -73,101 +73,111 @@ def inside(word: Any) -> Iterator[Any]:
 # --- prompts ------------------------------------------------------------------------------------------
 
 
-def at_prefill(method: Method, tokens: int) -> list[Told]:
+def at_prefill(method: Method, tokens: int) -> list[Statement]:
     """The statements about what happens to a prompt of `tokens` tokens, in order."""
     told = []
     if method.make is not None:
-        told.append(Told("Before anything is read, another model is made of the given one.", (method.make,)))
+        told.append(
+            Statement("Before anything is read, another model is made of the given one.", (method.make,))
+        )
     if method.reread is not None:
-        told.append(Told(method.reread.reads, (method.reread,)))
+        told.append(Statement(method.reread.reads, (method.reread,)))
     keep = method.keep
     narrow = None if keep is None else keep.narrow
     if narrow is not None:
-        told.append(Told("The layers read the prompt; the upper ones see some of its tokens.", (narrow,)))
+        told.append(
+            Statement("The layers read the prompt; the upper ones see some of its tokens.", (narrow,))
+        )
     elif method.reread is None:
         left = "all before it" if hiding_of(keep) is None else "what it and those before it have not dropped"
-        told.append(Told(f"The layers read all {tokens} tokens, each of which attends to {left}."))
+        told.append(Statement(f"The layers read all {tokens} tokens, each of which attends to {left}."))
     told += [] if keep is None else _kept(keep, tokens)
     if method.stack is not None:
-        told.append(Told("Layers are stored together.", (method.stack,)))
+        told.append(Statement("Layers are stored together.", (method.stack,)))
     told += _stored(method.store, tokens)
     if method.read is not None:
         told.append(
-            Told("Nothing is left out by what steps read later; what they choose by is computed now.")
+            Statement("Nothing is left out by what steps read later; what they choose by is computed now.")
         )
     if method.host is not None:
-        told.append(Told("Keys and values move to host memory.", (method.host,)))
+        told.append(Statement("Keys and values move to host memory.", (method.host,)))
     return told
 
 
-def _kept(keep: Keep, tokens: int) -> list[Told]:
+def _kept(keep: Keep, tokens: int) -> list[Statement]:
     told = []
     if keep.score is not None:
         seen = observations(keep)
         if seen:
-            told.append(Told("While they attend, the layers record what scores will ask for.", tuple(seen)))
+            told.append(
+                Statement("While they attend, the layers record what scores will ask for.", tuple(seen))
+            )
         traces = tuple(sorted(keep.score.traces, key=repr))
         if traces:
-            told.append(Told("Every slot carries a number from now on.", traces))
+            told.append(Statement("Every slot carries a number from now on.", traces))
         if keep.probe is not None:
             told.append(
-                Told("More tokens are read behind the prompt, only to see what they ask for.", (keep.probe,))
+                Statement(
+                    "More tokens are read behind the prompt, only to see what they ask for.", (keep.probe,)
+                )
             )
         if keep.restore is not None:
             read = "Learned tokens are read behind the prompt over all of its slots, and theirs stay."
-            told.append(Told(read, (keep.restore,)))
-        told.append(Told("Every slot gets a score; the higher, the likelier it stays.", (keep.score,)))
+            told.append(Statement(read, (keep.restore,)))
+        told.append(Statement("Every slot gets a score; the higher, the likelier it stays.", (keep.score,)))
         told.append(_counted(keep, tokens))
         if keep.protect:
-            told.append(Told("Some slots stay whatever their scores.", keep.protect))
+            told.append(Statement("Some slots stay whatever their scores.", keep.protect))
         if keep.skip_layers:
-            told.append(Told(f"The first {_many(keep.skip_layers, 'layer')} keep everything."))
+            told.append(Statement(f"The first {_many(keep.skip_layers, 'layer')} keep everything."))
         if keep.reuse > 1:
-            told.append(Told(f"{keep.reuse} layers in a row keep what the first of them chooses."))
+            told.append(Statement(f"{keep.reuse} layers in a row keep what the first of them chooses."))
         if merges_prompts(keep.merge):
-            told.append(Told(_MERGED, (keep.merge,)))
+            told.append(Statement(_MERGED, (keep.merge,)))
         elif keep.lower is not None:
-            told.append(Told("What leaves stays in a second tier, in fewer bits.", _codecs(keep.lower)))
+            told.append(Statement("What leaves stays in a second tier, in fewer bits.", _codecs(keep.lower)))
         else:
-            told.append(Told("What leaves is dropped, and its memory is not kept."))
+            told.append(Statement("What leaves is dropped, and its memory is not kept."))
     if keep.phase != BY_POSITION:
-        told.append(Told("Keys and queries turn anew whenever they meet.", (keep.phase,)))
+        told.append(Statement("Keys and queries turn anew whenever they meet.", (keep.phase,)))
     return told
 
 
-def _counted(keep: Keep, tokens: int) -> Told:
+def _counted(keep: Keep, tokens: int) -> Statement:
     """How many slots are kept."""
     if hasattr(keep.allocate, "threshold") and getattr(keep.budget, "amount", 0) == 1.0:
-        return Told("How many slots stay follows from the scores.", (keep.allocate,))
+        return Statement("How many slots stay follows from the scores.", (keep.allocate,))
     n = keep.budget.capacity(tokens)
     who = "a query head" if keep.per_query_head else "a KV head"
     share = f"{100 * n / tokens:.3g}%"
     mean = "" if keep.allocate.uniform else getattr(keep.allocate, "of_budget", ", in the mean of all")
-    return Told(f"The budget is n = {n} of {tokens} tokens ({share}) for {who}{mean}.", (keep.allocate,))
+    return Statement(f"The budget is n = {n} of {tokens} tokens ({share}) for {who}{mean}.", (keep.allocate,))
 
 
-def _stored(store: Store | None, tokens: int) -> list[Told]:
+def _stored(store: Store | None, tokens: int) -> list[Statement]:
     if store is None:
-        return [Told("What stays is stored as it was computed.")]
+        return [Statement("What stays is stored as it was computed.")]
     told = []
     if store.sinks:
-        told.append(Told(f"The first {_many(store.sinks, 'token')} stay as computed."))
+        told.append(Statement(f"The first {_many(store.sinks, 'token')} stay as computed."))
     if store.unrotated:
         told.append(
-            Told("Keys are stored before their rotation, and turned by their positions when they are read.")
+            Statement(
+                "Keys are stored before their rotation, and turned by their positions when they are read."
+            )
         )
     if store.residual:
-        told.append(Told(f"The newest {_many(store.residual, 'token')} stay as computed."))
+        told.append(Statement(f"The newest {_many(store.residual, 'token')} stay as computed."))
     together = f", {store.granule} tokens at a time" if store.granule > 1 else ""
     older = "Older slots are" if store.residual or store.sinks else "Slots are"
     if store.keys == store.values:
-        return [*told, Told(f"{older} encoded, keys and values alike{together}.", (store.keys,))]
+        return [*told, Statement(f"{older} encoded, keys and values alike{together}.", (store.keys,))]
     for name, codec in (("Keys", store.keys), ("Values", store.values)):
         if codec is None:
-            told.append(Told(f"{name} are stored as they were computed."))
+            told.append(Statement(f"{name} are stored as they were computed."))
         else:
             told.append(
-                Told(f"{name} of {older.lower().removesuffix(' are')} are encoded{together}.", (codec,))
+                Statement(f"{name} of {older.lower().removesuffix(' are')} are encoded{together}.", (codec,))
             )
     return told
 
@@ -184,54 +194,58 @@ _BROUGHT = "The slots of each layer come from host memory while the layer below 
 _FETCHED = "What its query picks comes from host memory where the device has no copy of it."
 
 
-def at_each_step(method: Method) -> list[Told]:
+def at_each_step(method: Method) -> list[Statement]:
     """The statements about what happens to every generated token, in order."""
     keep, store, read = method.keep, method.store, method.read
     told = [_written(store)]
     first = hiding_of(keep) is not None
     if keep is not None and first and keep.when.in_steps:
-        told.append(Told("It says which older slots leave, before its query attends.", (keep.score,)))
+        told.append(Statement("It says which older slots leave, before its query attends.", (keep.score,)))
     if keep is not None and keep.phase != BY_POSITION:
-        told.append(Told("Its query and all keys turn anew.", (keep.phase,)))
+        told.append(Statement("Its query and all keys turn anew.", (keep.phase,)))
     if method.host is not None:
-        told.append(Told(_BROUGHT if read is None else _FETCHED))
+        told.append(Statement(_BROUGHT if read is None else _FETCHED))
     if read is None:
-        told.append(Told("Its query attends to every slot that the cache holds."))
+        told.append(Statement("Its query attends to every slot that the cache holds."))
     else:
         told.append(
-            Told("Its query attends to the newest slots, and to those of the others that it picks.", (read,))
+            Statement(
+                "Its query attends to the newest slots, and to those of the others that it picks.", (read,)
+            )
         )
         if getattr(read, "skip_layers", 0):
-            told.append(Told(f"The first {_many(read.skip_layers, 'layer')} read every slot."))
+            told.append(Statement(f"The first {_many(read.skip_layers, 'layer')} read every slot."))
         if isinstance(read, Resting):
-            told.append(Told("What is left out is answered for by sums that are held of it."))
+            told.append(Statement("What is left out is answered for by sums that are held of it."))
     if keep is not None and isinstance(keep.merge, Answering):
         told.append(
-            Told("What left before is asked, too, as one more part of what is attended to.", (keep.merge,))
+            Statement(
+                "What left before is asked, too, as one more part of what is attended to.", (keep.merge,)
+            )
         )
     if keep is None or keep.score is None or not keep.when.in_steps:
-        told.append(Told("No slot leaves: the cache grows by one slot for every token."))
+        told.append(Statement("No slot leaves: the cache grows by one slot for every token."))
     else:
         if not first:
-            told.append(Told("Then slots may leave.", (keep.when,)))
+            told.append(Statement("Then slots may leave.", (keep.when,)))
             same = "Those of the lowest scores do, by the same words as at the end of a prompt."
-            told.append(Told(same, (keep.score,)))
+            told.append(Statement(same, (keep.score,)))
         if keep.protect:
-            told.append(Told("Some stay whatever their scores.", keep.protect))
+            told.append(Statement("Some stay whatever their scores.", keep.protect))
         if keep.merge is not None:
-            told.append(Told(_MERGED, (keep.merge,)))
+            told.append(Statement(_MERGED, (keep.merge,)))
     if store is not None and store.granule > 1:
         text = (
             f"As soon as {store.granule} tokens are older than the newest {store.residual}, they are encoded."
         )
-        told.append(Told(text))
+        told.append(Statement(text))
     return told
 
 
-def _written(store: Store | None) -> Told:
+def _written(store: Store | None) -> Statement:
     late = store is not None and (store.granule > 1 or store.residual > 0)
     how = "as computed" if store is None or late else "encoded as those of the prompt"
-    return Told(f"The new token's key and value are written into an empty slot, {how}.")
+    return Statement(f"The new token's key and value are written into an empty slot, {how}.")
 
 
 def _many(count: int, what: str) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import taken_slots, whole_tiles
-from kvjax.compress.select import Fresh, union
+from kvjax.compress.select import ComputedTokens, union
 from kvjax.grammar.protocols import View
 from kvjax.keep.select import top
 from kvjax.state.cache import GroupState, Slots
@@ -25,16 +25,22 @@ from kvjax.state.codes import Codes
 from kvjax.state.write import pad_slots, write_rows
 
 
-class Half(NamedTuple):
+class PairLayer(NamedTuple):
     """One layer of a pair: its group method, what it holds, and what it computed for new tokens."""
 
     gm: GroupMethod
     past: GroupState
-    fresh: Fresh
+    fresh: ComputedTokens
 
 
 def merge_pair(
-    lower: Half, upper: Half, pos: Int[Array, "B T"], length: Int[Array, "B"], *, tokens: int, room: int
+    lower: PairLayer,
+    upper: PairLayer,
+    pos: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    *,
+    tokens: int,
+    room: int,
 ) -> tuple[GroupState, GroupState]:
     """Merges the tails and new tokens of two layers after a prefill; returns both groups.
 
@@ -60,7 +66,7 @@ def merge_pair(
         for x, y, codec in zip((low.k, low.v), (high.k, high.v), lower.gm.codecs, strict=True)
     )
 
-    def group(half: Half, view: View, k: Codes, v: Codes) -> GroupState:
+    def group(half: PairLayer, view: View, k: Codes, v: Codes) -> GroupState:
         body = _appended(half.past, Slots(k, v, view.pos), live & ~apart, capacity)
         return GroupState((body,), taken_slots(half.gm, view, apart, tokens, room))
 

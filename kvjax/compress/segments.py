@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.compress.below import encoded_pair, of_granules, of_slots
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.holes import empty_granules, gathered, in_order
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.compress.selection import grown
 from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
@@ -292,7 +292,7 @@ def _write_granules(
 # --- extending -----------------------------------------------------------------------------------------
 
 
-def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T"]) -> GroupState:
+def extend(gm: GroupMethod, past: GroupState, fresh: ComputedTokens, pos: Int[Array, "B T"]) -> GroupState:
     """Appends new tokens to a group without evicting any. The tail must have room."""
     assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape

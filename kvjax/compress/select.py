@@ -28,7 +28,7 @@ from kvjax.state.page_gather import gather_pages, gather_traces
 AsMet = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
 
 
-class Fresh(NamedTuple):
+class ComputedTokens(NamedTuple):
     """What the layers of a group computed for new tokens: stored keys and values, and observations.
 
     v is None if values are not stored (`GroupMethod.shared`). masses: attention received by the slots of
@@ -48,7 +48,7 @@ class Fresh(NamedTuple):
 
 
 def union(
-    gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], fresh: Fresh, pos: Int[Array, "B T"]
+    gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], fresh: ComputedTokens, pos: Int[Array, "B T"]
 ) -> View:
     """All slots of a group, old and new, decoded and in position order, empty ones last: [Lg, B, K, S, ...].
 
@@ -118,7 +118,7 @@ def _decoded(segment: Segment, pools: tuple[Pages, ...]) -> View:
 def score_slots(
     gm: GroupMethod,
     view: View,
-    fresh: Fresh,
+    fresh: ComputedTokens,
     length: Int[Array, "B"],
     attention: AttentionSpec,
     weights: dict[str, Array] | None = None,
@@ -162,7 +162,7 @@ def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
 
 
 def preferences(
-    gm: GroupMethod, view: View, fresh: Fresh, length: Int[Array, "B"], attention: AttentionSpec
+    gm: GroupMethod, view: View, fresh: ComputedTokens, length: Int[Array, "B"], attention: AttentionSpec
 ) -> Float[Array, "Lg B K"] | None:
     """The layers' preferences by which the keep's allocation shares slots; None if it needs scores alone.
 
@@ -187,7 +187,7 @@ def merge_evicted(
     gm: GroupMethod,
     view: View,
     kept: Bool[Array, "Lg B K S"],
-    fresh: Fresh,
+    fresh: ComputedTokens,
     length: Int[Array, "B"],
     attention: AttentionSpec,
     carried: dict[str, Any],

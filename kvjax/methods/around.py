@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.grammar import Method
 from kvjax.grammar.to_text import NAMELESS
-from kvjax.methods.functions import AROUND, Around
+from kvjax.methods.functions import AROUND, MethodWrapper
 from kvjax.methods.parse import as_method
 
 Function = TypeVar("Function", bound=Callable[..., Method])
@@ -52,7 +52,7 @@ def around(*methods: str, several: str = "") -> Callable[[Function], Function]:
             spec = ("around", function.__name__, tuple(specs.items()), rest)
             return made.called((f"{function.__name__}({ids})", spec))
 
-        AROUND[function.__name__] = Around(named, names)
+        AROUND[function.__name__] = MethodWrapper(named, names)
         return named  # type: ignore[return-value]
 
     return attach

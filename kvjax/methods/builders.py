@@ -50,7 +50,7 @@ class Named(NamedTuple):
         return self._replace(hyper=in_order({**defaults.get(self.name, {}), **dict(self.hyper)}))
 
 
-class Made(NamedTuple):
+class WrapperCall(NamedTuple):
     """A call of a function such as kvjax.per_layer; some of its arguments are builders of methods."""
 
     function: str
@@ -88,7 +88,7 @@ class Made(NamedTuple):
 
         return AROUND[self.function].function(**{name: built(x) for name, x in self.given})
 
-    def filled(self, defaults: Defaults) -> Made:
+    def filled(self, defaults: Defaults) -> WrapperCall:
         def filled(x: Any) -> Any:
             if isinstance(x, Builder):
                 return x.filled(defaults)
@@ -97,7 +97,7 @@ class Made(NamedTuple):
         return self._replace(given=tuple((name, filled(x)) for name, x in self.given))
 
 
-class Words(NamedTuple):
+class ConstructorCall(NamedTuple):
     """A sentence written as a constructor of its words."""
 
     text: str
@@ -116,7 +116,7 @@ class Words(NamedTuple):
     def build(self, budget: float | int | None) -> Method:
         return constructed(self.text)
 
-    def filled(self, defaults: Defaults) -> Words:
+    def filled(self, defaults: Defaults) -> ConstructorCall:
         return self
 
 
@@ -128,7 +128,7 @@ class Builder:
     """
 
     label: str
-    parts: tuple[Named | Made | Words, ...]
+    parts: tuple[Named | WrapperCall | ConstructorCall, ...]
 
     @property
     def takes_budget(self) -> bool:

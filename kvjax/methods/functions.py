@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvjax.grammar import Method
 
 
-class Around(NamedTuple):
+class MethodWrapper(NamedTuple):
     """A function that makes a method of others; methods: the arguments that these are."""
 
     function: Callable[..., Method]
@@ -22,4 +22,4 @@ class Around(NamedTuple):
         return [name for name, one in parameters.items() if one.default is one.empty]
 
 
-AROUND: dict[str, Around] = {}
+AROUND: dict[str, MethodWrapper] = {}

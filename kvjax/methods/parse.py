@@ -24,7 +24,7 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar import chain as joined_parts
 from kvjax.grammar.protocols import Residence
 from kvjax.grammar.read_protocols import Read
-from kvjax.methods.builders import Builder, Defaults, Made, Named, Words, in_order
+from kvjax.methods.builders import Builder, ConstructorCall, Defaults, Named, WrapperCall, in_order
 from kvjax.methods.constructors import constructed
 from kvjax.methods.functions import AROUND
 from kvjax.methods.registry import build as build_id
@@ -242,7 +242,7 @@ def _parsed(text: str) -> Builder:
     return Builder(" + ".join(part.label(False) for part in parts), parts)
 
 
-def _part(piece: str, text: str) -> Named | Made | Words:
+def _part(piece: str, text: str) -> Named | WrapperCall | ConstructorCall:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
     found = taken_apart(piece)
@@ -251,7 +251,7 @@ def _part(piece: str, text: str) -> Named | Made | Words:
             f"{piece!r} names no method, expected an id before the brackets: write snapkv(window=16)"
         )
     if found.called and found.name == "Method":
-        return Words(piece)
+        return ConstructorCall(piece)
     if found.called and found.name in AROUND:
         return _made(found, piece)
     if found.name.endswith(".py"):
@@ -270,7 +270,7 @@ def _resolved(name: str) -> str:
         raise
 
 
-def _made(found: Piece, piece: str) -> Made:
+def _made(found: Piece, piece: str) -> WrapperCall:
     around, given = AROUND[found.name], {}
     names = list(inspect.signature(around.function).parameters)
     for at, one in enumerate(arguments(found.given)):
@@ -291,7 +291,7 @@ def _made(found: Piece, piece: str) -> Made:
         given[key] = _methods(written) if key in around.methods else value(written)
     if lacking := [name for name in around.needed if name not in given]:
         raise InputError(f"{piece!r} has no {lacking[0]}, expected {found.name}({', '.join(names)})")
-    return Made(found.name, tuple(given.items()))
+    return WrapperCall(found.name, tuple(given.items()))
 
 
 def _methods(written: str) -> Builder | tuple[Builder, ...]:

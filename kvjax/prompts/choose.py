@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from kvjax.models.model import Model
 from kvjax.prompts.scorer import Reading, first_token, mean_loss
-from kvjax.prompts.text import Kept, Prompt
+from kvjax.prompts.text import KeptPositions, Prompt
 
 # The text that LongLLMLingua appends to the question when it ranks documents by the likelihood of both.
 RESTRICTION = " We can get the answer to this question in the given documents."
@@ -59,7 +59,7 @@ def scaled(
 def surprising(
     model: Model, prompt: Prompt, order: Sequence[int], shares: Sequence[float], segment: int,
     contrast: bool = False,
-) -> list[Kept]:  # fmt: skip
+) -> list[KeptPositions]:  # fmt: skip
     """The most surprising tokens of each segment to the model, given what is kept of the text before it.
 
     order: the documents in reading order; shares: how much of each stays. contrast: ranks tokens by how much
@@ -86,7 +86,7 @@ def surprising(
             for reading in readings:
                 reading.take(ids[stay])
             kept.append(stay)
-        found.append(Kept(number, np.concatenate(kept)))
+        found.append(KeptPositions(number, np.concatenate(kept)))
     return [one for one in found if len(one.positions)]
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from kvjax.models.model import Model
 from kvjax.prompts.choose import by_question, by_surprise, cosine, scaled, surprising, until
 from kvjax.prompts.scorer import embeddings
-from kvjax.prompts.text import Kept, Prompt
+from kvjax.prompts.text import KeptPositions, Prompt
 
 
 class Compressor(NamedTuple):
     """A prompt compressor: a function (model, prompt, keep, **options), its paper and its needs."""
 
-    choose: Callable[..., list[Kept]]
+    choose: Callable[..., list[KeptPositions]]
     title: str
     arxiv: str
     needs_question: bool
@@ -24,7 +24,7 @@ class Compressor(NamedTuple):
 
 def llmlingua(
     model: Model, prompt: Prompt, keep: float, *, segment: int = 100, coarse: float = 2.0
-) -> list[Kept]:
+) -> list[KeptPositions]:
     """LLMLingua (Jiang et al., 2023, arXiv:2310.05736): keeps tokens that a small model did not expect.
 
     Of several documents (the paper's demonstrations) those with the largest perplexity stay, until they hold
@@ -43,7 +43,7 @@ def llmlingua(
 
 def longllmlingua(
     model: Model, prompt: Prompt, keep: float, *, segment: int = 200, spare: int = 100, tilt: float = 0.3
-) -> list[Kept]:
+) -> list[KeptPositions]:
     """LongLLMLingua (Jiang et al., 2023, arXiv:2310.06839): keeps tokens that the question makes likelier.
 
     Documents are ordered by how likely the question is after them (equation 2), the likeliest first, and
@@ -60,7 +60,7 @@ def longllmlingua(
     return surprising(model, prompt, order, shares.tolist(), segment, contrast=True)
 
 
-def cpc(model: Model, prompt: Prompt, keep: float) -> list[Kept]:
+def cpc(model: Model, prompt: Prompt, keep: float) -> list[KeptPositions]:
     """CPC (Liskavets et al., 2024, arXiv:2409.01227): keeps sentences that are close to the question.
 
     A sentence is the mean of its tokens' outputs in the last layer, read within the whole document; those of
@@ -85,7 +85,7 @@ def cpc(model: Model, prompt: Prompt, keep: float) -> list[Kept]:
         np.array([(number, int(s)) in kept for s in document.sentences], bool)
         for number, document in enumerate(prompt.documents)
     ]
-    return [Kept(number, np.flatnonzero(stay)) for number, stay in enumerate(stays) if stay.any()]
+    return [KeptPositions(number, np.flatnonzero(stay)) for number, stay in enumerate(stays) if stay.any()]
 
 
 COMPRESSORS = {

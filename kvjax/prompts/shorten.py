@@ -14,7 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.model import Model, check_single
 from kvjax.prompts.choose import BREAK, encoded
 from kvjax.prompts.compressors import COMPRESSORS
-from kvjax.prompts.text import Kept, Prompt, document
+from kvjax.prompts.text import KeptPositions, Prompt, document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shortened:
     """
 
     text: str
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptPositions, ...]
     tokens: int
     given: int
 

@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
         return sum(len(document.ids) for document in self.documents)
 
 
-class Kept(NamedTuple):
+class KeptPositions(NamedTuple):
     """The kept positions of a document, in order. document: its index among the given ones."""
 
     document: int

@@ -157,7 +157,7 @@ def times(
     return product.astype(x.dtype)
 
 
-class Met(NamedTuple):
+class BasisOperands(NamedTuple):
     """Queries, keys and values in the basis of the stored ones; `back` maps outputs to the original basis."""
 
     q: Array
@@ -169,7 +169,7 @@ class Met(NamedTuple):
 
 def meet(
     q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None, layer: int | Array = 0
-) -> Met:
+) -> BasisOperands:
     """Queries, keys and values in the basis of the codes, so that keys and values need not be mapped back.
 
     Attention of `q` over `k` and `v` here, with its output mapped through `back`, equals that of the given
@@ -177,9 +177,9 @@ def meet(
     changes then. layer: the layer of k and v that the queries belong to, for bases fitted per layer.
     """
     if v is None:
-        return Met(q, k, v, lambda out: out, False)
+        return BasisOperands(q, k, v, lambda out: out, False)
     keys, values = _spanned(k, layer), _spanned(v, layer)
-    return Met(
+    return BasisOperands(
         q if keys is None else times(q, keys.matrix.swapaxes(-1, -2)),
         _bare(k, keys),
         _bare(v, values),

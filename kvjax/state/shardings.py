@@ -21,7 +21,7 @@ _FIELDS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables
 _FIELDS |= {"owner": "owners", "summary": "summaries", "near": "copies", "bias": "biases"}
 
 
-class Held(NamedTuple):
+class CachePart(NamedTuple):
     """A part of a cache: its layers, its contents, how it is split, its bytes in all and per device.
 
     split: (name of an axis, the mesh axes that split it). why: why something is replicated that the
@@ -43,7 +43,7 @@ class Shardings(NamedTuple):
     """
 
     mesh: Mapping[str, int]
-    parts: tuple[Held, ...]
+    parts: tuple[CachePart, ...]
     picture: str
 
     @property
@@ -67,7 +67,7 @@ class Shardings(NamedTuple):
         )
 
 
-class _Lies:
+class _AxesLeaf:
     """An array's logical axes, as a leaf of a tree."""
 
     def __init__(self, axes: Axes, x: Any):
@@ -98,7 +98,7 @@ def shardings(cache: Cache) -> Shardings:
 
 def described(cache: Cache, on: OnMesh | None) -> Shardings:
     """`shardings` of a cache, or of the shapes of a cache that would be placed by rules."""
-    tree = map_axes(_Lies, cache)
+    tree = map_axes(_AxesLeaf, cache)
     sizes = layers_of(cache)
     found: dict[tuple[str, tuple[tuple[str, str], ...], str], list[tuple[str, str, int, int]]] = {}
     largest, mesh = None, {} if on is None else dict(on.mesh.shape)
@@ -123,7 +123,7 @@ def described(cache: Cache, on: OnMesh | None) -> Shardings:
         names = ", ".join(dict.fromkeys(row[1] for row in rows))
         bytes_of = (sum(row[2] for row in rows), sum(row[3] for row in rows))
         parts.append(
-            Held(
+            CachePart(
                 _runs(row[0] for row in rows),
                 f"{segment}: {names}" if segment else names,
                 split,
@@ -137,7 +137,7 @@ def described(cache: Cache, on: OnMesh | None) -> Shardings:
 Names = tuple[tuple[str, ...], ...]
 
 
-def _spec(leaf: _Lies, on: OnMesh | None) -> Names:
+def _spec(leaf: _AxesLeaf, on: OnMesh | None) -> Names:
     """The mesh axes that split each axis of an array, where it is or would be."""
     sharding = getattr(leaf.x, "sharding", None)
     rank = len(leaf.x.shape)
@@ -148,7 +148,7 @@ def _spec(leaf: _Lies, on: OnMesh | None) -> Names:
     return (*names, *((),) * (rank - len(names)))
 
 
-def _mesh_of(leaf: _Lies, on: OnMesh | None) -> dict[str, int]:
+def _mesh_of(leaf: _AxesLeaf, on: OnMesh | None) -> dict[str, int]:
     sharding = getattr(leaf.x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return dict(sharding.mesh.shape)
@@ -212,7 +212,7 @@ def _named(path: str) -> tuple[str, str]:
     return {"tail": "tail", "sinks": "first tokens"}.get(segment, "body"), _FIELDS.get(field, field)
 
 
-def _why(leaf: _Lies, spec: Names, on: OnMesh | None) -> str:
+def _why(leaf: _AxesLeaf, spec: Names, on: OnMesh | None) -> str:
     """Why an array is not split along an axis for which the rules name mesh axes."""
     if on is None:
         return ""
@@ -253,7 +253,7 @@ def _aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[s
     return lines
 
 
-def _picture(leaf: _Lies, spec: Names, mesh: Mapping[str, int], name: str) -> str:
+def _picture(leaf: _AxesLeaf, spec: Names, mesh: Mapping[str, int], name: str) -> str:
     """Which device holds which piece of an array: rows downwards, everything else to the right."""
     cells: dict[tuple[str, str], list[int]] = {}
     for number, place in enumerate(np.ndindex(*mesh.values())):

@@ -47,7 +47,7 @@ from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
 from kvjax.train.data.packing import HeldOut, Place, Rows, Stream
 from kvjax.train.data.prefetch import Prefetcher
-from kvjax.train.data.sources import Source, Words, source_of, words_of
+from kvjax.train.data.sources import RunTokenizer, Source, source_of, words_of
 from kvjax.train.data.texts import Column, Files
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
@@ -56,10 +56,10 @@ from kvjax.train.run_folder import LOG, alone, check_folder, clock, learned_file
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
 from kvjax.train.step import (
+    BatchParts,
     Companions,
-    Found,
     Pair,
-    Parts,
+    StepResult,
     TrainState,
     fault,
     make_step,
@@ -137,7 +137,7 @@ def _left_out(source: Source) -> str:
     return f"{texts.empty} of {texts.empty + len(texts)} texts are empty, and left out"
 
 
-def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> Any:
+def _save(path: Path, config: AnyConfig, params: Params, words: RunTokenizer) -> Any:
     check_finite(params, f"{path}, which was not written,")
     of: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
     model = of(
@@ -153,7 +153,7 @@ def _carrying(config: AnyConfig) -> bool:
     return isinstance(config, BlockConfig) or bool(carrying(config))
 
 
-def _model(run: Training, words: Words) -> tuple[AnyConfig, Callable[[], Params]]:
+def _model(run: Training, words: RunTokenizer) -> tuple[AnyConfig, Callable[[], Params]]:
     """The config, and a function that creates the initial weights."""
     if run.start is not None:
         model = load(run.start, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
@@ -286,7 +286,7 @@ class _Session:
         state: TrainState,
         next_rows: Callable[[int, int], Rows],
         place: Callable[[], dict[str, Any]],
-        step: Callable[[TrainState, Parts], tuple[TrainState, Found]],
+        step: Callable[[TrainState, BatchParts], tuple[TrainState, StepResult]],
     ) -> TrainState:
         loop, done = self.run.loop, int(state.step)
         saved, began, asked = time.monotonic(), time.monotonic(), done
@@ -299,7 +299,7 @@ class _Session:
         ):
             bar = progress.add_task(self.folder.name, total=loop.steps, completed=done, news="")
 
-            def read(i: int) -> Parts:
+            def read(i: int) -> BatchParts:
                 length, batch = loop.size(i)
                 return in_parts(next_rows(batch, length), loop.accumulate, self.on)
 
@@ -362,7 +362,7 @@ class _Session:
         bits = mean / math.log(2) / self.held.bytes_per_token
         return {"held_out_loss": round(mean, 5), "bits_per_byte": round(bits, 5)}
 
-    def _record(self, i: int, found: Found, speed: float) -> dict[str, Any]:
+    def _record(self, i: int, found: StepResult, speed: float) -> dict[str, Any]:
         loop, rate = self.run.loop, rate_of(self.run.optimiser, self.run.loop)
         return {
             "step": i + 1,
@@ -374,7 +374,7 @@ class _Session:
             **{name: round(x, 1) for name, x in self.now().items()},
         }
 
-    def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
+    def _broken(self, i: int, state: TrainState, parts: BatchParts) -> str:
         trained, beside = parted(state.params, self.beside)
         what = fault(joined(trained, self.fixed), parts, self.config, self.run.loop, beside)
         return (
@@ -386,14 +386,14 @@ class _Session:
 _held_out_loss = jax.jit(total_loss, static_argnames=("config", "loop", "on"))
 
 
-def in_parts(rows: Rows, parts: int, on: OnMesh | None = None) -> Parts:
+def in_parts(rows: Rows, parts: int, on: OnMesh | None = None) -> BatchParts:
     """Rows [B, ...] as [A, B / A, ...], on their devices."""
 
     def cut(x: np.ndarray) -> Array:
         return rows_placed(np.reshape(x, (parts, len(x) // parts, *x.shape[1:])), on)
 
     segments = None if rows.segments is None else cut(rows.segments)
-    return Parts(cut(rows.tokens), cut(rows.weights), segments)
+    return BatchParts(cut(rows.tokens), cut(rows.weights), segments)
 
 
 def _news(record: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
 
 
-class Parts(NamedTuple):
+class BatchParts(NamedTuple):
     """One batch in A parts; each is as `kvjax.train.data.packing.Rows` has it, with S = T + 1."""
 
     tokens: Int[Array, "A B S"]
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     segments: Int[Array, "A B S"] | None
 
 
-class Found(NamedTuple):
+class StepResult(NamedTuple):
     """Mean loss in nats per token, the unclipped gradient's norm; finite: both are, and new weights."""
 
     loss: Float[Array, ""]
@@ -117,14 +117,14 @@ class Read(NamedTuple):
 ALONE = Companions()
 
 
-def told(part: Parts, loop: Loop) -> Parts:
+def told(part: BatchParts, loop: Loop) -> BatchParts:
     """The rows of a part after their context, which is processed separately; whole rows without a context."""
-    return Parts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
+    return BatchParts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
 
 
 def total_loss(
     params: Params,
-    part: Parts,
+    part: BatchParts,
     config: Config | BlockConfig,
     loop: Loop,
     on: OnMesh | None = None,
@@ -138,7 +138,7 @@ def total_loss(
 
 def learned_loss(
     params: Params,
-    part: Parts,
+    part: BatchParts,
     config: Config | BlockConfig,
     loop: Loop,
     beside: Companions = ALONE,
@@ -187,7 +187,7 @@ def _from_layers(
 
 def _read(
     params: Params,
-    part: Parts,
+    part: BatchParts,
     config: Config | BlockConfig,
     loop: Loop,
     on: OnMesh | None,
@@ -226,18 +226,18 @@ def _read(
     return Read(unembed(params, ran.x, config), unequal, apart, none, layers)
 
 
-def _said(params: Params, part: Parts, config: BlockConfig, loop: Loop) -> Float[Array, "B T V"]:
+def _said(params: Params, part: BatchParts, config: BlockConfig, loop: Loop) -> Float[Array, "B T V"]:
     return forward_blocks(computed(params, loop), part.tokens[:, :-1], config)
 
 
 def _compressed(
-    params: Params, part: Parts, config: Config, loop: Loop, by: Compressor
+    params: Params, part: BatchParts, config: Config, loop: Loop, by: Compressor
 ) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
     context, rest = part.tokens[:, : loop.context], told(part, loop).tokens[:, :-1]
     return read_and_said(by, config, computed(params, loop), context, rest)
 
 
-def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
+def context_of(part: BatchParts, loop: Loop, encoder: Frozen | None) -> Keys | None:
     """An encoder's output for the first `loop.context` tokens of every row."""
     if encoder is None:
         return None
@@ -252,22 +252,22 @@ def make_step(
     loop: Loop,
     optimiser: optax.GradientTransformation,
     on: OnMesh | None = None,
-) -> Callable[..., tuple[TrainState, Found]]:
+) -> Callable[..., tuple[TrainState, StepResult]]:
     """The jitted step (state, parts, companions of the model, frozen parameters or None).
 
     It donates its state. A loss, gradient or new weight of NaN or inf changes no weight.
     """
 
     def step(
-        state: TrainState, parts: Parts, beside: Companions = ALONE, fixed: Fixed | None = None
-    ) -> tuple[TrainState, Found]:
+        state: TrainState, parts: BatchParts, beside: Companions = ALONE, fixed: Fixed | None = None
+    ) -> tuple[TrainState, StepResult]:
         count = jnp.maximum(told(parts, loop).weights[:, :, 1:].sum(), 1.0)
 
-        def loss_of(trained: Any, part: Parts) -> Float[Array, ""]:
+        def loss_of(trained: Any, part: BatchParts) -> Float[Array, ""]:
             own, others = parted(trained, beside)
             return learned_loss(joined(own, fixed), part, config, loop, others, on)
 
-        def add(carry: Any, part: Parts) -> tuple[Any, None]:
+        def add(carry: Any, part: BatchParts) -> tuple[Any, None]:
             found = jax.value_and_grad(loss_of)(state.params, part)
             return jax.tree.map(jnp.add, carry, found), None
 
@@ -285,13 +285,13 @@ def make_step(
             assert isinstance(config, Config)
             where = places(new, joined(state.params, fixed), config, on)
             new = jax.lax.with_sharding_constraint(new, where)
-        return new, Found(loss, norm, finite)
+        return new, StepResult(loss, norm, finite)
 
     return jax.jit(step, donate_argnums=0)
 
 
 def fault(
-    params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Companions = ALONE
+    params: Params, parts: BatchParts, config: Config | BlockConfig, loop: Loop, beside: Companions = ALONE
 ) -> str:
     """The first array with NaN or inf, in words: a layer's output, the logits, a gradient or a weight."""
     beside = beside._replace(teacher=None)
@@ -311,7 +311,7 @@ def fault(
 
 
 def _fault_ahead(
-    params: Params, part: Parts, config: Config | BlockConfig, loop: Loop, beside: Companions
+    params: Params, part: BatchParts, config: Config | BlockConfig, loop: Loop, beside: Companions
 ) -> str | None:
     """`fault` without the gradients."""
     if isinstance(config, BlockConfig):

@@ -16,12 +16,12 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.train.compressed import Compressor, compressor
-from kvjax.train.data.sources import Words
+from kvjax.train.data.sources import RunTokenizer
 from kvjax.train.settings import OF_WORDS, Training
 from kvjax.train.step import Companions, Frozen
 
 
-def beside(run: Training, config: Config | BlockConfig, params: Params, words: Words) -> Companions:
+def beside(run: Training, config: Config | BlockConfig, params: Params, words: RunTokenizer) -> Companions:
     """Builds the companions that a run's settings name; InputError if they do not fit the model."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     if run.loop.method is not None:
@@ -36,7 +36,7 @@ def learning(run: Training, others: Companions) -> Any:
     return others.encoder.params if run.tune.encoder and others.encoder is not None else None
 
 
-def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
+def check_tokenizer(path: str, model: Model, words: RunTokenizer, run: Training) -> None:
     """Raises InputError if a model's token ids differ from those of the run's texts."""
     if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
         of_words = run.data.kind in OF_WORDS
@@ -48,7 +48,7 @@ def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> Non
         )
 
 
-def _teacher(run: Training, path: str, config: Config | BlockConfig, words: Words) -> Frozen:
+def _teacher(run: Training, path: str, config: Config | BlockConfig, words: RunTokenizer) -> Frozen:
     model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
     if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
         raise InputError(
@@ -83,7 +83,7 @@ def _compressor(run: Training, method: str, config: Config | BlockConfig, params
     return compressor(method, Model(config, params), loop.seed)
 
 
-def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Frozen | None:
+def _encoder(run: Training, config: Config | BlockConfig, words: RunTokenizer) -> Frozen | None:
     if isinstance(config, BlockConfig):
         return None
     widths = {m.width for i in range(config.layers) if isinstance(m := mixer_of(config, i), CrossAttention)}
@@ -116,7 +116,7 @@ def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Froze
     return encoder
 
 
-def _fresh(run: Training, config: Config, words: Words) -> Frozen:
+def _fresh(run: Training, config: Config, words: RunTokenizer) -> Frozen:
     """An encoder with random initial weights."""
     if not run.tune.encoder:
         raise InputError(
@@ -130,7 +130,7 @@ def _fresh(run: Training, config: Config, words: Words) -> Frozen:
     return Frozen(init(config, jax.random.key(run.loop.seed + 1)), config)
 
 
-def _known(run: Training, words: Words) -> Frozen:
+def _known(run: Training, words: RunTokenizer) -> Frozen:
     """An encoder loaded from a directory."""
     assert isinstance(run.encoder, str)
     model = load(run.encoder, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)

@@ -24,7 +24,7 @@ _FLOAT_32 = 6
 _WRONG = (ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError)
 
 
-class Held(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a GGUF file with its undecoded numbers, [..., rows, bytes or numbers of a row].
 
     kind: the package's name of their encoding. shape: as decoded, the outermost axis first.
@@ -40,7 +40,7 @@ class Gguf(NamedTuple):
 
     path: Path
     fields: Mapping[str, Any]
-    tensors: dict[str, Held]
+    tensors: dict[str, StoredTensor]
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a metadata key: a number, a boolean, a text or a list."""
@@ -106,7 +106,7 @@ def open_gguf(path: Path) -> Gguf:
             f"{path.parent} lacks {', '.join(absent)} beside {path.name}: fetch the missing files"
         )
     opened = [first if file == path else _open_one(file) for file in files]
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, StoredTensor] = {}
     for one in opened:
         if doubled := sorted(set(tensors) & set(one.tensors)):
             raise InputError(f"{doubled[0]} is in {one.path.name} and in a file beside it: fetch them again")
@@ -155,8 +155,8 @@ def _unknown(path: Path, why: str) -> str:
     return f"{path} has weights of an unknown type {number[1]}: these are read: {known}"
 
 
-def _held(tensor: Any) -> Held:
-    return Held(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)))
+def _held(tensor: Any) -> StoredTensor:
+    return StoredTensor(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)))
 
 
 def _reader_class() -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import Stored
-from kvjax.models.gguf.reader import Gguf, Held, decoded
+from kvjax.models.gguf.reader import Gguf, StoredTensor, decoded
 from kvjax.models.hf_tensors import hf_name, tensors
 
 _TOP = {
@@ -72,7 +72,7 @@ class Decoded(NamedTuple):
     reverses the conversion of its numbers. shape: that of the checkpoint, with as many numbers.
     """
 
-    held: Held
+    held: StoredTensor
     shape: tuple[int, ...]
     rows: np.ndarray | None = None
     undo: Callable[[np.ndarray], np.ndarray] | None = None
@@ -99,8 +99,8 @@ class Joined(NamedTuple):
     then those of its values.
     """
 
-    keys: Held
-    values: Held
+    keys: StoredTensor
+    values: StoredTensor
     shape: tuple[int, ...]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -183,13 +183,13 @@ class _Finder:
                 "convert the file again."
             )
 
-    def _held(self, name: str) -> Held | None:
+    def _held(self, name: str) -> StoredTensor | None:
         self.used.add(name)
         if name not in self.file.tensors:
             self.missing.append(name)
         return self.file.tensors.get(name)
 
-    def _misshapen(self, name: str, expected: tuple[int, ...], held: Held) -> None:
+    def _misshapen(self, name: str, expected: tuple[int, ...], held: StoredTensor) -> None:
         self.wrong.append(f"{name} (expected {list(expected)}, found {list(held.shape)})")
 
     def _passed_over(self, name: str) -> bool:
@@ -234,7 +234,7 @@ class _Finder:
         rows = shape[0] * (1 if part is None else 2)
         if held.shape[1:] != (rows, shape[1]) or number >= held.shape[0]:
             return self._misshapen(name, (number + 1, rows, shape[1]), held)
-        one = Held(held.data[number], held.kind, held.shape[1:])
+        one = StoredTensor(held.data[number], held.kind, held.shape[1:])
         return Decoded(
             one, shape, None if part is None else np.arange(part * shape[0], (part + 1) * shape[0])
         )

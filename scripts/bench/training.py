@@ -120,7 +120,7 @@ class Ours:
         from kvjax.train.loop import begin
         from kvjax.train.optimiser import optimiser
         from kvjax.train.settings import training
-        from kvjax.train.step import Parts, make_step
+        from kvjax.train.step import BatchParts, make_step
 
         changes = [f"train.batch={rows}", f"train.length={length}", "optimiser.schedule=constant"]
         run = training(load_training(gin, [*changes, "optimiser.warmup=0", *settings]), vocab=257)
@@ -133,7 +133,7 @@ class Ours:
         copied = jax.tree.map(jnp.copy, self.params)
         self.state, _ = begin(copied, run, run.config, rule, None)
         weights = jnp.ones((1, *self.tokens.shape), jnp.float32)
-        self.parts = Parts(jnp.asarray(self.tokens)[None], weights, None)
+        self.parts = BatchParts(jnp.asarray(self.tokens)[None], weights, None)
         self.step_of = make_step(run.config, run.loop, rule)
 
     def step(self) -> float:

@@ -39,7 +39,7 @@ LONGER_TEXTS = (
 YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "not testable"
 
 
-class Found(NamedTuple):
+class ClaimResult(NamedTuple):
     """The result of a check: the verdict, and the numbers behind it in words."""
 
     verdict: str
@@ -88,16 +88,16 @@ def judged(found: Difference, least: float) -> str:
     return UNCLEAR
 
 
-def check(claim: Claim, board: Leaderboard) -> Found:
+def check(claim: Claim, board: Leaderboard) -> ClaimResult:
     """Checks a claim against the leaderboard."""
     test = claim.test
     if isinstance(test, Untestable):
-        return Found(NONE, test.why)
+        return ClaimResult(NONE, test.why)
     if isinstance(test, Faster):
         speed = board.speed.get(claim.method)
         if speed is None:
-            return Found(MISSING, "")
-        return Found(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
+            return ClaimResult(MISSING, "")
+        return ClaimResult(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
     if isinstance(test, Learned):
         return learned(claim.method, test.within, memory_tokens.DATA.read())
     if isinstance(test, Longer):
@@ -107,9 +107,9 @@ def check(claim: Claim, board: Leaderboard) -> Found:
     pairs = [(lines.get((claim.method, b, test.protocol)), _other(lines, test, b)) for b in test.budgets]
     whole = [(a, b) for a, b in pairs if a is not None and b is not None]
     if len(whole) < len(pairs):
-        return Found(MISSING, _why_missing(claim.method))
+        return ClaimResult(MISSING, _why_missing(claim.method))
     if any(line.few for pair in whole for line in pair):
-        return Found(UNCLEAR, "too few samples for intervals")
+        return ClaimResult(UNCLEAR, "too few samples for intervals")
     found = difference(whole)
     each = ", ".join(signed(100 * x) for x in found.models)
     numbers = f"{_points(found.mean, found.low, found.high)}; models {each}"
@@ -117,8 +117,8 @@ def check(claim: Claim, board: Leaderboard) -> Found:
     if isinstance(test, Near) and test.percent is not None:
         numbers += f"; {held:.0f}% of the bytes"
         if held > test.percent:
-            return Found(NO, numbers)
-    return Found(judged(found, least), numbers)
+            return ClaimResult(NO, numbers)
+    return ClaimResult(judged(found, least), numbers)
 
 
 def _points(mean: float, low: float, high: float) -> str:
@@ -126,10 +126,10 @@ def _points(mean: float, low: float, high: float) -> str:
     return f"{signed(100 * mean, 1)} [{signed(100 * low, 1)}, {signed(100 * high, 1)}]"
 
 
-def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
+def learned(method: str, within: float, rows: dict[str, Any]) -> ClaimResult:
     """The result of scripts/studies/memory_tokens.py for a method."""
     if method not in rows:
-        return Found(MISSING, "no model was trained with it")
+        return ClaimResult(MISSING, "no model was trained with it")
     theirs, runs = rows[method]["start"], [rows[method], *rows[method].get("seeds", {}).values()]
     each = [run["own"] for run in runs]
     mean = statistics.mean(ours["mean"] for ours in each) - theirs["mean"]
@@ -144,13 +144,13 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
     share = each[0]["kept_bytes"] / each[0]["full_bytes"]
     models = "one model" if len(each) == 1 else f"{len(each)} models"
     numbers = f"{_points(mean, low, high)}; {models}; {share:.0%} of the bytes"
-    return Found(judged(Difference(mean, low, high, (mean,)), -within), numbers)
+    return ClaimResult(judged(Difference(mean, low, high, (mean,)), -within), numbers)
 
 
-def longer(method: str, models: list[dict[str, Any]]) -> Found:
+def longer(method: str, models: list[dict[str, Any]]) -> ClaimResult:
     """The result of scripts/studies/longer_texts.py for a method."""
     if not models:
-        return Found(MISSING, "no model has read longer texts")
+        return ClaimResult(MISSING, "no model has read longer texts")
 
     def each(name: str, of: str) -> str:
         return ", ".join(f"{model[name][of]:.2f}" for model in models)
@@ -159,8 +159,8 @@ def longer(method: str, models: list[dict[str, Any]]) -> Found:
     numbers = f"bits per byte {each(method, 'own')}; full cache {each(method, 'full')}, and "
     numbers += f"{each('within', 'full')} within that length"
     if all(one["high"] < 0 for one in differences):
-        return Found(YES, numbers)
-    return Found(NO if all(one["low"] > 0 for one in differences) else UNCLEAR, numbers)
+        return ClaimResult(YES, numbers)
+    return ClaimResult(NO if all(one["low"] > 0 for one in differences) else UNCLEAR, numbers)
 
 
 def _other(lines: Lines, test: Better | Near, budget: float | None) -> Line | None:
@@ -222,7 +222,7 @@ def _measured(claim: Claim) -> tuple[str, ...]:
     return (claim.method, *([claim.test.other] if isinstance(claim.test, Better | Near) else []))
 
 
-def _told(claim: Claim, found: Found) -> str:
+def _told(claim: Claim, found: ClaimResult) -> str:
     """The numbers, marked if they are older than the method, with the claim's note."""
     before = any(method in MOVED for method in _measured(claim))
     numbers = f"{MARK} {found.numbers}" if before else found.numbers

@@ -49,7 +49,7 @@ _WHY = {
 Line = dict[str, Any]
 
 
-class Found(NamedTuple):
+class ClaimResult(NamedTuple):
     """The verdict, how it was tested, and the numbers behind it in words."""
 
     verdict: str
@@ -57,13 +57,13 @@ class Found(NamedTuple):
     numbers: str
 
 
-def check(claim: Claim, lines: Sequence[Line]) -> Found:
+def check(claim: Claim, lines: Sequence[Line]) -> ClaimResult:
     """Checks a claim against the board. lines: of one length, from runs that asked the same tasks."""
     test = claim.test
     if isinstance(test, Untestable):
-        return Found(NONE, "–", test.why)
+        return ClaimResult(NONE, "–", test.why)
     if not isinstance(test, Better | Near):
-        return Found(NONE, "–", _WHY[type(test)])
+        return ClaimResult(NONE, "–", _WHY[type(test)])
     protocol, budgets = PROTOCOLS[test.protocol], budgets_of(test.budgets)
     mine = [line for line in lines if line["protocol"] == protocol]
     tasks = {line["task"] for line in mine}
@@ -76,17 +76,17 @@ def check(claim: Claim, lines: Sequence[Line]) -> Found:
     named = ", ".join(budget_label(b) for b in budgets if b is not None)
     tested += f" ({'budget ' + named if named else 'no budget'}, {protocol})"
     if ours is None or theirs is None:
-        return Found(MISSING, tested, "–")
+        return ClaimResult(MISSING, tested, "–")
     found = difference(theirs, ours, shares=False)
     if found is None or found.low is None:
-        return Found(UNCLEAR, tested, "too few contexts for an interval")
+        return ClaimResult(UNCLEAR, tested, "too few contexts for an interval")
     percent = 100 * max(
         x["kept"] for x in mine if x["method"] == claim.method and x["budget"] in {*budgets, None}
     )
     numbers = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}] nats; {percent:.0f}% of the bytes"
     if isinstance(test, Near) and test.percent is not None and percent > test.percent:
-        return Found(NO, f"{tested}, {test.percent:g}% of the bytes or less", numbers)
-    return Found(judged(found, least), tested, numbers)
+        return ClaimResult(NO, f"{tested}, {test.percent:g}% of the bytes or less", numbers)
+    return ClaimResult(judged(found, least), tested, numbers)
 
 
 def judged(found: Difference, least: float) -> str:

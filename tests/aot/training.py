@@ -25,7 +25,7 @@ def main():
     from kvjax.train.devices import places
     from kvjax.train.optimiser import optimiser
     from kvjax.train.settings import training
-    from kvjax.train.step import Parts, TrainState, make_step
+    from kvjax.train.step import BatchParts, TrainState, make_step
 
     rules = sys.argv[1]
     names, shape = (("data",), (4,)) if rules == "fsdp" else (("data", "model"), (2, 2))
@@ -47,7 +47,9 @@ def main():
             jax.ShapeDtypeStruct((1, 4, 513), dtype, sharding=where) for dtype in (jnp.int32, jnp.float32)
         )
         step = make_step(run.config, run.loop, rule, on=on)
-        print(step.lower(state, Parts(tokens, weights, None)).compile().as_text().count("tpu_custom_call"))
+        print(
+            step.lower(state, BatchParts(tokens, weights, None)).compile().as_text().count("tpu_custom_call")
+        )
 
 
 if __name__ == "__main__":

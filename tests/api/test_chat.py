@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.api import chat_text
-from kvjax.api.chat_text import Said, added
+from kvjax.api.chat_text import CachedText, added
 from kvjax.api.prefill import read_prompt
 from kvjax.models.tokenizer import chat as encode_chat
 from kvjax.state.cache import nbytes
@@ -137,7 +137,7 @@ ADDED = {
 @pytest.mark.parametrize("what", ADDED)
 def test_only_what_is_new_behind_the_same_text_is_read(what):
     text, expected = ADDED[what]
-    said = Said("[u]hi" + END + "[a]", tuple(b"yes"), "yes", STOP)
+    said = CachedText("[u]hi" + END + "[a]", tuple(b"yes"), "yes", STOP)
     assert added(talker(), text, said) == expected
     # Where no token ended the answer, its end is read.
     ended = None if expected is None else END + expected
@@ -146,7 +146,7 @@ def test_only_what_is_new_behind_the_same_text_is_read(what):
 
 
 def test_an_answer_with_tokens_that_no_text_shows_is_read_again():
-    said = Said("[a]", (*b"yes", STOP, *b"no"), "yesno", STOP)
+    said = CachedText("[a]", (*b"yes", STOP, *b"no"), "yesno", STOP)
     assert added(talker(), "[a]yesno" + END + "[u]", said) is None
 
 

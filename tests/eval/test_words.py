@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks import plain_english as words
 from kvjax.eval.tasks import recall
-from kvjax.eval.tasks.plain_english import Words, make_words
+from kvjax.eval.tasks.plain_english import PlainEnglish, make_words
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.sample import TASKS
 from kvjax.eval.tasks.suite import Recall, make_suite
@@ -94,14 +94,14 @@ def model(request, tmp_path_factory):
     return load(hf_folder(tmp_path_factory.mktemp("hf") / "model", TOKENIZERS[request.param]), progress=False)
 
 
-def samples(suite: Words, count: int = 6):
+def samples(suite: PlainEnglish, count: int = 6):
     return [row[0] for i in range(count) for row in suite.rows(i, "agnostic")]
 
 
 # --- the questions ---------------------------------------------------------------------------------------
 
 
-def squeezed(suite: Words, ids) -> str:
+def squeezed(suite: PlainEnglish, ids) -> str:
     """Text without blanks, which not every tokenizer gives back."""
     return suite.reader.text(ids).replace(" ", "")
 
@@ -289,7 +289,7 @@ def test_a_tokenizer_without_english_words_is_refused():
 
 def test_a_directory_with_a_tokenizer_gets_english_and_the_shipped_model_its_own_words(model):
     suite = make_suite(model)
-    assert isinstance(suite, Words) and suite.length == 512 and suite.tasks == TASKS
+    assert isinstance(suite, PlainEnglish) and suite.length == 512 and suite.tasks == TASKS
     assert isinstance(make_suite(load("recall-tiny")), Recall)
     assert isinstance(make_suite(Model(*tiny(recall.VOCAB))), Recall)
     with pytest.raises(InputError, match="did you mean 'get'"):

@@ -14,7 +14,7 @@ from kvjax.api.chunks import bucket
 from kvjax.commands.texts import read_texts
 from kvjax.compat.model_fit import check_fit
 from kvjax.fitting.gates.dropping import Softened, dropped, log_sparse_sigmoid
-from kvjax.fitting.loops.cuts import Cut, cut_behind_contexts
+from kvjax.fitting.loops.cuts import CutTexts, cut_behind_contexts
 from kvjax.grammar import Budget, Keep
 from kvjax.grammar.protocols import NEVER, Inputs
 from kvjax.grammar.when import STEP, Every
@@ -159,7 +159,7 @@ def test_the_loss_of_interactions_is_what_it_is_by_hand():
     arrays = arrays_of(learned.DROPPING)
     arrays |= {"query": SOFT * arrays["query"], "bias": SOFT * arrays["bias"]}
     many = jnp.asarray([len(TOKENS)], jnp.int32)
-    cut = Cut(jnp.asarray([TOKENS], jnp.int32), many, many, jnp.asarray(pos[None] >= SAID), jnp.int32(0))
+    cut = CutTexts(jnp.asarray([TOKENS], jnp.int32), many, many, jnp.asarray(pos[None] >= SAID), jnp.int32(0))
     loss = jax.jit(dropped, static_argnums=(0, 4))
     m = model("4/2")
     got = loss(m.config, m.params, arrays, Softened(cut, jnp.float32(ALPHA)), SPARSITY)

@@ -8,9 +8,9 @@ from scipy.special import expit, log_softmax
 
 import kvjax
 from kvjax.commands.texts import read_texts
-from kvjax.fitting.gates.eviction_gates import Aim, attention_odds, evicted, linear_odds
+from kvjax.fitting.gates.eviction_gates import EvictionLoss, attention_odds, evicted, linear_odds
 from kvjax.fitting.gates.run_gates import shared
-from kvjax.fitting.loops.cuts import Cut, cut_behind_contexts
+from kvjax.fitting.loops.cuts import CutTexts, cut_behind_contexts
 from kvjax.keep.gates import eviction_gates
 from kvjax.keep.gates.eviction_gates import attention_gate
 from tests.fitting.test_learned import arrays_of, found, questions
@@ -19,7 +19,7 @@ from tests.methods import learned
 from tests.methods.battery import MAIN, decoder, model
 from tests.sweep import sweep
 
-AIM, RECENT, CUT, SAID, SEED = Aim(0.9, 2.0, 0.4), 3, 13, 17, 5
+AIM, RECENT, CUT, SAID, SEED = EvictionLoss(0.9, 2.0, 0.4), 3, 13, 17, 5
 TOKENS = [*MAIN.first[0], *MAIN.second[0]][:24]
 
 
@@ -65,7 +65,7 @@ def loss_by_hand(left):
     return (np.exp(p) * (p - q)).sum(-1)[SAID - CUT :].mean() + AIM.penalty * max(AIM.target - decided, 0)
 
 
-BATCH = Cut(
+BATCH = CutTexts(
     jnp.asarray([TOKENS], jnp.int32), jnp.asarray([len(TOKENS)], jnp.int32), jnp.asarray([CUT], jnp.int32),
     jnp.arange(len(TOKENS))[None] >= SAID, jnp.int32(SEED),
 )  # fmt: skip
@@ -147,7 +147,7 @@ def tiny():
 def losses(name, m, rows):
     """The loss of a fit on questions that it has not seen."""
     (batch,) = cut_behind_contexts(m, [rows], 1, 0, iter)
-    aim = Aim(0.5, 10.0, 0.3)
+    aim = EvictionLoss(0.5, 10.0, 0.3)
     if name == "dmc":
         return lambda fitted: shared(m.config, m.params, arrays_of(fitted), batch, aim)
     odds, recent = (linear_odds, 16) if name == "dms" else (attention_odds, 0)

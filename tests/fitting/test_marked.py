@@ -11,7 +11,7 @@ import kvjax
 from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.commands.texts import read_texts
-from kvjax.fitting.prompts.distilled import Aim, DistilledBatch, distilled, hidden_at
+from kvjax.fitting.prompts.distilled import DistillationLoss, DistilledBatch, distilled, hidden_at
 from kvjax.fitting.prompts.imitation import imitated
 from kvjax.fitting.prompts.memory_tokens import run_of, surprise
 from kvjax.fitting.prompts.questions import asked, read_by
@@ -31,7 +31,7 @@ from tests.sweep import sweep
 
 MEMORY = ["gisting", "ccm", "ccm-merge"]
 NAMES = ["kv-distill", *MEMORY, "loma"]
-AIM = Aim(0.2, 0.6, 0.4, 0.7)
+AIM = DistillationLoss(0.2, 0.6, 0.4, 0.7)
 
 
 def batch_of(m, rows):

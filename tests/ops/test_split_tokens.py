@@ -10,7 +10,7 @@ from kvjax.mesh.rules import Rules
 from kvjax.ops.attention import split_tokens, ways
 from kvjax.ops.attention.split_tokens import split_attention
 from kvjax.ops.attention.union import Keys, Reduction
-from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, Travel, Way
+from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, TransferBytes, Way
 from tests.sweep import sweep
 
 B, N, K, T, H, S, PARTS = 2, 4, 2, 16, 8, 24, 4
@@ -116,8 +116,8 @@ def test_it_is_attention_over_all_keys_and_counts_what_they_receive(over, way, w
     new_way, past_way = (w._replace(hops=w.hops and parts - 1) for w in WAYS[way])
     if window is not None and new_way.kind in (KEYS, HELPED):
         new_way = Way(KEYS, min(parts - 1, -(-(window - 1) // (T // parts))))
-    monkeypatch.setattr(Travel, "of_new", lambda *_: new_way)
-    monkeypatch.setattr(Travel, "of_past", lambda *_: past_way)
+    monkeypatch.setattr(TransferBytes, "of_new", lambda *_: new_way)
+    monkeypatch.setattr(TransferBytes, "of_past", lambda *_: past_way)
     q, q_pos, new, past, sink = drawn(rng)
     options = dict(scale=0.3, window=window, softcap=5.0)
     want = reference(q, [past, new, sink], q_pos, **options)
@@ -145,7 +145,7 @@ def test_a_clipped_softmax_brings_all_keys_together(rng):
 
 def test_the_way_is_the_one_of_the_fewest_bytes():
     """Two query heads to a list, two devices: keys and values are as large as queries and outputs of one."""
-    few, many = Travel(2, 100, 100, 100), Travel(4, 50, 100, 100)
+    few, many = TransferBytes(2, 100, 100, 100), TransferBytes(4, 50, 100, 100)
     assert few.of_new(64, None) == Way(GATHER) and many.of_new(64, None) == Way(KEYS, 3)
     # A window of 17 tokens reaches one device of 16 tokens back, 18 two.
     assert [many.of_new(64, w).hops for w in (1, 2, 17, 18, 64)] == [0, 1, 1, 2, 3]
@@ -173,7 +173,7 @@ def test_devices_that_help_each_other_have_less_to_do(parts, way, most, rng, mon
         return over(*args, **options)
 
     monkeypatch.setattr(split_tokens, "attention_over", counted)
-    monkeypatch.setattr(Travel, "of_new", lambda *_: Way(way, parts - 1))
+    monkeypatch.setattr(TransferBytes, "of_new", lambda *_: Way(way, parts - 1))
     x, pos = jnp.asarray(rng.normal(size=(1, 2, T, H)), jnp.float32), jnp.arange(T)[None]
     on = OnMesh(as_mesh(f"seq={parts}"), Rules(tokens="seq"))
     jax.jit(lambda x: split_attention(x, Keys(x, x, pos[:, None]), (), pos, on=on, scale=1.0)[0])(x)

@@ -31,7 +31,7 @@ from kvjax.serve.ledger.audit import audit
 pytest.importorskip("starlette", reason="the door needs the extra `serve`")
 uvicorn, httpx = pytest.importorskip("uvicorn"), pytest.importorskip("httpx")
 
-from kvjax.serve.http.answers import Text  # noqa: E402
+from kvjax.serve.http.answers import AnswerText  # noqa: E402
 from kvjax.serve.http.app import app_of  # noqa: E402
 from kvjax.serve.http.service import Closed, Full, Limits, Service  # noqa: E402
 
@@ -273,7 +273,7 @@ def test_what_may_begin_a_stop_text_is_held_back():
             return "".join(map(chr, ids))
 
     def written(text, stops):
-        one, found = Text(None, stops), []
+        one, found = AnswerText(None, stops), []
         one.decoding = kvjax_decoding(Spelled())
         for letter in text:
             if one.over:

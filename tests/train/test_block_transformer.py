@@ -21,7 +21,7 @@ from kvjax.train.conversion.conversions import convert, difference
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import training
-from kvjax.train.step import Parts, total_loss
+from kvjax.train.step import BatchParts, total_loss
 
 SIZES = dict(layers=1, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
 MODEL = {"blocks": SIZES, "tokens": SIZES, "length": 4, "prefix": 2}
@@ -45,7 +45,7 @@ def test_its_loss_is_that_of_its_logits(text):
     assert isinstance(run.config, BlockConfig) and run.config.blocks.vocab == 32 and run.config.vocab == 257
     params = init(run.config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 257, (2, 25)).astype(np.int32)
-    part = Parts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
+    part = BatchParts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
     logits = np.asarray(forward(params, part.tokens[:, :-1], run.config), np.float64)
     picked = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
     want = (np.log(np.exp(logits).sum(-1)) - picked).sum()

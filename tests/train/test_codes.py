@@ -10,7 +10,7 @@ from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.models.params import init
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import Loop, Optimiser
-from kvjax.train.step import Parts, TrainState, learned_loss, make_step, total_loss
+from kvjax.train.step import BatchParts, TrainState, learned_loss, make_step, total_loss
 
 WORD = VectorQuantised(2, 6, 5, codes=7, block=4)
 CONFIG = Config(vocab=16, d_model=12, layers=2, heads=2, kv_heads=2, head_dim=6, d_ff=16, mixers=(WORD,) * 2)
@@ -47,7 +47,7 @@ def test_codes_learn_from_their_distance_alone_and_keys_from_both():
 def test_training_draws_keys_and_codes_together():
     params, _ = layer()
     tokens = np.random.default_rng(0).integers(0, 16, (2, 17)).astype(np.int32)
-    part = Parts(jnp.asarray(tokens), jnp.ones((2, 17), jnp.float32), None)
+    part = BatchParts(jnp.asarray(tokens), jnp.ones((2, 17), jnp.float32), None)
     both = float(learned_loss(params, part, CONFIG, LOOP) - total_loss(params, part, CONFIG, LOOP))
     steps = optimiser(Optimiser(peak=1e-2, warmup=1, weight_decay=0.0), LOOP)
     state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))

@@ -19,7 +19,7 @@ from kvjax.train.compressed import compressor, read_and_said
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training
-from kvjax.train.step import Companions, Parts, learned_loss, parted
+from kvjax.train.step import BatchParts, Companions, learned_loss, parted
 
 CONFIG = Config(vocab=257, d_model=16, layers=2, heads=2, kv_heads=2, head_dim=8, d_ff=24)
 LOOP = dict(batch=2, length=24, context=12, compute="float32", log_every=1, evaluate_rows=2)
@@ -79,7 +79,7 @@ def test_what_is_said_is_what_a_cache_says(model, method):
 def test_slopes_are_those_of_differences(model, method):
     """Of the whole loss, along a random direction, through what memory tokens leave."""
     by, ids, loop = compressor(method, model, 0), tokens(), Loop(method=method, **LOOP)
-    part = Parts(ids, jnp.ones((2, 25), jnp.float32), None)
+    part = BatchParts(ids, jnp.ones((2, 25), jnp.float32), None)
 
     @jax.jit
     def loss(params, arrays):

@@ -21,7 +21,7 @@ from kvjax.train.conversion.conversions import convert, difference
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training
-from kvjax.train.step import Companions, Frozen, Parts, learned_loss, total_loss
+from kvjax.train.step import BatchParts, Companions, Frozen, learned_loss, total_loss
 
 CONFIG = Config(vocab=257, d_model=16, layers=2, heads=2, kv_heads=2, head_dim=8, d_ff=24)
 LOOP = dict(steps=3, batch=2, length=24, context=8, compute="float32", log_every=1, evaluate_rows=2)
@@ -45,7 +45,7 @@ def test_what_is_lost_is_the_loss_behind_the_context_and_the_new_layers_learn():
         layer = made.params["layers"][1]
         layer[name] = jax.random.normal(jax.random.key(3), layer[name].shape) * 0.3
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 25)), jnp.int32)
-    part = Parts(tokens, jnp.ones((2, 25), jnp.float32), None)
+    part = BatchParts(tokens, jnp.ones((2, 25), jnp.float32), None)
     loop, beside = Loop(**LOOP), Companions(encoder=Frozen(plain.params, plain.config))
     context = encode(plain.params, tokens[:, :8], CONFIG)
     logits = np.asarray(forward(made.params, tokens[:, 8:-1], made.config, context=context), np.float64)

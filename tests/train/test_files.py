@@ -17,7 +17,7 @@ from kvjax.models.model import Model
 from kvjax.train.loop import begin
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
-from kvjax.train.step import Parts, TrainState, make_step
+from kvjax.train.step import BatchParts, TrainState, make_step
 from tests.sweep import sweep
 
 SMALL = ("train.steps=2", "train.batch=2", "train.length=16", "train.evaluate_rows=2", "train.log_every=1")
@@ -33,7 +33,7 @@ def test_every_shipped_file_is_a_run_of_a_few_million_parameters(name):
     assert 0.5 * about < sum(x.size for x in jax.tree.leaves(params)) < 1.5 * about
     steps = optimiser(run.optimiser, run.loop)
     state = jax.eval_shape(lambda p: TrainState(p, steps.init(p), jnp.zeros((), jnp.int32)), params)
-    parts = Parts(*(jax.ShapeDtypeStruct((1, 2, 33), dtype) for dtype in ("int32", "float32")), None)
+    parts = BatchParts(*(jax.ShapeDtypeStruct((1, 2, 33), dtype) for dtype in ("int32", "float32")), None)
     new, found = jax.eval_shape(make_step(run.config, run.loop, steps), state, parts)
     assert jax.tree.map(lambda x: x.shape, new) == jax.tree.map(lambda x: x.shape, state)
     assert found.loss.shape == ()
@@ -53,7 +53,7 @@ def test_every_shipped_architecture_learns_and_its_steps_say_what_its_forward_pa
     rule = optimiser(run.optimiser, run.loop)
     text = (b"a text about nothing at all. " * 5)[:129]
     tokens = jnp.asarray([list(text)] * 2, jnp.int32)
-    parts = Parts(tokens[None], jnp.ones((1, 2, 129), jnp.float32), None)
+    parts = BatchParts(tokens[None], jnp.ones((1, 2, 129), jnp.float32), None)
     state, _ = begin(params, run, run.config, rule, None)
     step, losses = make_step(run.config, run.loop, rule), []
     for _ in range(6):

@@ -24,7 +24,7 @@ from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import CONFIG
 from kvjax.train.settings import Data, Loop, training
-from kvjax.train.step import Companions, Frozen, Parts, TrainState, fault, learned_loss, make_step
+from kvjax.train.step import BatchParts, Companions, Frozen, TrainState, fault, learned_loss, make_step
 from kvjax.train.trained import check_finite
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
@@ -284,7 +284,7 @@ def test_a_run_learns_from_a_teacher_as_much_as_it_is_told(texts, tmp_path):
     run = settings(texts)
     teacher, student = (init(run.config, jax.random.key(i)) for i in (1, 2))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 25)).astype(np.int32)
-    part = Parts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
+    part = BatchParts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
     a, b = (np.asarray(forward(p, part.tokens[:, :-1], run.config), np.float64) for p in (teacher, student))
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
     divergence = (p * np.log(p / q)).sum()

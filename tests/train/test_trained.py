@@ -17,7 +17,7 @@ from kvjax.train.data.packing import Rows
 from kvjax.train.loop import begin, in_parts, train
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
-from kvjax.train.step import Companions, Frozen, Parts, learned_loss, make_step
+from kvjax.train.step import BatchParts, Companions, Frozen, learned_loss, make_step
 from kvjax.train.trained import groups_of, joined, kinds
 
 MODEL = dict(layers=3, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24, vocab=264)
@@ -152,7 +152,7 @@ def test_a_run_learns_from_a_teachers_hidden_states_and_attention_outputs():
             [(np.square(x - y).mean(-1) * weights[:, 1:]).sum() for x, y in zip(a, b, strict=True)]
         )
 
-    part = Parts(tokens, weights, None)
+    part = BatchParts(tokens, weights, None)
     for names, want in (
         ({"distil_hidden": 2.0}, 2 * apart(mine, theirs)),
         ({"distil_attention": 0.5}, 0.5 * apart(my_added, their_added)),

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax import steps
 from kvjax.api.chunks import bucket
 from kvjax.api.decode_loop import write
-from kvjax.api.forced import Given, force
+from kvjax.api.forced import ForcedTokens, force
 from kvjax.api.likelihood import room_for
 from kvjax.api.logit_processors import history
 from kvjax.api.nan_checks import refuse_step
@@ -121,7 +121,7 @@ def written(
     held, count = nbytes(cache), np.array([len(ids) for ids in rest])
     if count.any():
         tokens = np.array([[*ids, *[0] * (bucket(int(count.max())) - len(ids))] for ids in rest], np.int32)
-        _, logits, cache = force(model, chosen, cache, Given(tokens, count, tokens), logits)
+        _, logits, cache = force(model, chosen, cache, ForcedTokens(tokens, count, tokens), logits)
     ends = StopStrings(model, how.stop_strings, len(rows)) if how.stop_strings else None
     one, params = stepping(model, chosen, None)
     whole = padded(model, [row.ids for row in rows], None)

@@ -23,7 +23,7 @@ from kvjax.eval.report.figures import (
 )
 from kvjax.eval.report.method_cards import families_of, linked
 from kvjax.eval.report.paired import Difference
-from kvjax.eval.report.svg_plot import Look
+from kvjax.eval.report.svg_plot import MethodStyle
 
 
 class _Shape(NamedTuple):
@@ -33,10 +33,10 @@ class _Shape(NamedTuple):
     unit: tuple[str, float]
     far: bool
     fed: bool
-    looks: Mapping[str, Look]
+    looks: Mapping[str, MethodStyle]
 
 
-def table_section(cells: Sequence[Cell], timings: Timings | None, looks: Mapping[str, Look]) -> str:
+def table_section(cells: Sequence[Cell], timings: Timings | None, looks: Mapping[str, MethodStyle]) -> str:
     """The section of all cells: a table that sorts, with a button that saves every figure as CSV."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     shape = _Shape(
@@ -65,7 +65,7 @@ def csv_button(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def dotted(method: str, looks: Mapping[str, Look]) -> str:
+def dotted(method: str, looks: Mapping[str, MethodStyle]) -> str:
     """A method's name after a dot of its colour, linked to its card."""
     return f'<i class="dot" style="--c:var(--m{looks[method].number})"></i>{linked(method, looks)}'
 

@@ -20,18 +20,18 @@ from kvjax.eval.report.frontier import (
     styles_of,
 )
 from kvjax.eval.report.method_cards import families_of, linked
-from kvjax.eval.report.svg_plot import LARGE, SMALL, Look, marker_svg, svg_plot
+from kvjax.eval.report.svg_plot import LARGE, SMALL, MethodStyle, marker_svg, svg_plot
 
 TASK_SCORES = Axis("score (%)", SCORES.limits)
 NLL = Axis("−log p (nats)", None, higher=False, log=True)
 
 
-def looks_of(panels: Sequence[Panel], axis: Axis) -> dict[str, Look]:
+def looks_of(panels: Sequence[Panel], axis: Axis) -> dict[str, MethodStyle]:
     """How each method looks on every plot of a page."""
     points = [point for panel in panels for point in panel.points]
     styles = styles_of(points, LIGHT, leading(panels, axis))
     return {
-        method: Look(
+        method: MethodStyle(
             number,
             _dashes(style),
             "" if style["marker"] == "none" else style["marker"],
@@ -77,7 +77,7 @@ beats what is on it.</p>
 <div class="plots">{drawn}</div>{_legend(looks)}</section>"""
 
 
-def _legend(looks: Mapping[str, Look]) -> str:
+def _legend(looks: Mapping[str, MethodStyle]) -> str:
     named = "".join(
         f'<li data-method="{look.number}" data-families="{escape(" ".join(look.families))}" '
         f'style="--c:var(--m{look.number})">{marker_svg(look)}{linked(method, looks)}</li>'
@@ -89,7 +89,7 @@ def _legend(looks: Mapping[str, Look]) -> str:
     return f'<ul class="legend">{named}{note}</ul>'
 
 
-def task_plots(cells: Sequence[Cell], looks: Mapping[str, Look]) -> str:
+def task_plots(cells: Sequence[Cell], looks: Mapping[str, MethodStyle]) -> str:
     """A small plot per protocol and task, of scores and of −log p where it was measured; "" for one task."""
     fed = any(cell.nll is not None for cell in cells)
     if len({task for cell in cells for task in cell.tasks}) < 2 and not fed:
@@ -109,7 +109,10 @@ Value = tuple[float, tuple[float, float] | None]
 
 
 def _small(
-    cells: Sequence[Cell], looks: Mapping[str, Look], axis: Axis, value: Callable[[MeanScore], Value | None]
+    cells: Sequence[Cell],
+    looks: Mapping[str, MethodStyle],
+    axis: Axis,
+    value: Callable[[MeanScore], Value | None],
 ) -> str:
     """A plot per protocol and task."""
     panels: dict[tuple[str, str], list[Point]] = {}

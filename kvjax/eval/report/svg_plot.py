@@ -37,7 +37,7 @@ _TICKS = 5
 _LEAST = 1e-4
 
 
-class Look(NamedTuple):
+class MethodStyle(NamedTuple):
     """How a method looks on all plots of a page: number of its colour, dashes, letter of its marker.
 
     families: for the page's filter. plain: grey and without a name in the legend.
@@ -65,7 +65,7 @@ _RIGHT = 12
 Place = Callable[[float], float]
 
 
-def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, Look], size: Size) -> str:
+def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, MethodStyle], size: Size) -> str:
     """A panel as an SVG element, with the line of its Pareto front.
 
     reach: both ends of the byte axis, and its ticks.
@@ -95,7 +95,7 @@ def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, Look], 
     return f"{opening}{plot}{words}</svg>"
 
 
-def marker_svg(look: Look) -> str:
+def marker_svg(look: MethodStyle) -> str:
     """The sign of a method for legends."""
     dashes = f' stroke-dasharray="{look.dashes}"' if look.dashes else ""
     line = f'<path class="line" d="M0 7H30"{dashes}/>'
@@ -152,7 +152,7 @@ def _words(
     return "".join(words)
 
 
-def _series(panel: Panel, method: str, look: Look, x: Place, y: Place, width: int) -> str:
+def _series(panel: Panel, method: str, look: MethodStyle, x: Place, y: Place, width: int) -> str:
     points = sorted((p for p in panel.points if p.method == method), key=lambda p: p.kept)
     if not points:
         return ""

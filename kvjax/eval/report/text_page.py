@@ -19,7 +19,7 @@ from kvjax.eval.report.page import listed, matrix, shell
 from kvjax.eval.report.page_table import csv_button, dotted, entry, header, note
 from kvjax.eval.report.paired import FEW
 from kvjax.eval.report.plots_section import looks_of, plots
-from kvjax.eval.report.svg_plot import Look
+from kvjax.eval.report.svg_plot import MethodStyle
 from kvjax.eval.report.text_table import LOST, ends_of, text_panels
 
 
@@ -101,7 +101,7 @@ _HEADS = (
 )
 
 
-def _table(rows: Sequence[Mapping[str, Any]], looks: Mapping[str, Look]) -> str:
+def _table(rows: Sequence[Mapping[str, Any]], looks: Mapping[str, MethodStyle]) -> str:
     heads, body = "".join(header(*head) for head in _HEADS), "".join(_row(row, looks) for row in rows)
     return f"""<section><h2>All measurements</h2>
 <p class="muted">lost: -log p of the text, more than with the full cache. Small figures: 95% interval over
@@ -113,7 +113,7 @@ windows; p: paired bootstrap over windows. Click a heading to sort.</p>
 </section>"""
 
 
-def _row(row: Mapping[str, Any], looks: Mapping[str, Look]) -> str:
+def _row(row: Mapping[str, Any], looks: Mapping[str, MethodStyle]) -> str:
     kept, read = (row[f"{name}_bytes"] / row["full_bytes"] for name in ("kept", "read"))
     found, none = ends_of(row), "n too small" if row["windows"] < FEW else "alike in all windows"
     ends = none if found is None else f"{signed(found[0], 4)} to {signed(found[1], 4)}"

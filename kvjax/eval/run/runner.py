@@ -138,7 +138,7 @@ def bare_run(model: Model, method: Method, newest: int = 1) -> Run:
     return Run(made(model, method).config, bare_method(method, newest), on_mesh=on)
 
 
-class Given(NamedTuple):
+class ProgramInputs(NamedTuple):
     """The inputs of a cell's programs: its model, and the parameters with the arrays of its words."""
 
     model: Model
@@ -176,12 +176,12 @@ class Runner:
         """Whether a cell needs its own prefill, by its method or because it runs on another model."""
         return reads_apart(entry.method) or self.given(entry).model is not self.model
 
-    def given(self, entry: Entry) -> Given:
+    def given(self, entry: Entry) -> ProgramInputs:
         """The model that a cell runs on, with its parameters."""
         model = made(self.model if runs_scanned(self.model, entry.method) else self.unrolled, entry.method)
         if model is self.model:
-            return Given(model, self.params)
-        return Given(model, with_fitted(model.params, entry.method))
+            return ProgramInputs(model, self.params)
+        return ProgramInputs(model, with_fitted(model.params, entry.method))
 
     def decoding(self, entry: Entry) -> Run:
         """The static settings of a cell's steps."""

@@ -150,7 +150,7 @@ class _Context(NamedTuple):
 
 def make_words(
     model: Model, tasks: Sequence[str] = TASKS, *, length: int | None = None, seed: int = 0
-) -> Words:
+) -> PlainEnglish:
     """The questions for a model with a tokenizer; context and question fit `length` tokens (default 512).
 
     Raises InputError for unknown tasks, a model without a tokenizer or with one that cannot write English,
@@ -167,7 +167,7 @@ def make_words(
                 "files of RULER or LongBench records (path.jsonl)"
             )
     reader = reader_of(model)
-    words = Words(tuple(tasks), length or LENGTH, seed, reader, _vocabulary(reader))
+    words = PlainEnglish(tuple(tasks), length or LENGTH, seed, reader, _vocabulary(reader))
     most = model.config.max_positions - words.answer_tokens
     if length is None:
         words = dataclasses.replace(words, length=min(LENGTH, most))
@@ -181,7 +181,7 @@ def make_words(
 
 
 @dataclasses.dataclass(frozen=True)
-class Words:
+class PlainEnglish:
     """Questions in English; a sample is a pure function of (tasks, seed, index, length) and the tokenizer."""
 
     tasks: tuple[str, ...]

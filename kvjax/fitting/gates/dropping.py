@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.gates.eviction_gates import mean_of, of_layer
-from kvjax.fitting.loops.cuts import Cut, cut_behind_contexts, divergence_of
+from kvjax.fitting.loops.cuts import CutTexts, cut_behind_contexts, divergence_of
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
@@ -34,7 +34,7 @@ START = 8.0
 class Softened(NamedTuple):
     """A batch, and the alpha of its sparse sigmoids."""
 
-    texts: Cut
+    texts: CutTexts
     alpha: Float[Array, ""]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitting.loops.cuts import Cut, Left, cut_behind_contexts, divergence, mean_before
+from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_behind_contexts, divergence, mean_before
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
@@ -28,7 +28,7 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]]
 Odds = Callable[[Arrays, Inputs, Bool[Array, "B T"]], Float[Array, "B K T"]]
 
 
-class Aim(NamedTuple):
+class EvictionLoss(NamedTuple):
     """The eviction loss: the target share of evicted tokens, its weight `penalty`, the temperature `tau`."""
 
     target: float
@@ -61,13 +61,13 @@ def fit_eviction_gate(
     attention that keeps all tokens.
     """
     check_whole(model, "gates")
-    c, aim = model.config, Aim(target, penalty, tau)
+    c, aim = model.config, EvictionLoss(target, penalty, tau)
     start = {
         "out": uniform(jax.random.key(seed), (c.layers, c.d_model, c.kv_heads), c.d_model),
         "out_bias": jnp.zeros((c.layers, c.kv_heads)),
     }
 
-    def loss(arrays: Arrays, batch: Cut, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: CutTexts, params: Params) -> Float[Array, ""]:
         return evicted(c, params, arrays, batch, linear_odds, aim, recent)
 
     read = cut_behind_contexts(model, batches, epochs, seed, progress)
@@ -100,7 +100,7 @@ def fit_attention_gate(
     Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "gates")
-    c, keys, aim = model.config, jax.random.split(jax.random.key(seed), 4), Aim(target, penalty, tau)
+    c, keys, aim = model.config, jax.random.split(jax.random.key(seed), 4), EvictionLoss(target, penalty, tau)
     shape = (c.layers, c.d_model, heads, rank)
     start = {name: uniform(key, shape, c.d_model) for name, key in zip("qkv", keys, strict=False)}
     start |= {
@@ -108,7 +108,7 @@ def fit_attention_gate(
         "out_bias": jnp.zeros((c.layers, c.kv_heads)),
     }
 
-    def loss(arrays: Arrays, batch: Cut, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: CutTexts, params: Params) -> Float[Array, ""]:
         return evicted(c, params, arrays, batch, attention_odds, aim)
 
     read = cut_behind_contexts(model, batches, epochs, seed, progress)
@@ -126,16 +126,22 @@ def attention_odds(arrays: Arrays, inputs: Inputs, before: Bool[Array, "B T"]) -
 
 
 def evicted(
-    config: Config, params: Params, arrays: Arrays, batch: Cut, odds: Odds, aim: Aim, recent: int = 0
+    config: Config,
+    params: Params,
+    arrays: Arrays,
+    batch: CutTexts,
+    odds: Odds,
+    aim: EvictionLoss,
+    recent: int = 0,
 ) -> Float[Array, ""]:
     """The loss of decisions on a batch; the `recent` newest tokens before a cut stay whatever is decided."""
 
-    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:
+    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> KeptBeforeCut:
         logit = relaxed(odds(of_layer(arrays, layer), inputs, before), batch.seed, layer.number, aim.tau)
         old = before & (inputs.pos < batch.cuts[:, None] - recent)
         assert inputs.v is not None
         amount = jnp.where(old[:, None], jax.nn.log_sigmoid(-logit), 0.0)
-        return Left(keys.k, inputs.v, amount, mean_before(jax.nn.sigmoid(logit), before))
+        return KeptBeforeCut(keys.k, inputs.v, amount, mean_before(jax.nn.sigmoid(logit), before))
 
     off, found = divergence(config, params, batch, leaving, "gates")
     return off + aim.penalty * jnp.maximum(aim.target - mean_of(found), 0.0)

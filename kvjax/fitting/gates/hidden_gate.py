@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
 from kvjax.api.prefill import padded
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
@@ -142,7 +142,9 @@ def _read(run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Arra
     needs = steps.needs_of(run, params) | {Hidden()}
     prompt = steps.observe(run._replace(method=Method()), params, tokens, lengths, None, needs)
     scores = steps.scored(run, params, prompt)
-    hidden = jnp.concatenate([f.observed[key_of(Hidden())] for f in prompt.fresh if isinstance(f, Fresh)])
+    hidden = jnp.concatenate(
+        [f.observed[key_of(Hidden())] for f in prompt.fresh if isinstance(f, ComputedTokens)]
+    )
     each, live = jnp.concatenate([scores[i] for i in sorted(scores)]), prompt.positions.pos >= 0
     return GateBatch(hidden.astype(jnp.float32), jnp.where(live[None, :, None], each, 0.0), live)
 

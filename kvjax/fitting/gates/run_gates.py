@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitting.gates.eviction_gates import Aim, mean_of, of_layer, relaxed
-from kvjax.fitting.loops.cuts import Cut, Left, cut_behind_contexts, divergence, mean_before
+from kvjax.fitting.gates.eviction_gates import EvictionLoss, mean_of, of_layer, relaxed
+from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_behind_contexts, divergence, mean_before
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
@@ -50,29 +50,31 @@ def fit_run_gates(
     tokens.
     """
     check_whole(model, "gates")
-    c, keys, aim = model.config, jax.random.split(jax.random.key(seed)), Aim(target, penalty, tau)
+    c, keys, aim = model.config, jax.random.split(jax.random.key(seed)), EvictionLoss(target, penalty, tau)
     start = {}
     for name, key in zip(("join", "weight"), keys, strict=True):
         start[name] = uniform(key, (c.layers, c.d_model, c.kv_heads), c.d_model)
         start[f"{name}_bias"] = jnp.zeros((c.layers, c.kv_heads))
 
-    def loss(arrays: Arrays, batch: Cut, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: CutTexts, params: Params) -> Float[Array, ""]:
         return shared(c, params, arrays, batch, aim)
 
     read = cut_behind_contexts(model, batches, epochs, seed, progress)
     return Fitted(descended(loss, start, read, model.params, rate=rate), "Opening", model.signature)
 
 
-def shared(config: Config, params: Params, arrays: Arrays, batch: Cut, aim: Aim) -> Float[Array, ""]:
+def shared(
+    config: Config, params: Params, arrays: Arrays, batch: CutTexts, aim: EvictionLoss
+) -> Float[Array, ""]:
     """The loss of decisions and weights on a batch."""
 
-    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:
+    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> KeptBeforeCut:
         mine = of_layer(arrays, layer)
         logit = relaxed(linear(mine, "join", inputs), batch.seed, layer.number, aim.tau)
         assert inputs.v is not None
         k, v, amount = merged(logit, linear(mine, "weight", inputs), inputs.k_raw, inputs.v, before)
         found = mean_before(jax.nn.sigmoid(logit), before)
-        return Left(rotary(layer, k, inputs.pos, inputs.length), v, amount, found)
+        return KeptBeforeCut(rotary(layer, k, inputs.pos, inputs.length), v, amount, found)
 
     off, found = divergence(config, params, batch, leaving, "gates")
     return off + aim.penalty * jnp.maximum(aim.target - mean_of(found), 0.0)

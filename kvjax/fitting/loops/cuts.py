@@ -22,7 +22,7 @@ from kvjax.models.transformer import positions, unembed
 from kvjax.ops.attention.union import Keys, logits, weigh
 
 
-class Cut(NamedTuple):
+class CutTexts(NamedTuple):
     """Texts, the tokens before each cut, the positions that predict the answers, and a random seed."""
 
     tokens: Int[Array, "B T"]
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     seed: Int[Array, ""]
 
 
-class Left(NamedTuple):
+class KeptBeforeCut(NamedTuple):
     """What a layer keeps of the tokens before a cut: keys and values, and what is added to their logits.
 
     found: any value that the fit collects from the layer.
@@ -45,19 +45,19 @@ class Left(NamedTuple):
 
 
 # (the layer, its inputs, its keys, logits, which tokens are before the cut [B, T]) -> what the layer keeps.
-Leaving = Callable[[Layer, Inputs, Keys, Array, Bool[Array, "B T"]], Left]
+Leaving = Callable[[Layer, Inputs, Keys, Array, Bool[Array, "B T"]], KeptBeforeCut]
 
 
 def cut_behind_contexts(
     model: Model, batches: list[list[Sample]], epochs: int, seed: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
-) -> Iterator[Cut]:  # fmt: skip
+) -> Iterator[CutTexts]:  # fmt: skip
     """Yields batches of contexts, questions and answers, `epochs` times, cut where the questions begin."""
     draw = np.random.default_rng(seed)
     for samples in progress([samples for _ in range(epochs) for samples in batches]):
         given = answers(model, samples)
         cuts = jnp.asarray([len(s.context) for s in samples], jnp.int32)
-        yield Cut(given.tokens, given.lengths, cuts, given.said, jnp.int32(draw.integers(2**31 - 1)))
+        yield CutTexts(given.tokens, given.lengths, cuts, given.said, jnp.int32(draw.integers(2**31 - 1)))
 
 
 def behind(
@@ -92,7 +92,7 @@ def behind(
 
 
 def divergence(
-    config: Config, params: Params, batch: Cut, leaving: Leaving, what: str
+    config: Config, params: Params, batch: CutTexts, leaving: Leaving, what: str
 ) -> tuple[Float[Array, ""], tuple[Any, ...]]:
     """(KL(p || q), the values collected in every group's layers).
 

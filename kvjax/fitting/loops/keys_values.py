@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.api.prefill import padded
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import RawKeys
@@ -51,7 +51,7 @@ def _read(
     run: Run, raw: bool, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "L B K T H"], Float[Array, "L B K T V"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({RawKeys()}))
-    fresh = [f for f in prompt.fresh if isinstance(f, Fresh)]
+    fresh = [f for f in prompt.fresh if isinstance(f, ComputedTokens)]
     keys = [f.observed[key_of(RawKeys())] if raw else f.k for f in fresh]
     values = [f.v for f in fresh]
     return jnp.concatenate(keys), jnp.concatenate(values)  # type: ignore[arg-type]

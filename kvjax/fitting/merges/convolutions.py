@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from kvjax.fitting.loops.cuts import Left, behind
+from kvjax.fitting.loops.cuts import KeptBeforeCut, behind
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.merges.residue import ResidueBatch, cut, kept_before
@@ -80,7 +80,7 @@ def surprise(
     arrays: None to mix nothing, so that evicted tokens are dropped.
     """
 
-    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:
+    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> KeptBeforeCut:
         kept, k, v = batch.kept[layer.number], keys.k, inputs.v
         assert inputs.k_raw is not None and v is not None
         gone = before[:, None] & ~kept
@@ -91,7 +91,7 @@ def surprise(
             old = kept & (inputs.pos < batch.cuts[:, None] - newest)[:, None]
             raw, v, takes = mixed(mine, inputs.k_raw, v, pos, old, gone, received)
             k = jnp.where(takes[..., None], rotary(layer, raw, inputs.pos, inputs.length), k)
-        return Left(k, v, jnp.where(gone, -jnp.inf, 0.0))
+        return KeptBeforeCut(k, v, jnp.where(gone, -jnp.inf, 0.0))
 
     said, later, _ = behind(config, params, batch, leaving, "convolutions")
     each = optax.softmax_cross_entropy_with_integer_labels(said[:, :-1], batch.tokens[:, 1:])

@@ -46,7 +46,7 @@ def fit_states(
     check_whole(model, "compressed states")
     word = dataclasses.replace(method.make, fitted=None)
 
-    def loss(arrays: Arrays, batch: Said, params: Params) -> Float[Array, ""]:
+    def loss(arrays: Arrays, batch: AnswerTokens, params: Params) -> Float[Array, ""]:
         return surprise(word, model.config, params, arrays, batch)
 
     read = (said_in(model, one) for one in progress([one for _ in range(epochs) for one in batches]))
@@ -55,23 +55,23 @@ def fit_states(
     return Fitted(found, "StatesOfThePast", model.signature)
 
 
-class Said(NamedTuple):
+class AnswerTokens(NamedTuple):
     """Contexts, questions and answers as rows of tokens, and the answer token to predict at each position."""
 
     texts: Answers
     answer: Int[Array, "B T"]
 
 
-def said_in(model: Model, samples: list[Sample]) -> Said:
+def said_in(model: Model, samples: list[Sample]) -> AnswerTokens:
     """A batch of samples as texts."""
     texts = answers(model, samples)
     answer = np.zeros(texts.tokens.shape, np.int32)
     answer[np.asarray(texts.said)] = [token for one in samples for token in one.answer]
-    return Said(texts, jnp.asarray(answer))
+    return AnswerTokens(texts, jnp.asarray(answer))
 
 
 def surprise(
-    word: StatesOfThePast, config: Config, params: Params, arrays: Arrays, batch: Said
+    word: StatesOfThePast, config: Config, params: Params, arrays: Arrays, batch: AnswerTokens
 ) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens, by the model that these arrays make."""
     tokens, lengths, said = batch.texts

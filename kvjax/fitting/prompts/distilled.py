@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.compress.segments import whole_slots
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
@@ -35,7 +35,7 @@ from kvjax.steps.prefilling.lora import Marks
 _NAME = "learned now"
 
 
-class Aim(NamedTuple):
+class DistillationLoss(NamedTuple):
     """How scores select tokens during the fit, and the loss.
 
     least, most: the range from which the share of kept tokens of a context is drawn. tau: the temperature of
@@ -92,7 +92,7 @@ def fit_distilled(
         "out": uniform(keys[1], (1, hidden, 1), hidden),
         "out_bias": jnp.zeros((1, 1)),
     }
-    layer, aim = method.reread.after(c.layers), Aim(least, most, tau, forward)
+    layer, aim = method.reread.after(c.layers), DistillationLoss(least, most, tau, forward)
 
     def loss(arrays: Arrays, batch: DistilledBatch, params: Params) -> Float[Array, ""]:
         return distilled(c, params, arrays, batch, aim)
@@ -122,7 +122,7 @@ def hidden_at(config: Config, layer: int, params: Params, batch: AnswerBatch) ->
 
 
 def distilled(
-    config: Config, params: Params, arrays: Arrays, batch: DistilledBatch, aim: Aim
+    config: Config, params: Params, arrays: Arrays, batch: DistilledBatch, aim: DistillationLoss
 ) -> Float[Array, ""]:
     """The loss of scorer and weights on a batch."""
     given = batch.asked
@@ -134,7 +134,7 @@ def distilled(
     )
     amount, groups = jnp.where(last, 0.0, jax.nn.log_sigmoid(odds)), []
     for gm, fresh in zip(run.groups(params), read.fresh, strict=True):
-        assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
+        assert isinstance(fresh, ComputedTokens) and fresh.k is not None and fresh.v is not None
         k, v = fresh.k, fresh.v
         pos, bias = (jnp.broadcast_to(x[None, :, None], k.shape[:4]) for x in (read.positions.pos, amount))
         groups.append(GroupState(tail=whole_slots(gm, View(k, v, pos, bias, {}))))
@@ -143,7 +143,7 @@ def distilled(
 
 
 def decided(
-    score: Float[Array, "B T"], given: AnswerBatch, aim: Aim
+    score: Float[Array, "B T"], given: AnswerBatch, aim: DistillationLoss
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """The relaxed log-odds that tokens stay, and which token stays in any case."""
     share, noise = jax.random.split(jax.random.key(given.seed))

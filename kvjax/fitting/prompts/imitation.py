@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.descent import Arrays, descended, warmed_up
 from kvjax.fitting.prompts.questions import AnswerBatch, read_by
 from kvjax.grammar import Method
@@ -69,7 +69,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Fl
     pos, off = prompt.positions.pos[:, :slots], []
     at, there = _stood_for(word, batch)
     for gm, mine, own in zip(run.groups(params), prompt.fresh, whole.fresh, strict=True):
-        assert isinstance(mine, Fresh) and isinstance(own, Fresh) and own.v is not None
+        assert isinstance(mine, ComputedTokens) and isinstance(own, ComputedTokens) and own.v is not None
         rope = run.attention_spec(gm.first).rope
         raw, v = (_slots_of(word, x, at, there) for x in (own.observed[key_of(RawKeys())], own.v))
         k = jax.vmap(lambda x, rope=rope: rotated(rope, x, pos, pos.max(1) + 1))(raw)

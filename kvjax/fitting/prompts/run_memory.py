@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.compress.segments import whole_slots
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays, descended
 from kvjax.fitting.loops.whole import check_whole
@@ -120,7 +120,7 @@ def _apart(run: Run, params: Params, prompt: Prompt, runs: Runs) -> Cache:
 
     groups = []
     for gm, fresh in zip(run.groups(params), prompt.fresh, strict=True):
-        assert isinstance(fresh, Fresh)
+        assert isinstance(fresh, ComputedTokens)
         k, v = split(fresh.k), split(fresh.v)
         pos = jnp.broadcast_to(stands, k.shape[:4])
         groups.append(GroupState(tail=whole_slots(gm, View(k, v, pos, None, {}))))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.fitting.statistics.basis_rules import Meant, Numbers
+from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers
 from kvjax.store.rotate import hadamard
 
 
-def by_attention(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def by_attention(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """OSCAR: M^-1 = U H P, of the eigenvectors U of a layer's covariance, a Hadamard matrix and an order.
 
     For keys that is the mean over KV heads of C_h = E[q q']; for values the mean over KV heads of E[w v v'],

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from kvjax.base.errors import InputError
 from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.asked_bases import by_attention
-from kvjax.fitting.statistics.basis_rules import Meant, Numbers, paired, scaled
+from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers, paired, scaled
 from kvjax.fitting.statistics.learnt_bases import flat, rotated, scaled_keys, shifted
 from kvjax.fitting.statistics.levels import only_slots, words_of
 from kvjax.fitting.statistics.queries import QuerySums, summed_queries
@@ -49,7 +49,7 @@ def fit_basis(
     for one in held:
         of = one.word.of
         x = read.k if of == "key" else read.v
-        meant = Meant(of, rope if of == "key" and not raw else None, one.codec, read.k, queries)
+        meant = BasisInputs(of, rope if of == "key" and not raw else None, one.codec, read.k, queries)
         arrays = RULES[one.word.by](x, meant)
         found |= {f"{of} {name}": a.astype(np.float32) for name, a in arrays.items()}
     return Fitted(found, "InBasis", model.signature)
@@ -63,26 +63,26 @@ def _moments(model: Model, batches: list[list[list[int]]], rotated: bool) -> Flo
     return grouped / np.maximum(count, 1.0)[:, None, None, None]
 
 
-def smooth(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def smooth(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """QServe: scales channels by the root of their largest magnitude, equal for both of a RoPE pair."""
     return scaled(paired(np.abs(x).max(2), meant.rope) ** 0.5)
 
 
-def principal(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def principal(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """ResQ: the eigenvectors of a head's second moments, the directions of the largest first."""
     wide = x.astype(np.float64)
     vectors = np.linalg.eigh(np.swapaxes(wide, -1, -2) @ wide)[1][..., ::-1]
     return {"matrix": np.swapaxes(vectors, -1, -2), "inverse": vectors}
 
 
-def in_order(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def in_order(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """SKVQ: sorts channels by their ranges, so that those of one group are alike."""
     order = np.argsort(x.max(2) - x.min(2), -1, kind="stable")
     permutation = np.eye(x.shape[-1])[order]
     return {"matrix": permutation, "inverse": np.swapaxes(permutation, -1, -2)}
 
 
-RULES: dict[str, Callable[[Numbers, Meant], dict[str, np.ndarray]]] = {
+RULES: dict[str, Callable[[Numbers, BasisInputs], dict[str, np.ndarray]]] = {
     "qserve": smooth,
     "resq": principal,
     "skvq": in_order,

@@ -13,7 +13,7 @@ from kvjax.state.codes import Codec
 Numbers = Float[np.ndarray, "L K T H"]
 
 
-class Meant(NamedTuple):
+class BasisInputs(NamedTuple):
     """What a basis is for, and what its rule may use besides the rows.
 
     of: "key" or "value". rope: the rotation of the keys, None if it does not matter. codec: of the rows in

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.api.prefill import padded
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -78,5 +78,5 @@ def _sums(
     run: Run, asked: LogitsByDistance, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "L T"], Float[Array, "L T"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({asked}))
-    each = [f.observed[key_of(asked)] for f in prompt.fresh if isinstance(f, Fresh)]
+    each = [f.observed[key_of(asked)] for f in prompt.fresh if isinstance(f, ComputedTokens)]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)

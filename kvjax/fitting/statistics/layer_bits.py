@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.api.prefill import padded
 from kvjax.base.errors import InputError
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -139,5 +139,5 @@ def _errors(
     run: Run, asked: OutputErrors, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "L"], Float[Array, "L P"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({asked}))
-    each = [f.observed[key_of(asked)] for f in prompt.fresh if isinstance(f, Fresh)]
+    each = [f.observed[key_of(asked)] for f in prompt.fresh if isinstance(f, ComputedTokens)]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)

@@ -7,22 +7,22 @@ from jaxtyping import Float
 
 from kvjax.base.errors import InputError
 from kvjax.fitting.loops.bases import Coded, Start, through_codes
-from kvjax.fitting.statistics.basis_rules import Meant, Numbers, paired, partners, scaled
+from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers, paired, partners, scaled
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import hadamard
 
 
-def flat(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def flat(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """FlatQuant: a rotation and scales for all heads of a layer, starting at a Hadamard rotation."""
     return _of_layers(x, meant, ("skew", "scales"))
 
 
-def rotated(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def rotated(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """SpinQuant: a rotation for all heads of a layer, starting at a Hadamard rotation."""
     return _of_layers(x, meant, ("skew",))
 
 
-def scaled_keys(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def scaled_keys(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """OmniQuant: scales of each head's channels, of keys one for each rotated pair; and a shift of values.
 
     Scales start as the roots of channels' largest numbers, and the shift as the middle of a channel's range.
@@ -34,13 +34,13 @@ def scaled_keys(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
     return _of_heads(x, meant, by, middle, ("scales", "shift"))
 
 
-def shifted(x: Numbers, meant: Meant) -> dict[str, np.ndarray]:
+def shifted(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     """WKVQuant: a shift and a scale per channel of a head, initially the middle and half of its range."""
     high, low = x.max(2), x.min(2)
     return _of_heads(x, meant, scaled((high - low) / 2), (high + low) / 2, ("scales", "shift"))
 
 
-def _of_layers(x: Numbers, meant: Meant, learnt: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _of_layers(x: Numbers, meant: BasisInputs, learnt: tuple[str, ...]) -> dict[str, np.ndarray]:
     """One matrix for all heads of a layer."""
     layers, heads, tokens, width = x.shape
     turn = np.broadcast_to(hadamard(width, 0), (layers, width, width))
@@ -50,7 +50,7 @@ def _of_layers(x: Numbers, meant: Meant, learnt: tuple[str, ...]) -> dict[str, n
 
 
 def _of_heads(
-    x: Numbers, meant: Meant, by: dict[str, np.ndarray], shift: Float[np.ndarray, "L K H"] | None,
+    x: Numbers, meant: BasisInputs, by: dict[str, np.ndarray], shift: Float[np.ndarray, "L K H"] | None,
     learnt: tuple[str, ...],
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """A diagonal matrix for every head, and a shift if an initial one is given."""
@@ -66,7 +66,7 @@ def _of_heads(
     return {name: found[name].reshape(layers, heads, *found[name].shape[1:]) for name in names}
 
 
-def coded(meant: Meant, width: int) -> Coded:
+def coded(meant: BasisInputs, width: int) -> Coded:
     """The codes whose error is minimised; InputError unless they encode tokens one by one."""
     codec = meant.codec
     if not isinstance(codec, Affine) or codec.axis != "token":

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
 from kvjax.api.prefill import padded
-from kvjax.compress.select import Fresh, union
+from kvjax.compress.select import ComputedTokens, union
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
@@ -162,7 +162,7 @@ def _retrieved(
 
     found = []
     for gm, fresh in zip(run.groups(params), prompt.fresh, strict=True):
-        assert isinstance(fresh, Fresh)
+        assert isinstance(fresh, ComputedTokens)
         view = union(gm, NOTHING, (), fresh, pos)
         found.append(over_layers(partial(one, gm.first), view, fresh.observed))
     return jnp.concatenate(found)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.api.prefill import padded
 from kvjax.compat.model_fit import check_fit
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
@@ -69,7 +69,7 @@ def _read(config: Config, params: Params, tokens: Int[Array, "B T"], lengths: In
     live = (prompt.positions.pos >= 0)[None, ..., None]
     moments: dict[str, list[Array]] = {"k": [], "v": []}
     for p, fresh in zip(params["layers"], prompt.fresh, strict=True):
-        assert isinstance(fresh, Fresh)
+        assert isinstance(fresh, ComputedTokens)
         x = jnp.where(live, fresh.observed[key_of(Hidden())].astype(jnp.float32), 0.0)
         for name, found in moments.items():
             y = jnp.einsum("lbtd,lde->lbte", x, p[name].astype(jnp.float32), precision="highest")

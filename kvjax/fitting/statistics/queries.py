@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.api.prefill import padded
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -165,5 +165,5 @@ def _sums(
     lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "L"], Float[Array, "L N H"], Float[Array, "L N *_"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({sums}))
-    each = [f.observed[key_of(sums)] for f in prompt.fresh if isinstance(f, Fresh)]
+    each = [f.observed[key_of(sums)] for f in prompt.fresh if isinstance(f, ComputedTokens)]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.api.prefill import padded
 from kvjax.base.errors import InputError
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -76,7 +76,7 @@ def _mean_slots(
     """The mean over texts of what the layers would store: rotated keys, and values."""
     run = Run(model.config, Method())
     prompt = steps.observe(run, model.params, tokens, lengths, None, frozenset({RawKeys()}))
-    each = [(f.k, f.v) for f in prompt.fresh if isinstance(f, Fresh)]
+    each = [(f.k, f.v) for f in prompt.fresh if isinstance(f, ComputedTokens)]
     k, v = (jnp.concatenate([x for x in pair if x is not None]) for pair in zip(*each, strict=True))
     return jnp.stack([k, v]).astype(jnp.float32).mean(2)
 

@@ -29,7 +29,7 @@ class Way(NamedTuple):
     hops: int = 0
 
 
-class Travel(NamedTuple):
+class TransferBytes(NamedTuple):
     """Byte counts by which the cheapest way is chosen.
 
     parts: devices along the axis. asked: bytes of queries, and of outputs before merging, on one device.
@@ -83,7 +83,7 @@ def ways_of(
         stored = _bytes(keys.k) + (0 if shared else _bytes(keys.v))
         lists, heads = (on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))
         asked //= parts * on.parts("heads", q.shape[1])
-        one = Travel(parts, asked, stored // lists, (_bytes(met.k) + _bytes(met.v)) // heads)
+        one = TransferBytes(parts, asked, stored // lists, (_bytes(met.k) + _bytes(met.v)) // heads)
         if len(out) + 1 == len(sets):
             out.append(Way(GATHER) if clip is not None else one.of_new(q.shape[2], window))
         elif not same or keys.k.shape[2] % parts or clip is not None:

@@ -20,7 +20,16 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.ops.base.chunks import Chunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.recurrence import CHUNK_VECTOR
-from kvjax.ops.recurrent.slot_memory import LogSum, Shares, averaged, carry, empty_sum, gated, match, read
+from kvjax.ops.recurrent.slot_memory import (
+    LogSum,
+    SlotWeights,
+    averaged,
+    carry,
+    empty_sum,
+    gated,
+    match,
+    read,
+)
 
 AnyState = TypeVar("AnyState")
 
@@ -135,7 +144,7 @@ def _empty(tokens: dict[str, Array]) -> tuple[Array, Array]:
 
 
 def _attend(
-    tokens: dict[str, Array], shares: Shares, k: Float[Array, "B H K M"], v: Float[Array, "B H M V"]
+    tokens: dict[str, Array], shares: SlotWeights, k: Float[Array, "B H K M"], v: Float[Array, "B H M V"]
 ) -> tuple[Float[Array, "B C H V"], Float[Array, "B H K M"], Float[Array, "B H M V"]]:
     """(output, new keys of the slots, new values of the slots)."""
     keys = jnp.swapaxes(k, 2, 3)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.ops.base.chunks import Chunk
 
 
-class Shares(NamedTuple):
+class SlotWeights(NamedTuple):
     """holds: the weight of token j in each slot at token i. enters: the weight of the previous content."""
 
     holds: Float[Array, "B C C H M"]
@@ -40,17 +40,17 @@ def empty_sum(like: Float[Array, "B T H M"]) -> LogSum:
     return LogSum(zero - jnp.inf, zero)
 
 
-def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) -> Shares:
+def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) -> SlotWeights:
     """Slots that decay by e^g at every token and then add s times the token."""
     seen, carried = _visible(chunk)
     after = seen & ~jnp.eye(g.shape[1], dtype=bool)[None, :, :, None, None]
     # Summed separately for every pair: a difference of running sums loses weak decays after strong ones.
     apart = jnp.cumsum(jnp.where(after, g[:, :, None], 0.0), axis=1)
     enters = jnp.exp(jnp.cumsum(jnp.where(carried, g, 0.0), axis=1))
-    return Shares(jnp.where(seen, jnp.exp(apart), 0.0) * s[:, None], jnp.where(carried, enters, 0.0))
+    return SlotWeights(jnp.where(seen, jnp.exp(apart), 0.0) * s[:, None], jnp.where(carried, enters, 0.0))
 
 
-def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[Shares, LogSum]:
+def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[SlotWeights, LogSum]:
     """Slots that average the tokens of a segment so far, weighted by exp(s); and the sums of the weights.
 
     The largest score so far is subtracted from every exponent and cancels: nothing can overflow, what a token
@@ -68,7 +68,7 @@ def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[
     enters = jnp.where(carried, jnp.exp(jnp.where(carried, old - top, 0.0)), 0.0) * before.total[:, None]
     total = holds.sum(2) + enters
     some = jnp.where(total > 0, total, 1.0)
-    shares = Shares(holds / some[:, :, None], enters / some)
+    shares = SlotWeights(holds / some[:, :, None], enters / some)
     return shares, LogSum(jnp.where(total > 0, top, -jnp.inf), total)
 
 
@@ -81,7 +81,7 @@ def _visible(chunk: Chunk) -> tuple[Bool[Array, "B C C 1 1"], Bool[Array, "B C 1
 
 
 def read(
-    p: Float[Array, "B C H M"], shares: Shares, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
+    p: Float[Array, "B C H M"], shares: SlotWeights, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
 ) -> Float[Array, "B C H V"]:
     """sum_m p_im A_im for slots with previous content `kept` that take tokens x."""
     weights = jnp.einsum("bihm,bijhm->bijh", p, shares.holds)
@@ -90,7 +90,7 @@ def read(
 
 
 def match(
-    q: Float[Array, "B C H K"], shares: Shares, x: Float[Array, "B C H K"], kept: Float[Array, "B H M K"]
+    q: Float[Array, "B C H K"], shares: SlotWeights, x: Float[Array, "B C H K"], kept: Float[Array, "B H M K"]
 ) -> Float[Array, "B C H M"]:
     """q_i' A_im for slots with previous content `kept` that take tokens x."""
     new = jnp.einsum("bijh,bijhm->bihm", jnp.einsum("bihk,bjhk->bijh", q, x), shares.holds)
@@ -98,7 +98,7 @@ def match(
 
 
 def carry(
-    shares: Shares, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
+    shares: SlotWeights, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
 ) -> Float[Array, "B H M V"]:
     """A after the chunk."""
     new = jnp.einsum("bjhm,bjhv->bhmv", shares.holds[:, -1], x)

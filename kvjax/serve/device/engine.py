@@ -42,7 +42,7 @@ class Source(Protocol):
         ...
 
 
-class Given:
+class KnownRequests:
     """Requests that are all known at the start, each with its arrival time."""
 
     def __init__(self) -> None:

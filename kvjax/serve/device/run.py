@@ -12,7 +12,7 @@ from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.model import Model
-from kvjax.serve.device.engine import Engine, Given
+from kvjax.serve.device.engine import Engine, KnownRequests
 from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
 from kvjax.serve.grammar import System
 from kvjax.serve.loop import Loop
@@ -73,7 +73,7 @@ def run(
     asked = [Request(job.id, 0.0, len(job.tokens), job.most) for job in jobs]
     most = max(pages_of(chosen.place, one, one.most) for one in asked)
     count = most * rows if pages is None else whole_number("pages", pages, 1, "pages of the pool")
-    source = Given()
+    source = KnownRequests()
     engine = Engine(model, chosen, count, rows, min(most, count), source)
     source.start([engine.accept(job, one.arrived) for job, one in zip(jobs, requests, strict=True)])
     engine.run(watch)

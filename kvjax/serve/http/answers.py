@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     text: str
 
 
-class Text:
+class AnswerText:
     """The text of generated tokens, up to the first occurrence of a stop text.
 
     Text that may be the beginning of a stop text is held back. over: whether a stop text has occurred.
@@ -57,7 +57,7 @@ class Answering:
 
     def __init__(self, service: Service, given: Prompt, stops: Sequence[str]):
         self.service, self.reason, self.written = service, "", 0
-        self.text = Text(service.model.tokenizer, stops)
+        self.text = AnswerText(service.model.tokenizer, stops)
         loop, self.queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(thing: Any) -> None:

@@ -22,11 +22,11 @@ from kvjax.serve.device.jobs import Token
 from kvjax.serve.device.scored import Scored, scored
 from kvjax.serve.http.answers import Answering, Failed, Piece
 from kvjax.serve.http.metrics_page import metrics_page
-from kvjax.serve.http.schema import Asked, asked, read_json
+from kvjax.serve.http.schema import CheckedBody, asked, read_json
 from kvjax.serve.http.service import Closed, Full, Service
 
 
-class Door(NamedTuple):
+class AppState(NamedTuple):
     """The state of the routes: the service, the model's name, the clients' API key, and the largest body."""
 
     service: Service
@@ -53,7 +53,7 @@ def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: i
     name: the model's name. key: the bearer token that clients must send; None accepts all. most_bytes: the
     largest body, in bytes.
     """
-    door = Door(service, name, key, most_bytes)
+    door = AppState(service, name, key, most_bytes)
 
     @asynccontextmanager
     async def life(_: Starlette) -> AsyncIterator[None]:
@@ -96,7 +96,7 @@ def refused(status: int, message: str, code: str) -> JSONResponse:
 
 
 def _guarded(
-    door: Door, inner: Callable[[Request], Awaitable[Response]]
+    door: AppState, inner: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
     """A route that checks the API key, and answers wrong input and a full server with OpenAI's errors."""
 
@@ -132,7 +132,7 @@ class _TooLong(Exception):
     """A body exceeds the most bytes that are accepted."""
 
 
-async def _answered(door: Door, request: Request, chat: bool) -> Response:
+async def _answered(door: AppState, request: Request, chat: bool) -> Response:
     service = door.service
     try:
         body = read_json(await _body(request, door.most_bytes))
@@ -161,7 +161,7 @@ async def _answered(door: Door, request: Request, chat: bool) -> Response:
     return JSONResponse(_frame(door, given, jobs) | {"choices": each, "usage": _usage(given, jobs)})
 
 
-async def _started(service: Service, given: Asked) -> list[Answering]:
+async def _started(service: Service, given: CheckedBody) -> list[Answering]:
     """Submits all prompts of a body; if one is refused, none is submitted."""
     jobs: list[Answering] = []
     try:
@@ -211,7 +211,7 @@ class _Head(NamedTuple):
     scored: Scored | None
 
 
-def _head(service: Service, given: Asked, index: int) -> _Head | None:
+def _head(service: Service, given: CheckedBody, index: int) -> _Head | None:
     if not given.echo:
         return None
     model, ids = service.model, [*given.prompts[index].tokens]
@@ -219,7 +219,9 @@ def _head(service: Service, given: Asked, index: int) -> _Head | None:
     return _Head(text, ids, None if given.logprobs is None else scored(model, ids, given.logprobs))
 
 
-def _choice(service: Service, given: Asked, index: int, one: Choice, head: _Head | None) -> dict[str, Any]:
+def _choice(
+    service: Service, given: CheckedBody, index: int, one: Choice, head: _Head | None
+) -> dict[str, Any]:
     """A choice of a response that is not streamed."""
     if given.most == 0:
         one = Choice("", [], "length")
@@ -237,7 +239,7 @@ def _token(service: Service, id: int) -> str:
     return str(id) if tokenizer is None else tokenizer.decode([id], skip_special_tokens=False)
 
 
-def _logprobs(service: Service, given: Asked, one: Choice, head: _Head | None) -> dict[str, Any]:
+def _logprobs(service: Service, given: CheckedBody, one: Choice, head: _Head | None) -> dict[str, Any]:
     """Log-probabilities in the format of completions; the first token of a prompt has none."""
     found = [*one.tokens]
     if head is not None and head.scored is not None:
@@ -280,20 +282,20 @@ def _chat_logprobs(service: Service, one: Choice) -> dict[str, Any]:
     }
 
 
-def _frame(door: Door, given: Asked, jobs: list[Answering], chunk: bool = False) -> dict[str, Any]:
+def _frame(door: AppState, given: CheckedBody, jobs: list[Answering], chunk: bool = False) -> dict[str, Any]:
     kind = "chat.completion" + ".chunk" * chunk if given.chat else "text_completion"
     id = f"{'chatcmpl' if given.chat else 'cmpl'}-{uuid.uuid4().hex}"
     return {"id": id, "object": kind, "created": int(time.time()), "model": door.name}
 
 
-def _usage(given: Asked, jobs: list[Answering]) -> dict[str, int]:
+def _usage(given: CheckedBody, jobs: list[Answering]) -> dict[str, int]:
     prompt, written = sum(len(job.job.tokens) for job in jobs), sum(job.written for job in jobs)
     written = 0 if given.most == 0 else written
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
 async def _events(
-    door: Door, given: Asked, jobs: list[Answering], heads: list[_Head | None]
+    door: AppState, given: CheckedBody, jobs: list[Answering], heads: list[_Head | None]
 ) -> AsyncIterator[str]:
     """Yields the server-sent events of all choices; if the client disconnects, cancels the requests."""
     frame, queue = _frame(door, given, jobs, True), asyncio.Queue()
@@ -336,7 +338,9 @@ async def _events(
         _leave(jobs)
 
 
-def _part(service: Service, given: Asked, index: int, one: Choice, head: _Head | None) -> dict[str, Any]:
+def _part(
+    service: Service, given: CheckedBody, index: int, one: Choice, head: _Head | None
+) -> dict[str, Any]:
     """The entry of a choice in a server-sent event."""
     reason = one.reason or None
     if not given.chat:

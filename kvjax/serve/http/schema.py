@@ -30,7 +30,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Asked(NamedTuple):
+class CheckedBody(NamedTuple):
     """A checked request body: prompts that run in parallel, and how their answers are returned.
 
     texts: the prompts as text, if they are echoed. stops: the stop texts. logprobs: how many of the likeliest
@@ -59,7 +59,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     return found
 
 
-def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: int) -> Asked:
+def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: int) -> CheckedBody:
     """Reads and checks a body. InputError names the field that cannot be used.
 
     name: of the served model. context: the most tokens of a prompt and its answer.
@@ -94,7 +94,7 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
     ]
     options = body.get("stream_options") or {}
     usage = isinstance(options, dict) and options.get("include_usage") is True
-    return Asked(prompts, most, chat, stream, usage, _stops(body), logprobs, echo)
+    return CheckedBody(prompts, most, chat, stream, usage, _stops(body), logprobs, echo)
 
 
 def _prompts(model: Model, body: dict[str, Any]) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Chunked, Iterations, PrefillFirst, SkipJoin, Whole
 from kvjax.serve.policies.order import ordered, queue
-from kvjax.serve.policies.preempt import Kept, give_way, reserve, steps_that_fit
+from kvjax.serve.policies.preempt import Preemption, give_way, reserve, steps_that_fit
 from kvjax.serve.policies.room import extra, pages
 from kvjax.serve.requests import AWAY, READING, WAITING, WRITING, Entry
 from kvjax.serve.view import Plan, View
@@ -46,14 +46,14 @@ def whole(system: System, batch: Whole, view: View) -> Plan:
     return Plan(read=starts(system, view, view.free, batch.rows, NO_LIMIT))
 
 
-def iterations(system: System, batch: Iterations, view: View, kept: Kept) -> Plan:
+def iterations(system: System, batch: Iterations, view: View, kept: Preemption) -> Plan:
     """Orca (OSDI 2022, algorithm 1): all decode, and new prompts are prefilled beside them."""
     rows = batch.rows - len(kept.write) - len(kept.read)
     new = [] if kept.out else starts(system, view, kept.free, rows, NO_LIMIT)
     return planned(system, kept, rest(kept) + new)
 
 
-def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Kept) -> Plan:
+def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Preemption) -> Plan:
     """Runs only prefills if a prompt can start, while decoding waits (vLLM's first scheduler)."""
     if kept.out or kept.back or kept.read:
         return planned(system, kept, rest(kept))
@@ -61,7 +61,7 @@ def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Kept) -
     return Plan(read=new) if new else planned(system, kept, [])
 
 
-def chunked(system: System, batch: Chunked, view: View, kept: Kept) -> Plan:
+def chunked(system: System, batch: Chunked, view: View, kept: Preemption) -> Plan:
     """Sarathi-Serve (arXiv:2403.02310, algorithm 3): all decode, begun prompts continue, new ones start."""
     tokens, going = batch.tokens - len(kept.write), []
     for entry in kept.read:
@@ -127,12 +127,12 @@ def starts(
     return new
 
 
-def rest(kept: Kept) -> Read:
+def rest(kept: Preemption) -> Read:
     """All remaining tokens of prompts whose prefill has begun."""
     return [(entry, entry.goal - entry.stored) for entry in kept.read]
 
 
-def planned(system: System, kept: Kept, read: Read) -> Plan:
+def planned(system: System, kept: Preemption, read: Read) -> Plan:
     """The plan of an iteration: the kept sequences decode, and those in `read` prefill."""
     steps = 1 if read else steps_that_fit(system, kept.write, kept.free)
     return Plan(kept.write, read, kept.out, kept.back, steps)

@@ -11,7 +11,7 @@ from kvjax.serve.requests import Entry
 from kvjax.serve.view import View
 
 
-class Kept(NamedTuple):
+class Preemption(NamedTuple):
     """The requests that keep decoding and prefilling, those preempted, those that return; the free pages."""
 
     write: list[Entry]
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
     free: int
 
 
-def give_way(system: System, view: View) -> Kept:
+def give_way(system: System, view: View) -> Preemption:
     """Preempts the latest arrivals if earlier requests need their pages (vLLM, section 4.5).
 
     The earliest request is never preempted, so every request finishes.
@@ -30,7 +30,7 @@ def give_way(system: System, view: View) -> Kept:
     full = [entry for entry in view.writing if entry.slots >= entry.held * place.page]
     need = sum(extra(place, entry) for entry in full)
     if need <= view.free:
-        return come_back(system, view, Kept(view.writing, view.reading, [], [], view.free - need))
+        return come_back(system, view, Preemption(view.writing, view.reading, [], [], view.free - need))
     free, out = view.free, []
     running = sorted(view.writing + view.reading, key=lambda entry: entry.age)
     while need > free and len(running) > 1:
@@ -41,10 +41,10 @@ def give_way(system: System, view: View) -> Kept:
     gone = {id(entry) for entry in out}
     write = [entry for entry in view.writing if id(entry) not in gone]
     read = [entry for entry in view.reading if id(entry) not in gone]
-    return Kept(write, read, out, [], free - need)
+    return Preemption(write, read, out, [], free - need)
 
 
-def come_back(system: System, view: View, kept: Kept) -> Kept:
+def come_back(system: System, view: View, kept: Preemption) -> Preemption:
     """Returns requests from host memory in order of arrival, while their pages fit beside a reserve."""
     free, back = kept.free, []
     for entry in view.away:

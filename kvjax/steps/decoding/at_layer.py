@@ -16,7 +16,7 @@ from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.state.cache import Cache, GroupState
-from kvjax.steps.decoding.past import Found, Past
+from kvjax.steps.decoding.past import FoundPicks, Past
 from kvjax.steps.shared.run import Run
 
 # What the slots of one part received from a query, by the key of the observed mass.
@@ -61,7 +61,7 @@ class AtLayer(NamedTuple):
     state: GroupState
     past: Past
     others: tuple[PairRotation, ...] = ()
-    found: Found | None = None
+    found: FoundPicks | None = None
     parts: tuple[Part, ...] = ()
     out: Float[Array, "B N 1 V"] | None = None
     logits: AttentionLogits = ()

@@ -29,7 +29,7 @@ from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
-from kvjax.state.code_forms import Met, factors_of, groups_of, meet
+from kvjax.state.code_forms import BasisOperands, factors_of, groups_of, meet
 from kvjax.state.codes import Codes
 from kvjax.state.page_gather import gather_pages
 from kvjax.state.picked_pages import positions, spread, visited, visited_of_lists
@@ -43,7 +43,7 @@ from kvjax.steps.decoding.dispatch import (
     together,
     what_kernels_read,
 )
-from kvjax.steps.decoding.past import Found, Past, Picks
+from kvjax.steps.decoding.past import FoundPicks, Past, Picks
 from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
 from kvjax.steps.decoding.picks import as_met, picked_from
 from kvjax.steps.decoding.rotate_pages import attend_unrotated_pages
@@ -56,7 +56,7 @@ Factors = tuple[Array | None, Array | None]
 
 def attend_past(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: Found | None, more: Sequence[Part] = (),
+    found: FoundPicks | None, more: Sequence[Part] = (),
 ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """Attention of one query over a layer's parts; what slots received, if needed; and the logits.
 
@@ -107,7 +107,7 @@ def _merged(parts: Sequence[Part]) -> Part:
 
 def _parts(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: Found | None, more: Sequence[Part],
+    found: FoundPicks | None, more: Sequence[Part],
 ) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """The parts of the union that a query attends to, each by itself or jointly with others."""
     pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
@@ -162,8 +162,8 @@ def _unreadable(x: Projected) -> Expand | None:
 
 
 def _apart(
-    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[Met, Factors], found: Found | None,
-    pools: tuple[Pages, ...], at: Int[Array, "B"],
+    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[BasisOperands, Factors],
+    found: FoundPicks | None, pools: tuple[Pages, ...], at: Int[Array, "B"],
 ) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
     """Attends to segment `i` alone: (out, lse, mass if needed); None if it is attended jointly."""
     (met, sizes), segment = base, past.parts[i]
@@ -198,7 +198,7 @@ def _attend_pages(
 
 def _in_kernel(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
-    asked: tuple[Array, Array, Array], sizes: Factors, found: Found | None,
+    asked: tuple[Array, Array, Array], sizes: Factors, found: FoundPicks | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """Attends to segment `i` in a kernel. asked: queries and positions per KV head; positions per row."""
     q, when, pos = asked
@@ -217,7 +217,7 @@ def _in_kernel(
 
 def _in_their_bases(
     run: Run, past: Past, layer: Layer, x: Projected
-) -> tuple[Past, list[tuple[Met, Factors]]]:
+) -> tuple[Past, list[tuple[BasisOperands, Factors]]]:
     """The segments in the bases of their codecs, if each can be attended separately, with queries to match.
 
     Also returns the factors on the keys and values of every slot, for codes that are such products. Pages are
@@ -226,7 +226,7 @@ def _in_their_bases(
     """
     bases = []
     for i, segment in enumerate(past.parts):
-        met = Met(x.q, x.q, None, lambda out: out, False)
+        met = BasisOperands(x.q, x.q, None, lambda out: out, False)
         sizes: Factors = (None, None)
         apart = not past.gm.masses and not together(run, past, layer, x)
         if isinstance(segment, Slots) and apart:
@@ -247,7 +247,7 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 
 def _read(
-    run: Run, past: Past, layer: Layer, i: int, found: Found | None, pools: tuple[Pages, ...],
+    run: Run, past: Past, layer: Layer, i: int, found: FoundPicks | None, pools: tuple[Pages, ...],
     at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
     """One layer of segment `i` as plain keys and values, or only the pages that a method picks.

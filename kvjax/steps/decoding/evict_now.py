@@ -24,7 +24,7 @@ from kvjax.steps.decoding.update_traces import received_in_all
 from kvjax.steps.shared.run import Run
 
 
-class Now(NamedTuple):
+class EvictionInputs(NamedTuple):
     """What decides which slot a token's own step evicts: received attention, the query, carried rows."""
 
     received: tuple[Received, ...]
@@ -61,14 +61,16 @@ def evict_shared(
             i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config, length[:, None] - 1
         )
         rows = jax.tree.map(lambda x: x[0], groups[i].rows)
-        changed, rows, bad = evict_one(run, gm, layer, groups[i], Now(mine, q, rows, length, append, pools))
+        changed, rows, bad = evict_one(
+            run, gm, layer, groups[i], EvictionInputs(mine, q, rows, length, append, pools)
+        )
         rows = groups[i].rows | jax.tree.map(lambda x: x[None], rows)
         out[i], lost = dataclasses.replace(changed, rows=rows), lost | bad
     return tuple(out), lost
 
 
 def evict_one(
-    run: Run, gm: GroupMethod, layer: Layer, group: GroupState, now: Now
+    run: Run, gm: GroupMethod, layer: Layer, group: GroupState, now: EvictionInputs
 ) -> tuple[GroupState, dict[str, Any], Bool[Array, "B"]]:
     """Evicts the slot with the lowest score from each KV head that holds more than its budget.
 
@@ -110,7 +112,7 @@ def evict_hidden(
     assert gm.hiding is not None
     layers = [part.layer(layer.index) for part in losing(gm, group)]
     since = tuple({key_of(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)} for one in layers)
-    now = Now(since, inputs.q, {}, inputs.length, append, pools, None, inputs.fitted)
+    now = EvictionInputs(since, inputs.q, {}, inputs.length, append, pools, None, inputs.fitted)
     return evict_one(run, gm, layer, group, now)[0]
 
 

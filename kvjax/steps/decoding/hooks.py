@@ -14,7 +14,7 @@ from kvjax.state.code_forms import completed
 from kvjax.state.write import after
 from kvjax.steps.decoding.at_layer import AtLayer
 from kvjax.steps.decoding.attend import attend_other_rotation, attend_past, met_by
-from kvjax.steps.decoding.evict_now import Now, evict_hidden, evict_one
+from kvjax.steps.decoding.evict_now import EvictionInputs, evict_hidden, evict_one
 from kvjax.steps.decoding.past import past_of_others
 from kvjax.steps.decoding.prefetch import arrived, next_one
 from kvjax.steps.decoding.update_traces import LayerRecords, carried, weights_of
@@ -148,7 +148,9 @@ def evict(here: AtLayer) -> AtLayer:
     tiers = gm.keep is not None and gm.keep.lower is not None
     length = after(token.length, out) if tiers else token.length
     fitted = of_layer(token.params, layer.number)
-    now = Now(here.received, here.q, here.rows, length, token.append, token.cache.pools, weights, fitted)
+    now = EvictionInputs(
+        here.received, here.q, here.rows, length, token.append, token.cache.pools, weights, fitted
+    )
     state, rows, lost = evict_one(here.run, gm, layer, here.state, now)
     return here._replace(state=state, rows=here.rows | rows, out=broken(out, lost))
 

@@ -20,7 +20,7 @@ class Picks(NamedTuple):
     bias: Float[Array, "B N P"] | None = None
 
 
-class Found(NamedTuple):
+class FoundPicks(NamedTuple):
     """The pages that a method picks from all slots of a layer together, and from each of their parts."""
 
     whole: Picks

@@ -18,7 +18,7 @@ from kvjax.state.codes import dense
 from kvjax.state.page_gather import gather_pages, gather_summary, gather_traces
 from kvjax.state.picked_pages import positions
 from kvjax.steps.decoding.at_layer import AtLayer
-from kvjax.steps.decoding.past import Found, Past, Picks
+from kvjax.steps.decoding.past import FoundPicks, Past, Picks
 from kvjax.steps.decoding.per_device import picked_on_each, split_of
 from kvjax.steps.shared.run import Run
 
@@ -76,7 +76,7 @@ def bring_picked(here: AtLayer) -> AtLayer:
     return here._replace(
         past=past._replace(parts=(body.near.slots, *past.parts[1:])),
         state=dataclasses.replace(here.state, bodies=(body,)),
-        found=Found(picks, (picks,)),
+        found=FoundPicks(picks, (picks,)),
     )
 
 
@@ -110,11 +110,11 @@ def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
     return dataclasses.replace(one, k=as_queries_meet(past.gm, dense(one.k), one.pos)), 0
 
 
-def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> Found:
+def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> FoundPicks:
     """The picks from all slots together, sorted by the parts that hold them."""
     body = past.parts[0]
     if isinstance(body, Slots):
-        return Found(found, (found,))
+        return FoundPicks(found, (found,))
     behind, granule = past.parts[1], past.gm.read.granule
     assert isinstance(behind, Slots)
     sizes = (body.most * pools[body.pool].page_tokens // granule, behind.capacity // granule)
@@ -126,7 +126,7 @@ def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> Found:
         order = jnp.argsort(~mine, axis=-1, stable=True)[..., :size]
         pages = jnp.take_along_axis(jnp.where(mine, at, 0), order, axis=-1)
         parts.append(Picks(pages, mine.sum(-1, dtype=jnp.int32), _in_order(found.bias, order, granule)))
-    return Found(found, tuple(parts))
+    return FoundPicks(found, tuple(parts))
 
 
 def _in_order(

@@ -11,7 +11,7 @@ from kvjax.state.cache import Paged
 from kvjax.state.picked_pages import spread
 from kvjax.steps.decoding.at_layer import AtLayer, Received
 from kvjax.steps.decoding.attend import attend_past
-from kvjax.steps.decoding.past import Found, Past, Picks
+from kvjax.steps.decoding.past import FoundPicks, Past, Picks
 from kvjax.steps.decoding.picks import by_part, picked_from, select_pages
 
 
@@ -32,7 +32,9 @@ def attend_or_recycle(here: AtLayer) -> AtLayer:
     _, slots = jax.lax.top_k(selected.astype(jnp.int32), read.pages_visited(body.capacity))
     found = by_part(past, pools, Picks(slots, selected.sum(-1, dtype=jnp.int32)))
 
-    def attended(past: Past, found: Found | None) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:
+    def attended(
+        past: Past, found: FoundPicks | None
+    ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:
         return attend_past(here.run, past, here.layer, here.asking, pools, token.at, found, here.parts)[:2]
 
     def attended_by_turn() -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Carried, Inputs
 from kvjax.keep.observations.observe import Mass
@@ -99,7 +99,7 @@ def surprisals(
 
 def by_owner(
     gms: tuple[GroupMethod, ...], config: Config, found: tuple[Any, ...], masses: tuple[Mass, ...]
-) -> tuple[Fresh | dict[str, Array] | None, ...]:
+) -> tuple[ComputedTokens | dict[str, Array] | None, ...]:
     """Passes the observations of layers that read another layer's slots to the layer that owns the slots."""
     out: list[Any] = list(found)
     group_of = {gm.first: i for i, gm in enumerate(gms)}

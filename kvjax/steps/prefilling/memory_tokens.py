@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_slots
-from kvjax.compress.select import Fresh, union
+from kvjax.compress.select import ComputedTokens, union
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
@@ -103,9 +103,9 @@ def _stands(word: MemoryTokens, text: Int[Array, "B"], size: int, slots: int) ->
     return found.reshape(len(text), slots)
 
 
-def _with_slots(prompt: Prompt) -> list[Fresh]:
+def _with_slots(prompt: Prompt) -> list[ComputedTokens]:
     """What the groups computed, each of which has slots."""
-    return [fresh for fresh in prompt.fresh if isinstance(fresh, Fresh)]
+    return [fresh for fresh in prompt.fresh if isinstance(fresh, ComputedTokens)]
 
 
 def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int, rows: int) -> View:
@@ -113,7 +113,7 @@ def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int
     shape = mixer_of(run.config, gm.first).slots_of(run.config)
     layers, dtype = next(iter(params["layers"][i].values())).shape[0], params["norm"].dtype
     k, v = (jnp.zeros((layers, rows, shape.heads, 0, width), dtype) for width in (shape.key, shape.value))
-    none = Fresh(k, v, {}, (), {})
+    none = ComputedTokens(k, v, {}, (), {})
     if cache is None:
         return View(k, v, jnp.zeros(k.shape[:4], jnp.int32), None, {})
     (past,) = lend((cache.groups[i],), (gm,))
@@ -159,7 +159,7 @@ def _mutual(
     return sees, rotated_at
 
 
-def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, slots: int) -> View:
+def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: ComputedTokens, one: _Chunk, slots: int) -> View:
     """A group's slots with the memory of one more chunk, rotated to its positions."""
     word: MemoryTokens = run.method.reread
     many, rope = word.tokens, run.attention_spec(gm.first).rope
@@ -187,7 +187,7 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, 
     return view._replace(k=wide[0], v=wide[1], pos=wide[2])
 
 
-def _joined(view: View, last: Fresh, slots: int, source: Int[Array, "B _"]) -> Fresh:
+def _joined(view: View, last: ComputedTokens, slots: int, source: Int[Array, "B _"]) -> ComputedTokens:
     """The memory of a prompt and its last token, without gaps in any row."""
     index, held = source[None, :, None, :, None], view.k.shape[3] - slots
 
@@ -195,4 +195,4 @@ def _joined(view: View, last: Fresh, slots: int, source: Int[Array, "B _"]) -> F
         assert b is not None
         return jnp.take_along_axis(jnp.concatenate([a[:, :, :, held:], b], axis=3), index, axis=3)
 
-    return Fresh(join(view.k, last.k), join(view.v, last.v), {}, (), {})
+    return ComputedTokens(join(view.k, last.k), join(view.v, last.v), {}, (), {})

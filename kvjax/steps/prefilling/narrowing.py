@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Seen, View
@@ -67,7 +67,7 @@ def _chooser(
     spec = run.attention_spec(layer)
 
     def choose(collected: Any, at: Int[Array, "B T"]) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        fresh: Fresh = collected
+        fresh: ComputedTokens = collected
         assert fresh.k is not None
         # The layer is the last one of its group.
         k, observed = jax.tree.map(lambda x: x[-1:], (fresh.k, fresh.observed))
@@ -84,7 +84,7 @@ def _chooser(
 
 def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
     """What a lower group computed, restricted to the tokens that went on."""
-    if not isinstance(collected, Fresh) or collected.k is None:
+    if not isinstance(collected, ComputedTokens) or collected.k is None:
         return collected
 
     def some(x: Float[Array, "Lg B K T H"]) -> Float[Array, "Lg B K M H"]:

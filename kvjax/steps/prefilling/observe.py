@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import UNSTACK
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import RawKeys
 from kvjax.keep.prompts.distilled import Distilled
@@ -91,9 +91,9 @@ def _distilled(
     def stays(x: Float[Array, "Lg B K T H"] | None) -> Any:
         return None if x is None else jnp.take_along_axis(x, index[None, :, None, :, None], axis=3)
 
-    def of_group(fresh: Any) -> Fresh:
+    def of_group(fresh: Any) -> ComputedTokens:
         raw = {name: stays(x) for name, x in fresh.observed.items() if name == key_of(RawKeys())}
-        return Fresh(stays(fresh.k), stays(fresh.v), raw, (), {})
+        return ComputedTokens(stays(fresh.k), stays(fresh.v), raw, (), {})
 
     fresh = tuple(of_group(f) for f in read.fresh)
     return read._replace(fresh=fresh, positions=read.positions._replace(pos=pos))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.capacity import longer
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_slots
-from kvjax.compress.select import Fresh, union
+from kvjax.compress.select import ComputedTokens, union
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import BY_POSITION
@@ -33,11 +33,11 @@ def with_probe(
     run: Run,
     params: Params,
     prompt: Prompt,
-    fresh: dict[int, Fresh],
+    fresh: dict[int, ComputedTokens],
     views: dict[int, View],
     probe: Any,
     pasts: tuple[GroupState, ...],
-) -> dict[int, Fresh]:
+) -> dict[int, ComputedTokens]:
     """`fresh` with what a probe observes of every uncompressed slot; `views` holds the slots as stored."""
     pos, length = prompt.positions
     given = prompt.question
@@ -65,7 +65,7 @@ def with_probe(
     out = {}
     for i, f in fresh.items():
         new = reading.fresh[i]
-        assert isinstance(new, Fresh)
+        assert isinstance(new, ComputedTokens)
         keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
         observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
         seen = {key_of(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
@@ -97,7 +97,7 @@ def with_same_rotation(run: Run) -> Run:
 
 
 def _keys_of_probe(
-    run: Run, gm: GroupMethod, view: View, new: Fresh, at: Positions
+    run: Run, gm: GroupMethod, view: View, new: ComputedTokens, at: Positions
 ) -> Float[Array, "Lg B K P H"]:
     """A probe's own keys as its queries meet them, after the slots of a view."""
     rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
@@ -113,7 +113,7 @@ def _keys_of_probe(
 def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
     """A prompt with a probe's scores, computed once so that many budgets can share them."""
     gms = run.groups(params)
-    fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
+    fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, ComputedTokens)}
     views = {i: union(gms[i], NOTHING, (), f, prompt.positions.pos) for i, f in fresh.items()}
     fresh = with_probe(run, params, prompt, fresh, views, probe, (NOTHING,) * len(gms))
     return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))

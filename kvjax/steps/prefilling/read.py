@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.below import over_below
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.calls import met, observations
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
     number.
     """
 
-    fresh: tuple[Fresh | dict[str, Array] | None, ...]
+    fresh: tuple[ComputedTokens | dict[str, Array] | None, ...]
     positions: Positions
     tokens: IdsOrVectors
     logits: Float[Array, "B *_ V"]
@@ -158,7 +158,7 @@ class _Reading(NamedTuple):
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
-    ) -> Fresh:
+    ) -> ComputedTokens:
         """One layer's observations. found: the masses of every set; since: from where sets are hidden."""
         asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
         received = tuple(
@@ -184,7 +184,7 @@ class _Reading(NamedTuple):
             key_of(o): o.read(rows[key_of(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
         }
         traces = {key_of(t): t.start(inputs, new.k.shape[1]) for t in asked.traces}
-        return Fresh(None, None, observed, received, traces, rows=rows)
+        return ComputedTokens(None, None, observed, received, traces, rows=rows)
 
     def recur(self, layer: Layer, step: Step, state: GroupState):
         past = state.state
@@ -264,11 +264,11 @@ def read_with_hidden(
     logits = pinned_to(logits, on, "batch", *(None,) * (logits.ndim - 2), "vocab")
     fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
     if surprise is not None:
-        fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
+        fresh = tuple(_told(f, late, surprise) if isinstance(f, ComputedTokens) else f for f in fresh)
     return Prompt(fresh, at, tokens, logits, narrowed), x
 
 
-def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
+def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"]) -> ComputedTokens:
     """What a group computed, with traces of its new tokens that are known only after all layers have run."""
     told = {
         key_of(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[key_of(t)].shape)
@@ -284,7 +284,7 @@ def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
     def pin(x: Array | None) -> Array | None:
         return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", "tokens", None)
 
-    return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
+    return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, ComputedTokens) else f for f in fresh)
 
 
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:

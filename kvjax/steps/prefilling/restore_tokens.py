@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_slots
-from kvjax.compress.select import Fresh
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
 from kvjax.keep.observations.observe import RawKeys
@@ -51,7 +51,7 @@ def with_restored(
 
 def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
     """A view with the slots of restore tokens appended, stored as the method stores keys and values."""
-    assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
+    assert isinstance(fresh, ComputedTokens) and fresh.k is not None and fresh.v is not None
     k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
     k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
     pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.compress.below import Decoded, over_below, seeing
 from kvjax.compress.capacity import longer, widened
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.layer_merge import Half, merge_pair
+from kvjax.compress.layer_merge import PairLayer, merge_pair
 from kvjax.compress.pages import build_group_pages
 from kvjax.compress.segments import AT_ONCE, ChunkHint, build, extend, remember_in_pages, with_empty_tier
 from kvjax.compress.select import (
-    Fresh,
+    ComputedTokens,
     choose,
     in_first_tier,
     judged_layers,
@@ -47,7 +47,7 @@ from kvjax.steps.shared.rotate import seen_by_words
 from kvjax.steps.shared.run import Run, repeated
 
 
-def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
+def _as_stored(run: Run, gm: GroupMethod, fresh: ComputedTokens) -> ComputedTokens:
     """Keys and values as the method stores them: perhaps unrotated, or repeated per query head."""
     assert fresh.k is not None
     k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
@@ -107,7 +107,7 @@ def settled(
     what a chunk of a prompt must know of the others.
     """
     gms = taught_groups(run.groups(params), params, cache)
-    learnt = [f.rows if isinstance(f, Fresh) else {} for f in prompt.fresh]
+    learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
     gms = tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
@@ -173,7 +173,7 @@ class _AtWork(NamedTuple):
     """
 
     groups: dict[int, GroupState]
-    fresh: dict[int, Fresh]
+    fresh: dict[int, ComputedTokens]
     views: dict[int, View]
     shown: dict[int, View]
     pools: tuple[Pages, ...]
@@ -193,7 +193,7 @@ def _begun(
     pos, length = prompt.positions
     out, below = _AtWork({}, {}, {}, {}, old_pools), None
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
-        if not isinstance(new, Fresh):
+        if not isinstance(new, ComputedTokens):
             size = next(iter(params["layers"][i].values())).shape[0]
             before = pasts[i] if pasts[i].parts else GroupState(tail=_no_slots(size, pos.shape[0]))
             ahead = sizes.ahead.slots[i] if sizes.ahead.slots else 0
@@ -204,7 +204,7 @@ def _begun(
         here = new_positions(run, gm, prompt.positions, prompt.narrowed)
         if run.merges(gm, compress):
             if gm.upper:
-                lower, upper = (Half(gms[j], pasts[j], out.fresh[j]) for j in (i - 1, i))
+                lower, upper = (PairLayer(gms[j], pasts[j], out.fresh[j]) for j in (i - 1, i))
                 pair = merge_pair(lower, upper, here, length, tokens=sizes.tokens, room=sizes.room)
                 out.groups[i - 1], out.groups[i] = pair
             continue
@@ -257,7 +257,7 @@ def _scores(
     params: Params,
     gms: tuple[GroupMethod, ...],
     shown: dict[int, View],
-    fresh: dict[int, Fresh],
+    fresh: dict[int, ComputedTokens],
     length: Int[Array, "B"],
 ) -> dict[int, Float[Array, "Lg B K S"]]:
     """The scores by which slots are selected, per group, with slots as words see them."""
@@ -310,7 +310,9 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
     Tokens that a group's layers did not read score -inf.
     """
     gms = run.groups(params)
-    fresh = {i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
+    fresh = {
+        i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, ComputedTokens)
+    }
     at = {i: new_positions(run, gms[i], prompt.positions, prompt.narrowed) for i in fresh}
     stored = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
     length, specs = prompt.positions.length, {i: run.attention_spec(gms[i].first) for i in fresh}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from kvjax.train.data.packing import Place, Rows
 
 
-class Made(Protocol):
+class NumberedBatches(Protocol):
     """A source whose batches are a function of their number."""
 
     place: Place
@@ -35,7 +35,7 @@ class Prefetcher:
     >>> ahead.close()
     """
 
-    def __init__(self, source: Made, workers: int):
+    def __init__(self, source: NumberedBatches, workers: int):
         self.source, self.place, self.depth = source, source.place, 2 * workers
         # Processes made by fork would share locks of jax's threads.
         self.pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)

@@ -28,7 +28,7 @@ class Source(Protocol):
     def next(self, rows: int, length: int) -> Rows: ...
 
 
-class Words(NamedTuple):
+class RunTokenizer(NamedTuple):
     """A tokenizer, its number of ids, its end-of-text id, and its models' special tokens."""
 
     tokenizer: Any
@@ -69,15 +69,15 @@ class Pairs:
         return self.batch(self.place.reading - 1, rows, length)
 
 
-def words_of(data: Data) -> Words:
+def words_of(data: Data) -> RunTokenizer:
     """The tokenizer of a run. Raises InputError if there is none, or none with an end-of-text token."""
     if data.kind in OF_WORDS:
         special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
         special["repeat_prompt"] = recall.WORDS[recall.COPY]
-        return Words(recall.tokenizer(), len(recall.WORDS), recall.PAD, special)
+        return RunTokenizer(recall.tokenizer(), len(recall.WORDS), recall.PAD, special)
     if data.tokenizer == "bytes":
         tokenizer = byte_tokenizer()
-        return Words(tokenizer, tokenizer.get_vocab_size(), 256, {"eos_token": END})
+        return RunTokenizer(tokenizer, tokenizer.get_vocab_size(), 256, {"eos_token": END})
     text = load_text(data.tokenizer)
     ends = [text.special_tokens.get(name) for name in ("eos_token", "bos_token")]
     end = next((text.tokenizer.token_to_id(e) for e in ends if e), None) if text.tokenizer else None
@@ -85,11 +85,17 @@ def words_of(data: Data) -> Words:
         raise InputError(
             f"{data.tokenizer} has no tokenizer with an eos_token: set data.tokenizer to 'bytes' or another"
         )
-    return Words(text.tokenizer, text.tokenizer.get_vocab_size(), end, dict(text.special_tokens))
+    return RunTokenizer(text.tokenizer, text.tokenizer.get_vocab_size(), end, dict(text.special_tokens))
 
 
 def source_of(
-    data: Data, words: Words, loop: Loop, *, segments: bool, place: Place | None = None, workers: int = 0
+    data: Data,
+    words: RunTokenizer,
+    loop: Loop,
+    *,
+    segments: bool,
+    place: Place | None = None,
+    workers: int = 0,
 ) -> tuple[Source, HeldOut | None]:
     """The source of a run and its held-out rows; place: the position to continue from.
 
