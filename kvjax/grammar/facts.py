@@ -37,7 +37,7 @@ class Fact(enum.Enum):
     FIRST_TOKENS = "first tokens lie among the others"
     ALL_ATTENDED = "every slot is attended to in a step"
     SUMMARIES = "slots are picked in each layer by summaries of them"
-    OPEN_CHOICE = "no other word says which slots of a prompt stay"
+    OBSERVED = "what a reading of a prompt shows of its slots is recorded"
     WHOLE_PROMPTS = "all tokens of a prompt are read at their positions"
     PLAIN_READING = "what stays of a prompt is what was read of it, without marks"
     GIVEN_WEIGHTS = "the weights are those of the model that is given"
@@ -56,7 +56,7 @@ INTACT = {
     (Fact.ONE_CODE, "store"): "int8",
     (Fact.FIRST_TOKENS, "store"): "int8",
     (Fact.SUMMARIES, "read"): "quest",
-    (Fact.OPEN_CHOICE, "reread"): "gemfilter",
+    (Fact.OBSERVED, "reread"): "gemfilter",
     (Fact.PLAIN_READING, "reread"): "gemfilter",
 }
 
@@ -67,6 +67,7 @@ NEEDLESS = {
     (Fact.MET_VALUES, "keep"): "sink-recent",
     (Fact.KV_HEADS, "keep"): "h2o",
     (Fact.ONE_BY_ONE, "keep"): "h2o",
+    (Fact.OBSERVED, "keep"): "l2compress",
     (Fact.PLAIN_READING, "read"): "quest",
     (Fact.WHOLE_PROMPTS, "keep"): "snapkv",
 }

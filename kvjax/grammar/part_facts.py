@@ -19,7 +19,9 @@ class KeepFacts(Stating):
 
     @property
     def requires(self: Keep) -> Told:  # type: ignore[misc]
-        found = {Fact.OPEN_CHOICE: "chooses which slots stay", **_looked_at(self)}
+        found = _looked_at(self)
+        if _observes_prompts(self):
+            found[Fact.OBSERVED] = "chooses by more than the slots themselves"
         if self.merge is not None:
             found[Fact.TURNED_KEYS] = f"merges keys by {self.merge!r}"
             if self.when.in_steps:
@@ -29,7 +31,6 @@ class KeepFacts(Stating):
         if not self.phase.first_alike:
             found[Fact.WHOLE_PROMPTS] = f"says where the contexts of a prompt lie ({self.phase!r})"
         if self.restore is not None:
-            found[Fact.WHOLE_PROMPTS] = f"has {self.restore!r} read whole prompts"
             found[Fact.GIVEN_WEIGHTS] = "reads with weights that lie beside the model's"
         return found
 
@@ -51,6 +52,14 @@ class KeepFacts(Stating):
         if self.restore is not None:
             found[Fact.PLAIN_READING] = f"has {self.restore!r} read with marks"
         return found
+
+
+def _observes_prompts(keep: Keep) -> bool:
+    """Whether a keep records something while prompts are read, or reads more than their tokens."""
+    parts = (keep.merge, keep.probe, keep.narrow, keep.restore, keep.lower)
+    traces = frozenset() if keep.score is None else keep.score.traces
+    whole = parts == (None,) * 5 and keep.phase.steady and keep.allocate.uniform and not keep.per_query_head
+    return bool(observations(keep) or traces) or not whole
 
 
 def _looked_at(keep: Keep) -> dict[Fact, str]:
@@ -86,10 +95,8 @@ class StoreFacts(Stating):
     def requires(self: Store) -> Told:  # type: ignore[misc]
         if not sees_below((self.keys, self.values)):
             return {}
-        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.WHOLE_PROMPTS, Fact.EQUAL_LISTS)
-        return dict.fromkeys(
-            (*whole, Fact.GIVEN_WEIGHTS), "encodes a token by the same one in the layer below"
-        )
+        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_LISTS, Fact.GIVEN_WEIGHTS)
+        return dict.fromkeys(whole, "encodes a token by the same one in the layer below")
 
     @property
     def breaks(self: Store) -> Told:  # type: ignore[misc]

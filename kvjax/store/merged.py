@@ -88,7 +88,7 @@ class Merged(Stating):
     @property
     def requires(self) -> Told:
         merges = "merges the tokens of two layers one by one"
-        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.WHOLE_PROMPTS, Fact.ONE_BY_ONE)
+        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.ONE_BY_ONE)
         return dict.fromkeys((*whole, Fact.TURNED_KEYS, Fact.ONE_CODE, Fact.FIRST_TOKENS), merges)
 
     @property

@@ -146,9 +146,11 @@ def test_a_score_of_what_is_known_later_is_refused():
 
 
 def test_a_keep_beside_words_that_choose_all_slots_is_refused():
-    """GemFilter chooses tokens to read, and leaves a keep the choice among them; memory tokens do not."""
+    """GemFilter's tokens are read as others are; while memory tokens are read, nothing is recorded."""
     assert kvjax.chain(GEMS, kvjax.method("snapkv", budget=0.5)).keep is not None
-    with pytest.raises(ValueError, match="needs that no other word says which slots of a prompt stay"):
+    with pytest.raises(
+        ValueError, match="needs that what a reading of a prompt shows of its slots is recorded"
+    ):
         kvjax.chain(kvjax.method("gisting"), kvjax.method("snapkv", budget=0.5))
 
 

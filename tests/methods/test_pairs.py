@@ -9,6 +9,7 @@ from kvjax import steps
 from kvjax.steps import Run
 from tests.methods.battery import model
 from tests.methods.method_pairs import PROMPTS, answers, apart, exact, talked
+from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
 SINKS = exact(sinks=2)
@@ -59,6 +60,9 @@ READ_SHORTER = {
     "kvzip": lambda: of("kvzip", budget=0.5),
     "fastkv": lambda: of("fastkv", budget=0.5, window=4),
     "streamingllm + int8": lambda: kvjax.chain(of("streamingllm", budget=0.5), of("int8")),
+    "restorekv": lambda: BY_LABEL["restorekv"].method(),
+    "aqua-kv": lambda: BY_LABEL["aqua-kv"].method(),
+    "minicache": lambda: of("minicache", start=0),
 }
 
 
@@ -72,6 +76,39 @@ def test_a_keep_chooses_of_the_text_that_gemfilter_reads_as_if_it_were_given(nam
     assert len(shorter) == len(one) // 2
     got, want = talked(kvjax.chain(word, keep), [one] * 2)[0], talked(keep, [shorter] * 2)[0]
     assert apart(got, want) < 2e-5
+
+
+MEMORIES = ("gisting", "ccm", "loma", "kv-distill")
+# Keeps that look at nothing but slots.
+OF_SLOTS = {
+    "l2compress": dict(skip_layers=0), "keydiff": {}, "pagedeviction": {}, "random": {}, "sink-recent": {},
+    "curdkv": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "keep"),
+    sweep([(a, b) for a in MEMORIES for b in OF_SLOTS], ("gisting", "keydiff")),
+)
+def test_a_keep_of_all_memory_tokens_changes_nothing(memory, keep):
+    alone = BY_LABEL[memory].method()
+    both = kvjax.chain(alone, of(keep, budget=1.0, **OF_SLOTS[keep]))
+    assert apart(answers(both)[0], answers(alone)[0]) < 2e-5
+
+
+def test_a_keep_chooses_among_memory_tokens_by_their_keys():
+    """Of the slots that the reading leaves those of the smallest keys, as numpy ranks them."""
+    alone = BY_LABEL["gisting"].method()
+    keep = of("l2compress", budget=2, skip_layers=0)
+    _, whole = kvjax.prefill(model("4/2"), PROMPTS, method=alone, room=8)
+    _, found = kvjax.prefill(model("4/2"), PROMPTS, method=kvjax.chain(alone, keep), room=8)
+    for one, other in zip(whole.groups, found.groups, strict=True):
+        pos, k = np.asarray(one.tail.pos), np.asarray(one.tail.k, np.float64)
+        norms = np.where(pos >= 0, np.linalg.norm(k, axis=-1), np.inf)
+        best = np.take_along_axis(pos, np.argsort(norms, -1)[..., :2], -1)
+        held = np.sort(np.asarray(other.tail.pos), -1)[..., -2:]
+        assert (pos >= 0).sum(-1).min() > 2
+        np.testing.assert_array_equal(np.sort(best, -1), held)
 
 
 def test_blocks_of_what_a_keep_leaves_are_read_as_it_leaves_them():

@@ -80,7 +80,7 @@ class Distilled(Reread):
     @property
     def breaks(self) -> Told:
         own = "says itself which slots stay of a prompt"
-        alone = dict.fromkeys((Fact.OPEN_CHOICE, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
+        alone = dict.fromkeys((Fact.OBSERVED, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
         return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
 
     def check(self, model: ModelSizes) -> None:

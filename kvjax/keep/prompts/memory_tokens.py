@@ -55,7 +55,7 @@ class MemoryTokens(Stating):
     @property
     def breaks(self) -> Told:
         own = "says itself which slots stay of a prompt"
-        alone = dict.fromkeys((Fact.OPEN_CHOICE, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
+        alone = dict.fromkeys((Fact.OBSERVED, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
         return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
 
     def __post_init__(self):
