@@ -115,7 +115,10 @@ def _steps(cache: Cache) -> dict[str, Any]:
 
 def _trips(device: Device, cache: Cache) -> dict[str, int]:
     """Trips of the average call. There is one call per segment of a group, and every slot is full."""
-    lists, steps, segments = 0, 0, [segment for group in cache.groups for segment in group.parts]
+    segments = [segment for group in cache.groups for segment in group.parts]
+    # Layers that read others' slots, or have no mixer, hold none.
+    segments = [one for one in segments if isinstance(one, Paged) or one.pos.size]
+    lists = steps = 0
     for one in segments:
         if isinstance(one, Paged):
             pool = cache.pools[one.pool]
