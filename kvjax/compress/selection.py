@@ -126,11 +126,24 @@ def _worst(
     if threshold is not None:
         below = live & (score < threshold)
         return below if keep.merge is None else below & (jnp.cumsum(below, -1) == 1)
-    # Ties keep the older token, as at the end of a prefill.
-    score = jnp.where(live, score, jnp.inf)
-    lowest = score == score.min(-1, keepdims=True)
-    newest = jnp.where(lowest & live, pos, -1).max(-1, keepdims=True)
-    return lowest & (pos == newest) & (live.sum(-1) > n[:, None])[..., None]
+    worst = _lowest(jnp.where(live, score, jnp.inf), pos)[..., None]
+    return live & (pos == worst) & (live.sum(-1) > n[:, None])[..., None]
+
+
+def _lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
+    """The position of the slot with the lowest score, the newest of equal ones; -1 if all are NaN.
+
+    One reduction over pairs, because a compiler may compute a score twice and round it differently: then no
+    score would equal the lowest one, and no slot would be evicted.
+    """
+
+    def lower(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        # Ties keep the older token, as at the end of a prefill.
+        second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] > a[1]))
+        return jnp.where(second, b[0], a[0]), jnp.where(second, b[1], a[1])
+
+    none = jnp.asarray(jnp.inf, score.dtype), jnp.asarray(-1, pos.dtype)
+    return jax.lax.reduce((score, pos), none, lower, (2,))[1]
 
 
 def _beyond(

@@ -12,7 +12,8 @@ def largest(x: Float[Array, "*b n"], count: int) -> Bool[Array, "*b n"]:
 
     Floats reinterpreted as integers keep the order of their magnitudes. So the threshold is found bit by bit,
     from the highest: a bit is set if `count` numbers are still as large. These passes over rows use whole
-    vectors and stay on the devices that hold the rows; a sort of short rows does neither.
+    vectors and stay on the devices that hold the rows; a sort of short rows does neither. As in
+    `first_largest`, x must not change where it is computed twice.
 
     >>> import jax.numpy as jnp
     >>> largest(jnp.array([1.0, -4.0, 3.0, -3.0]), 2).tolist()
@@ -37,6 +38,8 @@ def first_largest(x: Float[Array, "*b"], axis: int) -> tuple[Int[Array, "*c"], F
     """The index of the largest number along an axis, the first of equals, and that number.
 
     `jnp.argmax` is one pass in which XLA for CPUs compares number by number; this is two vectorised passes.
+    Only for numbers that a compiler cannot round differently where it computes them twice: results of a
+    matrix product, or of exact operations on them (a sign, a mask, a power of two).
 
     >>> import jax.numpy as jnp
     >>> [found.tolist() for found in first_largest(jnp.array([[1.0, 4.0, 4.0]]), -1)]
