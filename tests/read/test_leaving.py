@@ -1,5 +1,7 @@
 """Reads over slots that leave while decoding, and over unequal lists: float64 numpy, and their twins."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -152,15 +154,22 @@ WHOLE = {
     "tokenselect": dict(newest=4, sinks=2),
 }
 DUO_AND_QUEST = ("duoattention", "quest")
+# Pages that are not whole yet are not encoded, so no store alone has the same codes of single tokens.
+OF_PAGES = ("quest", "infllm", "clusterkv", "tokenselect")
+PAIRS = [(a, b) for a in KEEPS for b in WHOLE if not ("int" in a and b in OF_PAGES)]
 
 
-@pytest.mark.parametrize(("label", "name"), sweep([(a, b) for a in KEEPS for b in WHOLE], DUO_AND_QUEST))
+@pytest.mark.parametrize(("label", "name"), sweep(PAIRS, DUO_AND_QUEST))
 def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(label, name):
-    row = BY_LABEL[label]
-    both = kvjax.chain(row.method(), read(name, 1.0, **WHOLE[name]))
-    for (got, held), (want, others) in zip(fed(both, row.model), fed(row.method(), row.model), strict=True):
-        # Codes of 4 bits, which both make of equal numbers in another order, may differ in one.
-        assert off(got, want) < (2e-2 if "int" in label or "kivi" in label else 2e-5)
+    row, word = BY_LABEL[label], read(name, 1.0, **WHOLE[name])
+    alone = row.method()
+    both = kvjax.chain(alone, word)
+    if "int" in label:
+        # The newest tokens, which the read leaves to the tail, are not encoded yet.
+        alone = dataclasses.replace(alone, store=dataclasses.replace(alone.store, residual=word.read.newest))
+    for (got, held), (want, others) in zip(fed(both, row.model), fed(alone, row.model), strict=True):
+        # Codes that both make of equal numbers in another order may differ in one.
+        assert off(got, want) < (2e-2 if "kivi" in label else 2e-5)
         assert held == others
 
 
