@@ -169,6 +169,8 @@ def _stored(store: Store | None, tokens: int) -> list[Statement]:
     if store.residual:
         told.append(Statement(f"The newest {_many(store.residual, 'token')} stay as computed."))
     together = f", {store.granule} tokens at a time" if store.granule > 1 else ""
+    if store.keys is None and store.values is None:
+        return told
     older = "Older slots are" if store.residual or store.sinks else "Slots are"
     if store.keys == store.values:
         return [*told, Statement(f"{older} encoded, keys and values alike{together}.", (store.keys,))]

@@ -213,7 +213,6 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
     for other in (
         kvjax.method("snapkv", budget=0.5),
         kvjax.method("quest", budget=0.5),
-        kvjax.method("gemfilter", budget=0.5),
     ):
         with pytest.raises(ValueError, match="merges the tokens of two layers one by one, which needs that"):
             kvjax.chain(METHOD, other)

@@ -39,6 +39,7 @@ REPRESENTATIVES = (
     "gqa", "sinks", "mla", "gqkva", "retnet", "mamba-2", "goldfinch", "kimi linear", "jamba", "mlkv", "yoco",
     "lckv", "clla", "svformer", "swiftkv", "attention dropped", "lisa", "mixattention",
     "yoco, gated retention", "cepe", "rwkv-7", "resformer", "forgetting", "pod", "neurocache", "key as value",
+    "indexed latents",
 )  # fmt: skip
 
 # In the plain suite: these have among them every way in which a layer keeps, reads or takes memory. (Layers
@@ -46,6 +47,7 @@ REPRESENTATIVES = (
 PLAIN = (
     "mixattention", "kimi linear", "gqkva", "jamba", "rwkv-7", "goldfinch", "lckv", "clla", "svformer",
     "resformer", "swiftkv", "attention dropped", "lisa", "pod", "neurocache", "key as value",
+    "indexed latents",
 )  # fmt: skip
 # Mixers that none of those has and that keep something of their own.
 OWN = ("tpa", "retnet", "gsa", "infini", "log-linear mamba-2")

@@ -212,7 +212,7 @@ def test_eight_bit_codes_are_stored_in_pages_in_their_own_bytes(monkeypatch):
         done = run(battery.model("4/2"), prompts, adversary(patch, 3), pages=PAGES, watch=clean)
     check_alone(done, prompts)
     assert not any(entry.outside for entry in done.outcome.entries)
-    source = engines.Given()
+    source = engines.KnownRequests()
     engine = engines.Engine(battery.model("4/2"), PAGED, PAGES, 8, PAGES, source)
     for i, method in enumerate((None, *CODED)):
         engine.accept(job_of(battery.model("4/2"), i, Prompt(texts()[i], 4, method)), 0.0)
@@ -224,7 +224,7 @@ def test_eight_bit_codes_are_stored_in_pages_in_their_own_bytes(monkeypatch):
 def test_codes_in_pages_are_those_of_the_cache():
     """What an int8 cache of `kvjax.prefill` and `kvjax.step` holds, slot by slot."""
     model, text = battery.model("4/2"), texts()[4]
-    source = engines.Given()
+    source = engines.KnownRequests()
     engine = engines.Engine(model, PAGED, PAGES, 8, PAGES, source)
     job = job_of(model, 0, Prompt(text, 5, "int8", stop=[]))
     source.start([engine.accept(job, 0.0)])
@@ -406,7 +406,7 @@ def test_logits_that_are_no_numbers_fail_one_request_and_harm_no_other():
 
 def test_who_leaves_gives_back_all_pages_and_others_are_unharmed():
     model, prompts = battery.model("4/2"), crowd()
-    source = engines.Given()
+    source = engines.KnownRequests()
     engine = engines.Engine(model, PAGED, PAGES, 8, PAGES, source)
     jobs = [job_of(model, i, one) for i, one in enumerate(prompts)]
     source.start([engine.accept(job, 0.0) for job in jobs])

@@ -72,7 +72,7 @@ def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, MethodS
 
     >>> points = [Point("a<b", 50.0, 50.0, False, 70.0, (60.0, 80.0), False)]
     >>> axis = Axis("score", (0.0, 100.0))
-    >>> look = {"a<b": Look(0, "", "o", (), False)}
+    >>> look = {"a<b": MethodStyle(0, "", "o", (), False)}
     >>> "<title>a&lt;b" in svg_plot(Panel("get", "", points), axis, ((25.0, 100.0), [50.0]), look, SMALL)
     True
     """
