@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "sums keep the values of slots that left", "kvjax/compress/summaries.py",
-        "_added(body.sums[n], -x[None], layer)", "_added(body.sums[n], 0 * x[None], layer)",
+        "_added(body.sums[n], -x, layer)", "_added(body.sums[n], 0 * x, layer)",
         "tests/read/test_leaving.py",
     ),
     Mutant(
@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     Mutant(
         "evicting drops the newest of all slots", "kvjax/compress/selection.py",
-        "lowest = score == score.min(-1, keepdims=True)",
-        "lowest = pos == pos.max(-1, keepdims=True)",
+        "worst = _lowest(jnp.where(live, score, jnp.inf), pos)[..., None]",
+        "worst = pos.max(-1, keepdims=True)",
         TALKS + "test_steps_attend_then_evict_what_the_method_says",
     ),
     Mutant(

@@ -167,7 +167,7 @@ def compare(
         plan, {"settings": _settings(plan, preset), "command": command}, folder, resume, scores, console
     )
     if methods is None:
-        console.print(MORE)
+        console.print(MORE, soft_wrap=True)
     return found
 
 
