@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -179,6 +180,7 @@ QUICK = METHODS[:2]
 
 @pytest.mark.parametrize("method", sweep(METHODS, *QUICK))
 def test_ten_turns_compile_three_decoders_at_most_and_the_second_turn_nothing(method, quick):
+    jax.clear_caches()  # of programs that an earlier test compiled
     told = kvjax.chat(talker(), method, processors=[letters], max_new_tokens=40)
     texts = ["x" * (25 + 13 * i % 40) for i in range(10)]
     found, sizes = [], []
