@@ -18,6 +18,10 @@ else:
     FeedForward = Mixer = Any
 
 _ONE = Range(1)
+_WORDS = {
+    "mixers": "a word of kvjax.models.mixers such as Attention()",
+    "mlps": "a word of kvjax.models.feed_forward such as MLP()",
+}
 Positive = Annotated[float, Range(0, above=True)]
 
 
@@ -103,6 +107,8 @@ class Config:
         for name in ("mixers", "mlps"):
             seen = {id(word): (i, word) for i, word in reversed([*enumerate(getattr(self, name))])}
             for i, word in seen.values():
+                if isinstance(word, type) or not hasattr(word, "shapes"):
+                    raise FieldError(f"{name}[{i}] is {word!r}, expected {_WORDS[name]}")
                 check_fields(word, f"{name}[{i}]: {type(word).__name__}.", whole=_ONE)
                 word.check(self)
         for i, mixer in enumerate(self.mixers):

@@ -57,8 +57,10 @@ def adakv(
     """Ada-KV (Feng et al., 2024, arXiv:2407.11550), Algorithm 1 over SnapKV scores: unequal heads.
 
     A layer's K * budget best slots decide how many each head keeps, with a floor per head; slots are stored
-    in pages per (row, head), so unequal heads cost unequal bytes. "paper" blends the counts with the floor;
-    "kvpress" gives each head its floor of best slots first. Both use one score per KV head.
+    in pages per (row, head), so unequal heads cost unequal bytes. "paper", the default because it is the
+    algorithm: blends the counts with the floor, rounded so that a layer keeps exactly its budget (the
+    authors' code rounds each head, and a layer may be off by a slot or two). "kvpress" gives each head its
+    floor of best slots first. Both use one score per KV head.
     """
     score = window_score(window, kernel, variant)
     blend = pick(variant, paper=True, kvpress=False)
@@ -94,9 +96,9 @@ def criticalkv(
     the largest (attention + epsilon) ||W_O v_j||_1, which bounds how far the layer's output moves; with
     grouped queries the norm is the mean over the group's heads. As in the authors' code (DefensiveKV), the
     window counts in the first stage: if it fills that stage, the second one chooses all older tokens.
-    "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code, whose presses are
-    kvpress's. across_heads: heads' budgets are Ada-KV's, by attention alone, and both stages choose within
-    them, as in the authors' code.
+    "grouped", the default because only the second stage then differs from `snapkv`, sums and smooths as that
+    does; "kvpress" does so as the authors' code, whose presses are kvpress's. across_heads: heads' budgets
+    are Ada-KV's, by attention alone, and both stages choose within them, as in the authors' code.
     """
     attention = window_score(window, kernel, variant)
     score = stage(attention, first, (attention + epsilon) * OutputNorm(), whole=True)

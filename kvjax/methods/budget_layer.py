@@ -58,7 +58,8 @@ def pyramidkv(
     Layer budgets fall linearly with depth around the mean `budget`; all slots are in one pool, so the bytes
     are those of the total. For a prompt of fewer than 2 (budget - window) tokens every layer keeps `budget`,
     as in the authors' code. See `Pyramid` for the counts, which are rounded so that the stack keeps exactly
-    its budget (the code rounds steps down), and `snapkv` for what the variants keep and cost.
+    its budget (the code rounds steps down). "grouped", the default because equal budgets are then equal
+    bytes, "paper" and "kvpress" score and select as in `snapkv`; "kvpress" has its budgets of layers, too.
     """
     counts = "kvpress" if variant == "kvpress" else "paper"
     keep = Keep(
@@ -223,8 +224,8 @@ def simlayerkv(
 
     A layer is lazy if the last `last` queries give more than `threshold` of their attention, on average over
     heads, to the first `sinks` and the newest `window` tokens; it then keeps only these. The number of slots
-    depends on the text. "last" tests the prompt's last token; it is the default, as in kvpress, because the
-    authors' code tests the first generated token, which is not known here (Deviation). "prefill", the
+    depends on the text. "last", the default because it is nearest to the authors' code, tests the prompt's
+    last token, as kvpress does; their code tests the first generated token (Deviation). "prefill", the
     authors' form for prompts, tests the attention of the last 32 tokens to the first `sinks` and the window
     // 2 tokens before each of them, itself excluded. `last` replaces these numbers.
     """

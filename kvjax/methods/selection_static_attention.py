@@ -263,7 +263,9 @@ def kvgrad(
     exact="deviates",
     kvpress=Press("FinchPress", "variant=kvpress", "yes, at the end of a prompt that is read at once"),
 )
-def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "kvpress"] = "paper") -> Method:
+def finch(
+    budget: Amount, *, question: Window = 32, variant: Literal["paper", "llama", "kvpress"] = "paper"
+) -> Method:
     """FINCH (Corallo and Papotti, 2024, arXiv:2408.00167): what a question at the end of a text attends to.
 
     The last `question` tokens of a prompt are its question. Every chunk (`prefill(..., chunk=)`) is read
@@ -271,15 +273,19 @@ def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "k
 
         score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions that i sees.
 
-    "paper", the default: the mean over all heads, so that a layer keeps one set, as the authors' code does
-    (its file for Llama leaves n_i out). "kvpress": the mean over a group, so that each KV head keeps a set,
-    and n_i is without i itself. Kept keys are rotated by their ranks, which are the positions that the paper
-    rotates them to, so a chunk, the question and generated tokens directly follow the kept slots.
+    "paper", the default because it has the paper's n_i: the mean over all heads, so that a layer keeps one
+    set, as in the authors' file for Mistral. "llama": their file for Llama, which computes n_i and then
+    leaves them out. "kvpress": the mean over a group, so that each KV head keeps a set, and n_i is without i
+    itself. Kept keys are rotated by their ranks, which are the positions that the paper rotates them to, so a
+    chunk, the question and generated tokens directly follow the kept slots.
     Deviation: in the paper the caller gives a question of any length; a chunk's end may here cut the
     question, whose first tokens then count as text until the next chunk.
     """
-    probe, whole = Question(question), pick(variant, paper=True, kvpress=False)
-    score = QuestionAttention(probe, "visible", "layer") if whole else QuestionAttention(probe)
+    weigh, heads = pick(
+        variant, paper=("visible", "layer"), llama=("alike", "layer"), kvpress=("before", "mean")
+    )
+    probe = Question(question)
+    score = QuestionAttention(probe, weigh, heads)
     return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
 
 

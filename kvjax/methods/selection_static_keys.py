@@ -35,8 +35,8 @@ def l2compress(
     """L2-norm compression (Devoto et al., 2024, arXiv:2406.11430): keeps the keys of small norm.
 
     score[j] = -||k_j||_2; the first `skip_layers` layers stay whole (kvpress' Knorm: skip_layers=0).
-    "prompt", the default: slots are evicted once, at the end of a prompt, as in the authors' README and in
-    kvpress. "steps": every further token also evicts the largest key, as when the authors compress after
+    "prompt", the default because the authors' README and kvpress do so: slots are evicted once, at the end of
+    a prompt. "steps": every further token also evicts the largest key, as when the authors compress after
     every forward pass (eval_lm_quick.py). Deviation: a budget is rounded down, as everywhere here; the
     authors' code rounds it up, and compresses only what is longer than `prune_after` tokens.
     """

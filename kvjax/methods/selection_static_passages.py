@@ -141,7 +141,7 @@ def citrus(
     with the largest attention from the instruction, the mean over its queries and the layer's heads: one set
     for all heads. Kept keys are rotated by their ranks.
 
-    "single", the default, because it needs no second cache: one cache for chunks and instruction, the
+    "single", the default because it needs no second cache: one cache for chunks and instruction, the
     authors' `instruction_aware_single`. At the end of the prompt, the instruction stays in place of the
     chunk. "double": their `instruction_aware_double`. Chunks attend to a cache of their own, of which the
     chunk's queries keep the best (mean over them and the layer's heads), and the instruction to one of what

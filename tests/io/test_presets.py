@@ -52,6 +52,14 @@ def test_a_shipped_preset_has_only_known_names(name):
     assert load_preset(name)["snapkv"]["kernel"] == 5
 
 
+def test_every_layer_of_a_small_model_chooses_and_not_the_first_for_all(model):
+    """In four layers, a second layer that copies is half of the model, and layer 0 sees single tokens."""
+    cells = plan_cells(model, ["chunkkv", "windowkv", "gemfilter"], (0.25,), "short")
+    made = {cell.label: cell.method for cell in cells}
+    assert made["chunkkv"].keep.reuse == made["windowkv"].keep.reuse == 1
+    assert made["gemfilter"].reread.after(model.config.layers) == 1
+
+
 @pytest.mark.parametrize(("preset", "tokens"), [("short", 480), ("short-deep", 960)])
 def test_every_method_has_room_for_what_it_protects_at_every_budget(model, preset, tokens):
     cells = plan_cells(model, ["all"], (0.5, 0.25, 0.125), preset)

@@ -1,9 +1,11 @@
 """What is written beside every method: its family, its paper, what it deviates in, its name in kvpress."""
 
+import inspect
 import re
 import textwrap
 from pathlib import Path
 from types import ModuleType
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -34,6 +36,18 @@ def test_the_docstring_names_the_paper_and_what_deviates_from_it(id):
     text, known = METHODS[id].__doc__, METHODS[id].paper
     assert known.arxiv in text
     assert ("Deviation" in text) == (known.exact == "deviates")
+
+
+VARIED = [id for id in METHODS if "variant" in inspect.signature(METHODS[id]).parameters]
+
+
+@pytest.mark.parametrize("id", VARIED)
+def test_the_docstring_names_every_variant_and_why_one_is_the_default(id):
+    default = inspect.signature(METHODS[id]).parameters["variant"].default
+    text = " ".join(METHODS[id].__doc__.split())
+    names = get_args(get_type_hints(inspect.unwrap(METHODS[id]))["variant"])
+    assert len(names) > 1 and all(f'"{name}"' in text for name in names)
+    assert f'"{default}", the default because' in text
 
 
 @pytest.mark.parametrize("id", [id for id in METHODS if METHODS[id].paper.kvpress])

@@ -1,5 +1,7 @@
 """Words compute what their authors' code computed; `scripts/fixtures/record_published.py` recorded it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,14 @@ from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
+from kvjax.keep.algebra import Word, stage
 from kvjax.keep.budgets.profile import ByProfile, Profile
 from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.merges.merge_counted import CountedMerge
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import Decayed, Received
+from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.scores.drawn import Drawn
 from kvjax.keep.scores.keyformer import NoisyMass
 from kvjax.ops.attention.union import Keys, attend
 from tests.float64.reference import softmax
@@ -51,6 +56,34 @@ def test_keyformer_noise_has_the_spread_of_the_authors_code():
     # Five standard errors of a mean, and a fifth of a deviation, of 600 draws.
     assert (np.abs(drawn.mean(0) - mean) < 5 * deviation * np.sqrt(1 / 600 + 1 / 2000) + 1e-6).all()
     np.testing.assert_allclose(drawn.std(0), deviation, rtol=0.2)
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenSums(Word):
+    """The sums of attention that NACL's authors' code was given."""
+
+    def __call__(self, view, seen):
+        return jnp.asarray(numbers("nacl")["sums"], jnp.float32)[None]
+
+
+def test_nacl_draws_as_often_as_the_authors_code():
+    """Of 40 tokens 8 by their sums and 8 by chance, beside 4 sinks and a window of 8."""
+    recorded = numbers("nacl")
+    heads, tokens = recorded["sums"].shape
+    pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (1, heads, tokens))
+    empty = jnp.zeros((1, heads, tokens, 1))
+    view = View(empty, empty, pos, None, {})
+    protect = (Sink(4), Recent(8))
+    seen = seen_by(length=np.array([tokens]))._replace(n=jnp.array([28]), protect=protect)
+    word = stage(GivenSums(), 0.5, Drawn(GivenSums(), 1))
+    scores = jax.vmap(lambda layer: word(view, seen._replace(layer=layer)))(jnp.arange(4000))
+    stays = np.any([one(pos, seen.length, seen.n) for one in protect], 0)
+    scores = np.where(stays, np.inf, scores)[:, 0]
+    found = (np.argsort(np.argsort(-scores, -1), -1) < 28).mean(0)
+    want = recorded["stays"]
+    assert ((want > 0.05) & (want < 0.9)).sum() == 2 * (tokens - 4 - 8 - 8)
+    spread = np.sqrt(want * (1 - want) * (1 / 4000 + 1 / recorded["draws"]))
+    assert (np.abs(found - want) <= 5 * spread).all()
 
 
 def test_zeromerge_keeps_the_heavy_hitters_of_the_authors_code():

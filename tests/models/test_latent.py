@@ -51,6 +51,14 @@ def test_expanded_and_absorbed_it_is_the_equation(tokens, recurrent):
     assert rms(got["o"], by_hand(tokens)) < 1e-6
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_float64_is_the_equation_to_the_last_digits(tokens, recurrent):
+    with jax.enable_x64(True):
+        got = jax.jit(lambda x: OPS["mla"](x, recurrent=recurrent))(sequences.as_arrays(tokens, jnp.float64))
+        assert got["o"].dtype == np.float64
+        np.testing.assert_allclose(got["o"], by_hand(tokens), rtol=1e-12, atol=1e-12)
+
+
 def test_without_rotation_nothing_turns(tokens):
     got = jax.jit(lambda x: OPS["mla"](x, turns=False))(sequences.as_arrays(tokens, jnp.float32))
     assert rms(got["o"], by_hand(tokens, turn=lambda x, t: x)) < 1e-6

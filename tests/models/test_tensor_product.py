@@ -43,3 +43,11 @@ def test_it_is_the_oracle_also_from_bfloat16(dtype):
 def test_it_is_the_equation(tokens, turns):
     got = jax.jit(lambda x: OPS["tpa"](x, turns=turns))(sequences.as_arrays(tokens, jnp.float32))
     assert rms(got["o"], by_hand(tokens, turns)) < 1e-6
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_float64_is_the_equation_to_the_last_digits(tokens, turns):
+    with jax.enable_x64(True):
+        got = jax.jit(lambda x: OPS["tpa"](x, turns=turns))(sequences.as_arrays(tokens, jnp.float64))
+        assert got["o"].dtype == np.float64
+        np.testing.assert_allclose(got["o"], by_hand(tokens, turns), rtol=1e-12, atol=1e-12)

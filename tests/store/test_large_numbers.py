@@ -59,6 +59,16 @@ def test_codes_of_large_rows_are_those_of_small_ones(rng, scale):
         assert errors[1] <= 1.02 * errors[0] + 1e-4, codec
 
 
+@pytest.mark.parametrize("codec", [*AFFINE, LloydMax(4), SignSketch()], ids=repr)
+def test_codes_of_bfloat16_rows_are_those_of_the_same_numbers_in_float32(rng, codec):
+    """Of rows that no float16 holds."""
+    x = jnp.asarray(rng.normal(size=(64, 64)) * 10.0 ** rng.integers(0, 9, (64, 1)), jnp.bfloat16)
+    assert float(jnp.abs(x).max()) > 1e8
+    wide, narrow = (np.asarray(dense(encode(y, codec)), np.float64) for y in (x.astype(jnp.float32), x))
+    assert np.isfinite(narrow).all()
+    np.testing.assert_allclose(narrow, wide, rtol=2**-7, atol=1e-6)
+
+
 def scaled(m, by):
     """The same model, whose keys and values are `by` times as large."""
 

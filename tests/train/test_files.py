@@ -1,6 +1,7 @@
 """The shipped files of `kvjax train`, what a file may bind, and the command."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,28 @@ def test_a_file_names_no_python_file_as_its_method(tmp_path):
     with pytest.raises(InputError, match=r"mine.gin, line 1: train.method is .* would run Python code"):
         load_training(file)
     assert load_training("bytes", ["train.method=a.py:b"])["train"]["method"] == "a.py:b"
+
+
+ACTS = (
+    "import acts",
+    "from __gin__ import dynamic_registration\nimport os\ntrain.steps = @os.getpid()",
+    "train.steps = @acts.f()",
+    "X = [@acts.f]\ntrain.steps = 3",
+    "include 'other.gin'",
+)
+
+
+@pytest.mark.parametrize("text", ACTS, ids=range(len(ACTS)))
+def test_a_training_file_runs_no_module_and_calls_no_function(text, tmp_path, monkeypatch):
+    (tmp_path / "acts.py").write_text(f"open({str(tmp_path / 'done')!r}, 'w')\ndef f(): return 3\n")
+    (tmp_path / "other.gin").write_text("import acts\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "mine.gin"
+    file.write_text(f"include 'bytes.gin'\n{text}\n")
+    with pytest.raises(InputError, match="would run Python code") as error:
+        load_training(file)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "done").exists() and "acts" not in sys.modules
 
 
 def test_a_macro_that_nothing_binds_is_named_with_the_nearest(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from kvjax.base.errors import InputError
 from kvjax.io.gin_bindings import load_training
 from kvjax.models.config import Config
+from kvjax.models.mixers.recurrent import KimiDelta
 from kvjax.train.settings import SECTIONS, check_changes, training
 
 FLAGS = (1, 0, "no", "yes", None, [True])
@@ -132,12 +133,24 @@ def test_sizes_beside_a_model_to_start_from_are_refused():
     check_changes(load_training("bytes", changes), changes)
 
 
-@pytest.mark.parametrize("name", ["layers", "d_model", "heads", "vocab"])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Config)])
 def test_a_config_of_python_names_its_field(name):
-    sizes = dict(vocab=8, d_model=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=8)
-    for value in COUNTS:
-        with pytest.raises(InputError, match=f"^{name} is .*, expected a whole number >= 1"):
+    sizes = dict(vocab=8, d_model=8, layers=4, heads=1, kv_heads=1, head_dim=8, d_ff=8)
+    for value in WRONG["model"][name]:
+        message = rf"^{name}(\[0\])? is .*, expected|^{name} must be one of"
+        with pytest.raises((InputError, ValueError), match=message) as error:
             Config(**sizes | {name: value})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["mixers", "mlps"])
+def test_a_class_in_place_of_a_layer_s_word_is_named(name):
+    sizes = dict(vocab=8, d_model=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=8)
+    for value in (int, KimiDelta, None):
+        with pytest.raises(
+            InputError, match=rf"^{name}\[0\] is .*, expected a word of kvjax.models.* such as"
+        ):
+            Config(**sizes | {name: (value,)})
 
 
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
