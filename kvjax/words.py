@@ -27,11 +27,19 @@ from kvjax.grammar.protocols import (
     View,
 )
 from kvjax.grammar.read_protocols import Read
-from kvjax.grammar.when import PREFILL_END, STEP, Every, Full, When
+from kvjax.grammar.when import PREFILL_END, STEP, Every, When, WhenFull
 from kvjax.keep.algebra import Pool, Word, rank, stage, standardised
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold, Uniform, UpTo
-from kvjax.keep.observations.observe import FadingMass, Hidden, Mass, Queries, QueryMoments, RawKeys, Viewers
-from kvjax.keep.observations.trace import AtArrival, Decayed, Received, Surprise
+from kvjax.keep.observations.observe import (
+    DecayedMass,
+    Hidden,
+    Mass,
+    Queries,
+    QueryCount,
+    QueryMoments,
+    UnrotatedKeys,
+)
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, AtArrival, Surprisal
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.score import (
     AccumulatedAttention,
@@ -70,7 +78,7 @@ from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec, dense
 from kvjax.store.affine import Affine, Float8
 from kvjax.store.rotate import Rotate
-from kvjax.store.wrap import Around, Wrapper
+from kvjax.store.wrap import WrappedCodec, Wrapper
 
 __all__ = [
     # A method and its parts.
@@ -92,16 +100,16 @@ __all__ = [
     # Budgets of layers and heads.
     "Uniform", "AcrossHeads", "AcrossLayers", "PerLayer", "Pyramid", "Threshold", "UpTo",
     # When slots are evicted.
-    "PREFILL_END", "STEP", "Every", "Full",
+    "PREFILL_END", "STEP", "Every", "WhenFull",
     # What layers record for scores.
-    "Queries", "Mass", "FadingMass", "Viewers", "RawKeys", "QueryMoments", "Hidden",
+    "Queries", "Mass", "DecayedMass", "QueryCount", "UnrotatedKeys", "QueryMoments", "Hidden",
     # Traces: values accumulated per slot, from its token's arrival on.
-    "Received", "Decayed", "AtArrival", "Surprise",
+    "AccumulatedMass", "AccumulatedDecayedMass", "AtArrival", "Surprisal",
     # The positions by which keys and queries are rotated.
     "ByPosition", "ByRank", "Clamped",
     # Codecs, and wrappers around codecs.
     "Affine", "Float8",
-    "Wrapper", "Around",
+    "Wrapper", "WrappedCodec",
     "Rotate",
     # Reads: bases that rank slots or pages for every query.
     "RankedSlots",

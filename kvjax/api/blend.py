@@ -18,7 +18,7 @@ from kvjax.base.errors import InputError
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import fetch
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
@@ -29,7 +29,7 @@ from kvjax.steps.shared.run import Run
 
 # The layer whose values tell which tokens their context changes most, as in the authors' code.
 CHECK = 1
-_ALL = frozenset({RawKeys()})
+_ALL = frozenset({UnrotatedKeys()})
 
 
 def check_texts(

@@ -227,7 +227,7 @@ def _check_reading(method: Method, config: Config) -> None:
 
 
 def _check_narrow(method: Method, config: Config) -> None:
-    """InputError if tokens cannot be selected at the layer of a `Narrow` or `Reread`, or not be dropped."""
+    """InputError if tokens cannot be selected at the layer of a `SelectivePropagation` or `Reread`."""
     narrow = None if method.keep is None else method.keep.narrow
     word = narrow or method.reread
     choosing = [layer for layer, _ in word.stages(config.layers, 1)]

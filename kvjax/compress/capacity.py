@@ -15,7 +15,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import body_slots, whole_tiles
 from kvjax.grammar import Keep
 from kvjax.grammar.calls import counts_slots
-from kvjax.grammar.when import Full
+from kvjax.grammar.when import WhenFull
 from kvjax.hosts.arrays import fetch
 from kvjax.ops.base.memory import there
 from kvjax.place.host import in_its_memory
@@ -78,7 +78,7 @@ def list_capacity(gm: GroupMethod, group: GroupState) -> int:
 
 def tokens_in(keep: Keep, capacity: int) -> int:
     """How many tokens a row may have seen before a keep that evicts in steps exceeds `capacity` slots."""
-    return keep.budget.reach(capacity - (1 if isinstance(keep.when, Full) else keep.when.due_at(0)))
+    return keep.budget.reach(capacity - (1 if isinstance(keep.when, WhenFull) else keep.when.due_at(0)))
 
 
 def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:

@@ -69,15 +69,15 @@ from kvjax.keep.scores.semantic import SemanticHeads
 from kvjax.keep.scores.trigonometric import QueryCentres
 from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
-from kvjax.make.hidden_cache import StatesOfThePast
+from kvjax.make.hidden_cache import HiddenStateCache
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
 from kvjax.store.atoms import Atoms
 from kvjax.store.basis import InBasis
-from kvjax.store.channels import AskedChannels
+from kvjax.store.channels import QueryDrivenChannels
 from kvjax.store.coupled import CoupledCodes
-from kvjax.store.fixed import Fixed
+from kvjax.store.fixed import StaticAffine
 from kvjax.store.layer_bits import LayerBits
 from kvjax.store.levels import ByChannel, Levels
 from kvjax.store.predicted import Predicted
@@ -123,19 +123,19 @@ FITS: dict[type, Fitter] = {
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
     ConvMerge: Fitter(fit_convolutions, acts=True),
-    AskedChannels: Fitter(fit_norms),
+    QueryDrivenChannels: Fitter(fit_norms),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     CoupledCodes: Fitter(fit_vectors, acts=True),
     InBasis: Fitter(fit_basis, acts=True),
-    Fixed: Fitter(fit_ranges, acts=True),
+    StaticAffine: Fitter(fit_ranges, acts=True),
     Atoms: Fitter(fit_atoms, acts=True),
     LayerBits: Fitter(fit_layer_bits, acts=True),
     Predicted: Fitter(fit_predictors, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),
     ClusteredHeads: Fitter(fit_clusters),
-    StatesOfThePast: Fitter(fit_states, asks=True, acts=True),
+    HiddenStateCache: Fitter(fit_states, asks=True, acts=True),
 }
 
 

@@ -87,7 +87,8 @@ def _turned(a: Keep, b: Keep) -> Keep | None:
 def _inside(a: Store, b: Store) -> Store | None:
     """The store whose codecs encode what the codecs of the other store leave of a row; None if neither does.
 
-    Codecs that leave numbers out (`AskedChannels`, `Pruned`) come first, in whatever order they are given.
+    Codecs that leave numbers out (`QueryDrivenChannels`, `Pruned`) come first, in whatever order they are
+    given.
     """
     for outer, inner in ((a, b), (b, a)):
         codecs = [codec for codec in (outer.keys, outer.values) if codec is not None]

@@ -43,7 +43,7 @@ class Fact(enum.Enum):
     GIVEN_WEIGHTS = "the weights are those of the model that is given"
 
 
-Told = Mapping[Fact, str]
+Reasons = Mapping[Fact, str]
 # For an error message: by part of the method, a method of the catalogue that does not break a fact.
 INTACT = {
     (Fact.EQUAL_LISTS, "keep"): "snapkv",
@@ -77,12 +77,12 @@ class Stating:
     """The base class of words that require no fact and break none; subclasses override that."""
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         """Which facts it needs, and what it does that needs each (a clause with the word as subject)."""
         return {}
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         """Which facts it ends, and how (a clause with the word as subject)."""
         return {}
 
@@ -99,7 +99,7 @@ class ReadFacts(Stating):
     """
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {
             Fact.ONE_TIER: "picks among the slots of one body",
             Fact.STEADY_KEYS: "ranks keys at their positions",
@@ -107,7 +107,7 @@ class ReadFacts(Stating):
         }
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         found = {Fact.ALL_ATTENDED: "leaves slots out of a step's attention"}
         if hasattr(self, "looks_at"):
             found[Fact.SUMMARIES] = "looks at all keys"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvjax.grammar.calls import observations
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import fitted_words, lacks_fit, learns, sees_below
 from kvjax.grammar.protocols import Preferring
 from kvjax.state.codes import at_layer
@@ -18,7 +18,7 @@ class KeepFacts(Stating):
     """The facts that a keep requires and breaks, given its words."""
 
     @property
-    def requires(self: Keep) -> Told:  # type: ignore[misc]
+    def requires(self: Keep) -> Reasons:  # type: ignore[misc]
         found = _looked_at(self)
         if _observes_prompts(self):
             found[Fact.OBSERVED] = "chooses by more than the slots themselves"
@@ -35,7 +35,7 @@ class KeepFacts(Stating):
         return found
 
     @property
-    def breaks(self: Keep) -> Told:  # type: ignore[misc]
+    def breaks(self: Keep) -> Reasons:  # type: ignore[misc]
         found = {
             Fact.ALL_TOKENS: "leaves tokens out, others in each layer",
         }
@@ -92,14 +92,14 @@ class StoreFacts(Stating):
     """The facts that a store requires and breaks."""
 
     @property
-    def requires(self: Store) -> Told:  # type: ignore[misc]
+    def requires(self: Store) -> Reasons:  # type: ignore[misc]
         if not sees_below((self.keys, self.values)):
             return {}
         whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_LISTS, Fact.GIVEN_WEIGHTS)
         return dict.fromkeys(whole, "encodes a token by the same one in the layer below")
 
     @property
-    def breaks(self: Store) -> Told:  # type: ignore[misc]
+    def breaks(self: Store) -> Reasons:  # type: ignore[misc]
         found: dict[Fact, str] = {}
         if self.granule > 1 or self.residual > 0:
             found[Fact.ONE_BY_ONE] = (

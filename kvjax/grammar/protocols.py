@@ -97,8 +97,8 @@ class Trace(Protocol):
     tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow from
     token ids.
 
-    >>> from kvjax.words import Received
-    >>> isinstance(Received(), Trace)
+    >>> from kvjax.words import AccumulatedMass
+    >>> isinstance(AccumulatedMass(), Trace)
     True
     """
 

@@ -10,7 +10,7 @@ from kvjax.grammar.calls import IN_PREFILL, IN_STEP, hiding_of, observations, pr
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import alike, key_of
 from kvjax.grammar.protocols import Answering, Judging
-from kvjax.grammar.when import Full
+from kvjax.grammar.when import WhenFull
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
@@ -53,7 +53,7 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
     absent = [o for o in observed if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
     return [
         (
-            isinstance(keep.when, Full) and not 0 < whole < keep.when.slots,
+            isinstance(keep.when, WhenFull) and not 0 < whole < keep.when.slots,
             f"{keep.when!r} evicts where a list holds so many slots, and the budget is "
             f"{keep.budget.amount!r}: give a smaller number of slots",
         ),
@@ -108,7 +108,7 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
         (
             in_steps and not at_once and bool(masses),
             f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
-            "receive of the newest one: name traces, such as Received(Mass()), in its score",
+            "receive of the newest one: name traces, such as AccumulatedMass(Mass()), in its score",
         ),
         (
             in_steps and at_once and any(isinstance(t, Judging) for t in score.traces),

@@ -12,11 +12,11 @@ from kvjax.grammar.sentence import Keep
 
 
 @dataclasses.dataclass(frozen=True)
-class Phased:
+class PrefillAndDecode:
     """One score at the end of prompts, and another one while decoding, where every token evicts one slot.
 
     >>> from kvjax.words import KeyNorm, Position
-    >>> Phased(KeyNorm(), Position()).looks
+    >>> PrefillAndDecode(KeyNorm(), Position()).looks
     True
     """
 
@@ -78,7 +78,7 @@ def in_stages(prompt: Keep, later: Keep) -> Keep:
             raise ValueError(f"the first has {what} {first!r} and the second {then!r}: give both the same")
     return dataclasses.replace(
         later,
-        score=Phased(prompt.score, later.score),
+        score=PrefillAndDecode(prompt.score, later.score),
         protect=(*prompt.protect, *(p for p in later.protect if p not in prompt.protect)),
         per_query_head=prompt.per_query_head or later.per_query_head,
         **{name: getattr(prompt, name) for name in _OF_PROMPTS},

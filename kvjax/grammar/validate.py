@@ -32,7 +32,7 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
     if score is not None:
         _check(score, "score", SCORE, "inherit from kvjax.keep.algebra.Word, which needs nothing")
         _check_needs(score)
-        for trace in _frozenset(score, "traces", "frozenset({Received(Mass())})"):
+        for trace in _frozenset(score, "traces", "frozenset({AccumulatedMass(Mass())})"):
             _check(trace, "trace", TRACE, "see kvjax.keep.observations.trace")
             _check_needs(trace)
     if allocate is not None:
@@ -52,7 +52,7 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
 def check_narrow(narrow: Any) -> None:
     """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
     if narrow is not None:
-        _check(narrow, "narrowing", NARROW, "see kvjax.keep.prompts.narrow.Narrow")
+        _check(narrow, "narrowing", NARROW, "see kvjax.keep.prompts.narrow.SelectivePropagation")
 
 
 def check_reread(reread: Any) -> None:
@@ -75,7 +75,7 @@ def check_make(make: Any) -> None:
 def check_stack(stack: Any) -> None:
     """ValueError if `stack` does not merge layers or is not a frozen dataclass; None is allowed."""
     if stack is not None:
-        _check(stack, "stack word", STACK, "see kvjax.store.merged.Merged")
+        _check(stack, "stack word", STACK, "see kvjax.store.merged.MergedLayers")
 
 
 def check_codecs(*codecs: Any) -> None:

@@ -74,13 +74,13 @@ class Every:
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
+class WhenFull:
     """While decoding too, whenever a KV head holds `slots` slots; its budget is smaller.
 
     Args:
         slots: the number at which it evicts.
 
-    >>> Full(128).in_steps
+    >>> WhenFull(128).in_steps
     True
     """
 
@@ -89,7 +89,7 @@ class Full:
     at_once = False
 
     def __post_init__(self):
-        _check("Full(slots)", self.slots)
+        _check("WhenFull(slots)", self.slots)
 
     def due_at(self, n: Count) -> Count | int:
         return self.slots

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from kvjax.base.errors import InputError
 from kvjax.grammar.keys import key_of
 from kvjax.io.cache_arrays import Arrays, placed_array
+from kvjax.methods.renamed import with_new_names
 from kvjax.ops.base.memory import in_host, to_host
 from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Slots, State
 from kvjax.state.codes import Codec, Codes
@@ -93,7 +94,8 @@ def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
     if not isinstance(node, dict):
         raise TypeError(f"{name} is {node!r}")
     if "dict" in node:
-        return {key: _restore(y, f"{name}.{key}", codecs) for key, y in node["dict"].items()}
+        parts = node["dict"].items()
+        return {with_new_names(key): _restore(y, f"{name}.{key}", codecs) for key, y in parts}
     if "array" in node:
         return Saved(name, _dtype(node["array"]), _shape(node["shape"]), node.get("memory") == "host")
     kind = _NODES[node["node"]]
@@ -104,7 +106,7 @@ def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
         if not field.metadata.get("static"):
             value = _restore(value, f"{name}.{field.name}", codecs)
         elif isinstance(value, dict):
-            value = _codec(value["codec"], codecs)
+            value = _codec(with_new_names(value["codec"]), codecs)
         if not _is(value, hint := _hints(kind)[field.name]):
             raise TypeError(f"{name}.{field.name} is no {_called(hint)}")
         fields[field.name] = value

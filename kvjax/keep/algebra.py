@@ -51,8 +51,8 @@ class Word:
     def __rshift__(self, pool: Pool) -> Pooled:
         return Pooled(self, pool)
 
-    def __add__(self, other: Score | float) -> Sum | Shifted:
-        return Shifted(self, float(other)) if isinstance(other, int | float) else Sum(self, other)
+    def __add__(self, other: Score | float) -> Sum | Offset:
+        return Offset(self, float(other)) if isinstance(other, int | float) else Sum(self, other)
 
     def __mul__(self, other: Score) -> Product:
         return Product(self, other)
@@ -127,7 +127,7 @@ class Scaled(Made):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifted(Made):
+class Offset(Made):
     """a[j] + by, built by `a + by`."""
 
     score: Score
@@ -210,7 +210,7 @@ class StagedAcross(Made):
 
 
 @dataclasses.dataclass(frozen=True)
-class OverPeak(Made):
+class MaxNormalised(Made):
     """a[j] / max_i a[i] over all live slots of a KV head, for non-negative scores."""
 
     score: Score
@@ -221,7 +221,7 @@ class OverPeak(Made):
 
 
 @dataclasses.dataclass(frozen=True)
-class Aged(Made):
+class AgeDecayed(Made):
     """a[j] rate^(age / tokens), where the age of slot j is the number of newer tokens."""
 
     score: Score
@@ -320,7 +320,7 @@ class Pool:
 
 
 @dataclasses.dataclass(frozen=True)
-class InChunks(Made):
+class ChunkSum(Made):
     """The sum of a score over the slots of a KV head in the same chunk of `tokens` tokens of the text."""
 
     score: Score

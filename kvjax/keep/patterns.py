@@ -62,7 +62,7 @@ class Recent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked(Recent):
+class QuestionWindow(Recent):
     """The newest tokens as a question: unlike a `Recent` window, they may take up the whole budget."""
 
     newest = False

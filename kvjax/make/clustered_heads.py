@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -34,7 +34,7 @@ class ClusteredHeads(Stating):
     by = "chai"
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
@@ -60,7 +60,7 @@ class GroupedLowRank(Stating):
     fit_first = False
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         latents = dict.fromkeys((Fact.MET_KEYS, Fact.MET_VALUES), "stores latents of keys and values")
         lists = {Fact.KV_HEADS: f"stores one list for {self.heads} KV heads"} if self.heads > 1 else {}
         return {Fact.GIVEN_WEIGHTS: "rewrites them", **latents, **lists}

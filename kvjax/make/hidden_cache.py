@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, NoMLP, mlp_of
@@ -23,7 +23,7 @@ CHANGED = {"q": "cache_q", "o": "cache_o", "gate": "gate", "up": "up", "down": "
 
 
 @dataclasses.dataclass(frozen=True)
-class StatesOfThePast(Stating):
+class HiddenStateCache(Stating):
     """Layers attend to `window` tokens; from `layer` on also to compressed states of older ones (Neurocache).
 
     fitted: as `kvjax fit neurocache` writes it, "compress" [1, D, C], "norm" and "norm_bias" [1, C] of the
@@ -47,7 +47,7 @@ class StatesOfThePast(Stating):
     by = "neurocache"
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -28,7 +28,7 @@ class SharedLayers(Stating):
     by = "kvsharer"
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:

@@ -9,7 +9,7 @@ from kvjax.grammar.phase import ByRank
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Sink
-from kvjax.keep.scores.score import Position, Uniformly
+from kvjax.keep.scores.score import Position, RandomScore
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Amount, Group, Seed, Tokens
 from kvjax.place.host import Host
@@ -26,7 +26,7 @@ def full() -> Method:
 @paper("Random eviction", family="baseline", kvpress=Press("RandomPress", same="no: other random numbers"))
 def random(budget: Amount, *, seed: Seed = 0) -> Method:
     """Baseline: a uniformly random set of tokens per head, the same for a row alone and in a batch."""
-    return Method(Keep(Uniformly(seed), Budget(budget), Uniform()))
+    return Method(Keep(RandomScore(seed), Budget(budget), Uniform()))
 
 
 @paper(

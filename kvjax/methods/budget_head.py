@@ -13,11 +13,11 @@ from kvjax.keep.budgets.profile import ByProfile, CopyProfile, CurveProfile, Pro
 from kvjax.keep.merges.compensation import Compensation
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.defensive import Defensive
-from kvjax.keep.scores.enough import Covering
+from kvjax.keep.scores.enough import TopP
 from kvjax.keep.scores.expected import ExpectedAttention
-from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads, Retrieving
+from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads, RetrievalHeads
 from kvjax.keep.scores.score import OutputNorm, WindowAttention
-from kvjax.keep.scores.tokens import PolicyLadder, TokensOf
+from kvjax.keep.scores.tokens import CheapestPolicy, IsTokenType
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
@@ -255,7 +255,7 @@ def razorattention(
     induction scores, as `kvjax fit razorattention` writes it. Deviation: a KV head keeps all tokens if one of
     its query heads does; generated tokens stay until the next prompt.
     """
-    score = Retrieving(RepeatingHeads(as_fitted(fitted), echo), induction)
+    score = RetrievalHeads(RepeatingHeads(as_fitted(fitted), echo), induction)
     protect = (Sink(sinks), Recent(window), Recent(share))
     keep = Keep(score, Budget(1.0), Threshold(0.0), protect, merge=Compensation(), page=page)
     return Method(keep)
@@ -284,7 +284,7 @@ def duoattention(
     `kvjax fit duoattention` writes them. Deviation: a prompt is read with the whole attention of all heads
     before streaming heads are cut; the paper reads it with the streaming attention.
     """
-    score = Retrieving(HeadGates(as_fitted(fitted)), retrieval)
+    score = RetrievalHeads(HeadGates(as_fitted(fitted)), retrieval)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(1.0), Threshold(0.0), protect, when=STEP, page=page))
 
@@ -308,12 +308,12 @@ def fastgen(
     """FastGen (Ge et al., 2023, arXiv:2310.01801), section 3: every head gets the cheapest sufficient policy.
 
     Special tokens, then punctuation, then heavy hitters, then the newest tokens, then all: a head keeps as
-    many of these sets as have the share `recover` of its attention (`PolicyLadder`). separators: the ids of
+    many of these sets as have the share `recover` of its attention (`CheapestPolicy`). separators: the ids of
     punctuation, as in SepLLM (`sepllm`). Deviations: special tokens are the first `sinks`; attention is that
     of the last `window` queries of a prompt, where the paper uses all of them; generated tokens stay until
     the next prompt, where the paper applies the head's policy to them, too.
     """
-    score = PolicyLadder(TokensOf(separators), sinks, frequent, local, recover, window)
+    score = CheapestPolicy(IsTokenType(separators), sinks, frequent, local, recover, window)
     return Method(Keep(score, Budget(1.0), Threshold(0.0), page=page))
 
 
@@ -352,12 +352,12 @@ def leankv(
 ) -> Method:
     """LeanKV (Zhang et al., 2024, arXiv:2412.03131): tokens with most of a head's attention get more bits.
 
-    The fewest tokens that hold the share `share` of what a head has received (`Covering`), and the `window`
+    The fewest tokens that hold the share `share` of what a head has received (`TopP`), and the `window`
     newest ones, have keys of `high` and values of `low` bits; the others keys of `low` and values of low / 2
     bits, in groups of `group` channels. The number of each kind depends on the text. Deviations: the paper
     drops the tokens of the least attention altogether; generated tokens have the bits of the first kind until
     the next prompt.
     """
     lower = Store(Affine(low, group=group), Affine(max(low // 2, 1), group=group))
-    keep = Keep(Covering(share), Budget(1.0), Threshold(0.0), (Recent(window),), lower=lower, page=page)
+    keep = Keep(TopP(share), Budget(1.0), Threshold(0.0), (Recent(window),), lower=lower, page=page)
     return Method(keep, Store(Affine(high), Affine(low, group=group)))

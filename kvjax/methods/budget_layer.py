@@ -8,14 +8,14 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budgets.budget import Pyramid, Threshold
-from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, MeanOverHeads
 from kvjax.keep.budgets.lazy import Lookback
 from kvjax.keep.budgets.preference import ByAttention
 from kvjax.keep.budgets.profile import ByProfile, DriftProfile, SearchedProfile
 from kvjax.keep.observations.probe import Episode, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.composite import Agreed, Composite
-from kvjax.keep.scores.enough import EndsEnough
+from kvjax.keep.scores.composite import Composite, PlusLayerMean
+from kvjax.keep.scores.enough import NormPreserving
 from kvjax.keep.scores.recent_queries import RecencyWeighted
 from kvjax.keep.scores.score import AccumulatedAttention, MeanAndVariance
 from kvjax.methods.papers import Press, paper
@@ -119,13 +119,13 @@ def kvcompose(budget: Amount, *, page: Page | None = None) -> Method:
     """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads rank slots, which set layer budgets.
 
     The prompt is read a second time over the full cache; a slot's score is the largest attention it receives,
-    plus the mean of this over the layer's heads (`Agreed`). Every head ranks its slots; the r-th ones of a
-    layer's heads make a composite token, and the best composite tokens of the stack stay (`Composite`), so
-    that all heads of a layer keep equally many. Deviation: the largest attention is over all query heads of a
-    group, while the authors' code takes their mean.
+    plus the mean of this over the layer's heads (`PlusLayerMean`). Every head ranks its slots; the r-th
+    ones of a layer's heads make a composite token, and the best composite tokens of the stack stay
+    (`Composite`), so that all heads of a layer keep equally many. Deviation: the largest attention is
+    over all query heads of a group, while the authors' code takes their mean.
     """
     probe = RepeatContext(())
-    score = Agreed(ProbeAttention(probe))
+    score = PlusLayerMean(ProbeAttention(probe))
     return Method(Keep(score, Budget(budget), Composite(), probe=probe, page=page))
 
 
@@ -200,7 +200,7 @@ def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Pag
     decode steps evict nothing.
     """
     protect = (Sink(sinks), Recent(newest))
-    score = Together(AccumulatedAttention())
+    score = MeanOverHeads(AccumulatedAttention())
     return Method(Keep(score, Budget(budget), ByPrefix(), protect, page=page))
 
 
@@ -247,11 +247,11 @@ def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page | None = None
 
     Tokens are ranked by position: the first `sinks`, then from the newest to the oldest. From the end of this
     order a layer evicts tokens until the norm of its attention matrix would lose more than the share `loss`
-    (`EndsEnough`), so there is no budget. Deviation: the norm is that of the attention of all queries in all
-    heads of a layer before any eviction; the paper only mentions the matrix of a layer.
+    (`NormPreserving`), so there is no budget. Deviation: the norm is that of the attention of all queries
+    in all heads of a layer before any eviction; the paper only mentions the matrix of a layer.
     """
     protect = (Sink(sinks), Recent(1))
-    return Method(Keep(EndsEnough(sinks, loss), Budget(1.0), Threshold(0.0), protect, page=page))
+    return Method(Keep(NormPreserving(sinks, loss), Budget(1.0), Threshold(0.0), protect, page=page))
 
 
 @paper(

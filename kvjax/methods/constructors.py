@@ -29,6 +29,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import SHIPPED, Fitted, as_fitted
 from kvjax.grammar.to_text import constructor
+from kvjax.methods.renamed import RENAMED
 
 _ROOMS = (kvjax.keep, kvjax.make, kvjax.place, kvjax.read, kvjax.store)
 _FILES = (kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.stages, kvjax.grammar.when)
@@ -130,6 +131,8 @@ def _called(name: str, args: list[Any], given: dict[str | None, Any]) -> Any:
         return float(args[0])
     if name == "Fitted":
         return _fitted(*args[:1])
+    if name not in classes():
+        name = RENAMED.get(name, name)
     if name not in classes():
         near = difflib.get_close_matches(name, classes(), 1)
         hint = f"did you mean {near[0]}?" if near else "one of your own is named as my_file.py:my_method"

@@ -12,7 +12,7 @@ from kvjax.keep.merges.residue import Residue
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.score import AccumulatedAttention
 from kvjax.make.grouped_low_rank import GroupedLowRank
-from kvjax.make.hidden_cache import StatesOfThePast
+from kvjax.make.hidden_cache import HiddenStateCache
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Portion, Range
 from kvjax.methods.shared import Amount, Depth, Fit, Seed, Share, Window
@@ -101,7 +101,7 @@ def neurocache(
     Layers attend to `window` tokens. For every older token one state of D / `factor` channels is stored, once
     for the whole model: a normalised projection of the input of layer `layer`. A token retrieves the `top`
     states nearest to its own and `neighbours` of each; the layers from there on attend to these and to those
-    of the token before it (`context`=2), and add the result to their attention (`StatesOfThePast`). fitted:
+    of the token before it (`context`=2), and add the result to their attention (`HiddenStateCache`). fitted:
     projection and cache attention, and a LoRA, as `kvjax fit neurocache` writes them.
 
     Deviation: a window slides, where the paper processes segments and retrieves from earlier ones; all states
@@ -115,5 +115,5 @@ def neurocache(
     tokens, 39% are right instead of 26%, and as many without states; of whole answers one in six, before and
     after. The fit that ships with kvjax is for prompts of 512 tokens and the window of its preset, 64.
     """
-    made = StatesOfThePast(window, top, neighbours, context, factor, layer, as_fitted(fitted))
+    made = HiddenStateCache(window, top, neighbours, context, factor, layer, as_fitted(fitted))
     return Method(make=made)

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.when import STEP, Every
-from kvjax.keep.algebra import OverPeak, Pool
+from kvjax.keep.algebra import MaxNormalised, Pool
 from kvjax.keep.budgets.budget import Threshold, Uniform
-from kvjax.keep.merges.matched import Matched
+from kvjax.keep.merges.matched import AttentionMatching
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.merges.merge_conv import ConvMerge
-from kvjax.keep.merges.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs, Standing
+from kvjax.keep.merges.merge_counted import CountedMerge, GaussianMerge, MergedFirst, Pivots, Runs
 from kvjax.keep.merges.merge_d2o import SimilarMerge
 from kvjax.keep.merges.merge_runs import Opening, RunMerge
-from kvjax.keep.merges.pooled import LastOfEach, MeanOfEach
+from kvjax.keep.merges.pooled import LastOfGroup, MeanOfGroup
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.prompts.hierarchy import Hierarchy
 from kvjax.keep.scores.matched import RootMeanSquare
@@ -130,7 +130,7 @@ def zeromerge(
     """
     score = AccumulatedAttention() if fading == 1 else DecayedAttention(fading)
     merge = CountedMerge(takers=share, newest=recent, fading=fading, bonus=bonus, largest=True)
-    keep = Keep(Standing(score), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
+    keep = Keep(MergedFirst(score), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
     return Method(keep)
 
 
@@ -153,7 +153,7 @@ def ems(
     a number of them to every head by its redundancy; counts are added to the logits.
     """
     local = WindowAttention(window) >> Pool(kernel)
-    score = OverPeak(AccumulatedAttention()) + OverPeak(local)
+    score = MaxNormalised(AccumulatedAttention()) + MaxNormalised(local)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(budget), Uniform(), protect, merge=CountedMerge(threshold)))
 
@@ -223,7 +223,7 @@ def compressive_transformer(budget: Amount, *, rate: Together = 3, recent: Share
     Deviation: keys and values are pooled, keys as they are rotated, where the paper pools hidden states of a
     model that was trained to read them; of its pooling functions, this is the mean.
     """
-    score, merge = LastOfEach(rate, recent), MeanOfEach(rate)
+    score, merge = LastOfGroup(rate, recent), MeanOfGroup(rate)
     return Method(Keep(score, Budget(budget), Uniform(), when=Every(rate), merge=merge))
 
 
@@ -245,14 +245,14 @@ def homer(
 
     The first `shared_prefix` tokens are followed by 2^height chunks of `chunk` tokens at the same positions,
     which attend to the prefix and themselves, and these by the rest of the prompt. After each level of the
-    lower `layers`, every block keeps the half of a chunk that the last token attends to most (`Thinning`),
-    and neighbouring blocks merge; above, a single block is left. Tokens evicted from a layer are evicted from
-    those below it, too. fitted: the mean logit at each distance, as `kvjax fit homer` writes it, which is
-    subtracted. Source: the authors' code. Deviations: the rest of the prompt, the paper's suffix, is read
-    once and sees all chunks, where the paper reads a copy with every chunk and averages copies when chunks
-    merge; the number and length of chunks are hyper-parameters, so a shorter prompt fills fewer of them; a
-    later turn, or the text after the first chunk of `prefill(..., chunk=)`, is read whole; and keys are
-    stored before rotation.
+    lower `layers`, every block keeps the half of a chunk that the last token attends to most
+    (`TokenReduction`), and neighbouring blocks merge; above, a single block is left. Tokens evicted from
+    a layer are evicted from those below it, too. fitted: the mean logit at each distance, as `kvjax fit
+    homer` writes it, which is subtracted. Source: the authors' code. Deviations: the rest of the prompt,
+    the paper's suffix, is read once and sees all chunks, where the paper reads a copy with every chunk
+    and averages copies when chunks merge; the number and length of chunks are hyper-parameters, so a
+    shorter prompt fills fewer of them; a later turn, or the text after the first chunk of `prefill(...,
+    chunk=)`, is read whole; and keys are stored before rotation.
 
     On the shipped model it does little: with a third kept of 512 tokens in four chunks, it finds 9 of 32
     records whose question was in the prompt (random tokens: 4, SnapKV: 28), copies worse than random tokens
@@ -302,11 +302,11 @@ def attention_matching(budget: Amount, *, queries: Window = 64, turns: Turns = 2
 
     The slots of a prompt with the largest root mean square of the attention from reference queries are kept.
     They get biases, so that these queries' total attention to them equals that to all slots, and new values,
-    so that the output is the same: both by least squares (`Matched`). Deviation: reference queries are the
-    prompt's last `queries`, where the paper also has the model repeat the prompt or talk about it; all heads
-    have the same budget, where the paper gives some more; layers are compacted by queries of the whole
-    prompt, not of that compacted by lower layers; of several solutions, the one with the smallest change is
-    taken.
+    so that the output is the same: both by least squares (`AttentionMatching`). Deviation: reference
+    queries are the prompt's last `queries`, where the paper also has the model repeat the prompt or talk
+    about it; all heads have the same budget, where the paper gives some more; layers are compacted by
+    queries of the whole prompt, not of that compacted by lower layers; of several solutions, the one with
+    the smallest change is taken.
     """
-    score, merge = RootMeanSquare(queries), Matched(queries, turns)
+    score, merge = RootMeanSquare(queries), AttentionMatching(queries, turns)
     return Method(Keep(score, Budget(budget), Uniform(), merge=merge))

@@ -9,7 +9,7 @@ from kvjax.methods.shared import Bits, Fit, Group, Ratio, Seed, Tokens
 from kvjax.store.affine import Affine
 from kvjax.store.basis import InBasis
 from kvjax.store.clipped import Clipped
-from kvjax.store.fixed import Fixed
+from kvjax.store.fixed import StaticAffine
 from kvjax.store.rotate import Rotate
 
 
@@ -162,7 +162,7 @@ def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
     the paper's models do not have; products are computed after decoding.
     """
     found = as_fitted(fitted)
-    keys, values = (Fixed(bits, of, "smoothquant", found) for of in ("key", "value"))
+    keys, values = (StaticAffine(bits, of, "smoothquant", found) for of in ("key", "value"))
     return Method(store=Store(keys, values))
 
 
@@ -182,7 +182,7 @@ def q_int4(*, bits: Bits = 4, block: Group = 16, seed: Seed = 0, fitted: Fit | N
     values; the Hadamard matrix has random signs.
     """
     rotate, found = Rotate("hadamard", seed, block), as_fitted(fitted)
-    keys, values = (rotate >> Fixed(bits, of, "q-int4", found) for of in ("key", "value"))
+    keys, values = (rotate >> StaticAffine(bits, of, "q-int4", found) for of in ("key", "value"))
     return Method(store=Store(keys, values))
 
 
@@ -205,5 +205,5 @@ def prefixquant(*, bits: Bits = 4, sinks: Tokens = 1, seed: Seed = 0, fitted: Fi
     random signs.
     """
     rotate, found = Rotate("hadamard", seed), as_fitted(fitted)
-    keys, values = (rotate >> Fixed(bits, of, "prefixquant", found) for of in ("key", "value"))
+    keys, values = (rotate >> StaticAffine(bits, of, "prefixquant", found) for of in ("key", "value"))
     return Method(store=Store(keys, values, sinks=sinks))

@@ -6,7 +6,7 @@ from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Fit, Group, Ratio, Tokens
-from kvjax.store.channels import AskedChannels
+from kvjax.store.channels import QueryDrivenChannels
 from kvjax.store.pruned import Pruned
 
 
@@ -42,10 +42,10 @@ def think(
     """ThinK (Xu et al., 2024, arXiv:2407.21018), section 3: keeps the key channels that matter to queries.
 
     Except for the newest `residual` tokens, which are whole, every `group` tokens of a head keep the share
-    `keys` of the channels of their keys, those of the largest |q_c| |k_c| (`AskedChannels`); values are
+    `keys` of the channels of their keys, those of the largest |q_c| |k_c| (`QueryDrivenChannels`); values are
     whole. It chains with any keep, and with stores that encode the kept channels, as in think + kivi. fitted:
     |q_c|, as `kvjax fit think` writes them; without, keys alone decide. Deviation: channels are chosen
     separately for every `group` tokens, by queries of texts, where the paper chooses once, by the last
     queries of a prompt, and keeps later tokens whole.
     """
-    return Method(store=Store(AskedChannels(keys, group, as_fitted(fitted)), residual=residual))
+    return Method(store=Store(QueryDrivenChannels(keys, group, as_fitted(fitted)), residual=residual))

@@ -8,8 +8,8 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Threshold, Uniform
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.code_error import Encodable
-from kvjax.keep.scores.enough import LayerCovering
+from kvjax.keep.scores.code_error import EncodingAccuracy
+from kvjax.keep.scores.enough import LayerTopP
 from kvjax.keep.scores.needed_bits import NeededBits
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import paper
@@ -85,7 +85,7 @@ def zipvl(
 ) -> Method:
     """ZipVL (He et al., 2024, arXiv:2410.08584), section 3: a layer's attention says how many tokens matter.
 
-    A layer has as many important tokens as hold the share `share` of its attention (`LayerCovering`), and
+    A layer has as many important tokens as hold the share `share` of its attention (`LayerTopP`), and
     they are those with the most attention per query that could see them. Important tokens have `high` bits,
     all others `low`, in groups of `group` channels. How many there are depends on the text. Deviation: all
     queries of a prompt count, where the paper takes 64 recent and 64 random ones; prompts are read in full,
@@ -93,7 +93,7 @@ def zipvl(
     prompt. The paper's second version drops what this first one stores in `low` bits.
     """
     lower = Store(Affine(low, group=group), Affine(low, group=group))
-    keep = Keep(LayerCovering(share), Budget(1.0), Threshold(0.0), lower=lower, page=page)
+    keep = Keep(LayerTopP(share), Budget(1.0), Threshold(0.0), lower=lower, page=page)
     return Method(keep, Store(Affine(high, group=group), Affine(high, group=group)))
 
 
@@ -215,6 +215,6 @@ def q_hitter(budget: Amount, *, recent: Share = 0.5, bits: Bits = 4, group: Grou
     oracle, for which we found no equation and no code: the paper only names the two parts.
     """
     codec = Affine(bits, group=group)
-    score = AccumulatedAttention() * Encodable(codec)
+    score = AccumulatedAttention() * EncodingAccuracy(codec)
     keep = Keep(score, Budget(budget), Uniform(), (Recent(recent),), when=STEP)
     return Method(keep, Store(codec, codec))

@@ -12,7 +12,7 @@ from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Kernel, Layers, Page, Ratio, Share, Tokens, Window, window_score
 from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
-from kvjax.read.pages import FewBounds, PageBounds
+from kvjax.read.pages import LargestChannelBounds, PageBounds
 from kvjax.read.placed import PlacedSegments
 
 # How many keys represent a block, and how many channels of a query rank blocks.
@@ -87,13 +87,14 @@ def rocketkv(
     """RocketKV (Behnam et al., 2025, arXiv:2502.14051), section 3: kept tokens are read in part.
 
     SnapKV's choice of a prompt is kept, `budget` of it, and each query attends to the share `read` of the
-    kept tokens, in pages selected by bounds in its `channels` largest channels alone (`FewBounds`). The paper
-    splits a compression evenly: `read` is then as large as the budget. Deviation: the paper derives page and
-    channels from the compression ratio, and scales the kernel with the prompt, while here all are given;
-    pages are ranked for all heads of a group at once, by the largest bound among them.
+    kept tokens, in pages selected by bounds in its `channels` largest channels alone
+    (`LargestChannelBounds`). The paper splits a compression evenly: `read` is then as large as the
+    budget. Deviation: the paper derives page and channels from the compression ratio, and scales the
+    kernel with the prompt, while here all are given; pages are ranked for all heads of a group at once,
+    by the largest bound among them.
     """
     keep = Keep(window_score(window, kernel, "grouped"), Budget(budget), Uniform(), (Recent(window),))
-    return Method(keep, read=FewBounds(Budget(read), page, 0, channels))
+    return Method(keep, read=LargestChannelBounds(Budget(read), page, 0, channels))
 
 
 @paper(

@@ -8,9 +8,9 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import PREFILL_END, STEP, Every
 from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budgets.budget import Uniform, UpTo
-from kvjax.keep.budgets.phases import InPhases
+from kvjax.keep.budgets.phases import PromptAndGenerated
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.beehive import Samples
+from kvjax.keep.scores.beehive import SampledAttention
 from kvjax.keep.scores.deviation import AttentionDeviation
 from kvjax.keep.scores.keyformer import NoisyAttention, NoisyMass
 from kvjax.keep.scores.recent_queries import FusedAttention, Neglect, Votes
@@ -226,12 +226,12 @@ def buzz(
     The first `sinks` tokens and a share `recent` of the budget, the newest tokens, stay. When the tokens
     between them no longer fit, one of every `stride` tokens that have left the window since the last sampling
     is kept, the one with the most accumulated attention, and every ceil(stride / 2)-th of the older samples
-    (`Sampled`). So a head's number of slots drops below its budget and grows again. Deviations: if a long
+    (`SampleState`). So a head's number of slots drops below its budget and grows again. Deviations: if a long
     prompt has more samples than fit, those with the least attention are evicted, too; sampling starts at two
     tokens beyond the budget instead of one; keys keep the rotation of their positions, where the authors'
     code counts positions in the cache.
     """
-    score = Samples(stride, sinks, recent)
+    score = SampledAttention(stride, sinks, recent)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=Every(2)))
 
 
@@ -250,7 +250,7 @@ def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: 
     prompt goes to generated tokens; prompts of later turns share one budget with those before.
     """
     last = WindowAttention(1, hide_window=False)
-    score = InPhases(window_score(window, kernel, "grouped"), last, written, window)
+    score = PromptAndGenerated(window_score(window, kernel, "grouped"), last, written, window)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
 
 

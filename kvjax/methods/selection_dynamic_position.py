@@ -8,18 +8,18 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.phase import ByRank, Clamped
-from kvjax.grammar.stages import Phased
+from kvjax.grammar.stages import PrefillAndDecode
 from kvjax.grammar.when import STEP, Every
-from kvjax.keep.algebra import Aged
+from kvjax.keep.algebra import AgeDecayed
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.gates.controller import Controller, Wanted
+from kvjax.keep.gates.controller import Controller, PredictedAttention
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.hashed import HashLikeness
+from kvjax.keep.scores.hashed import HashSimilarity
 from kvjax.keep.scores.ladder import Ladder
 from kvjax.keep.scores.norms import NormRatio, Rounded
 from kvjax.keep.scores.pages import WholePages
 from kvjax.keep.scores.score import KeyNorm, Novelty, Position
-from kvjax.keep.scores.tokens import SeparatorsFirst, TokensOf
+from kvjax.keep.scores.tokens import IsTokenType, SeparatorsFirst
 from kvjax.keep.scores.trigonometric import QueryCentres, Trigonometric
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
@@ -68,7 +68,7 @@ def hashevict(
     code of the authors hashes the newest key; a token is attended to before another is evicted, where theirs
     evicts first; the hashes of keys are recomputed from the keys instead of being stored.
     """
-    score = Phased(Rounded(KeyNorm()), HashLikeness(planes, seed))
+    score = PrefillAndDecode(Rounded(KeyNorm()), HashSimilarity(planes, seed))
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest)), when=STEP))
 
 
@@ -161,7 +161,7 @@ def sepllm(
     no letter or digit, from the model's tokenizer. Deviation: a prompt is read with whole attention before it
     is cut, and tokens are cut one by one, where the paper's cache does so whenever it is full.
     """
-    score, protect = SeparatorsFirst(TokensOf(separators)), (Sink(sinks), Recent(window))
+    score, protect = SeparatorsFirst(IsTokenType(separators)), (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(budget), Uniform(), protect, when=STEP))
 
 
@@ -187,7 +187,7 @@ def sirllm(
     `turn` tokens, where the paper multiplies it once for every round of a dialogue; it acts at the end of
     every prompt, and generated tokens have no entropy, so that they are evicted first in the next turn.
     """
-    score, protect = Aged(Novelty(), decay, turn), (Sink(sinks), Recent(window))
+    score, protect = AgeDecayed(Novelty(), decay, turn), (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(budget), Uniform(), protect, phase=ByRank()))
 
 
@@ -229,13 +229,14 @@ def adore(
     """ADORE (Zhang et al., 2024, arXiv:2407.02328), section 3: a controller decides which tokens to keep.
 
     A GRU runs over the tokens, and after every token predicts which tokens the next query will attend to;
-    these are kept (`Wanted`), and the least expected one is released. fitted: the controller, as `kvjax fit
-    adore` writes it. Deviations: released tokens move to a second tier of `bits` bits, in groups of `group`
-    channels (None: all of a head), and are still attended to, where the paper drops them and recomputes those
-    that are expected again; with bits=None they are dropped for good. A later prompt chooses among all tokens
-    again, as they are stored. Every layer has a GRU over its own inputs and every head its own scores, where
-    the paper has one for the whole stack; the `newest` tokens always stay, because the controller does not
-    know how old a token is. The authors' code is not public, and the form of the network's output is ours.
+    these are kept (`PredictedAttention`), and the least expected one is released. fitted: the controller,
+    as `kvjax fit adore` writes it. Deviations: released tokens move to a second tier of `bits` bits, in
+    groups of `group` channels (None: all of a head), and are still attended to, where the paper drops
+    them and recomputes those that are expected again; with bits=None they are dropped for good. A later
+    prompt chooses among all tokens again, as they are stored. Every layer has a GRU over its own inputs
+    and every head its own scores, where the paper has one for the whole stack; the `newest` tokens always
+    stay, because the controller does not know how old a token is. The authors' code is not public, and
+    the form of the network's output is ours.
 
     On the shipped model a fit of two minutes lowers the cross-entropy of its predictions from 0.69 to 0.33.
     With a quarter of the tokens alone, it then answers 9 of 24 questions after texts of 256 tokens, compared
@@ -243,5 +244,5 @@ def adore(
     each of them.
     """
     lower = None if bits is None else Store(Affine(bits, group=group), Affine(bits, group=group))
-    score = Wanted(Controller(as_fitted(fitted)))
+    score = PredictedAttention(Controller(as_fitted(fitted)))
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),), when=STEP, lower=lower))

@@ -8,15 +8,15 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.phase import ByRank
 from kvjax.grammar.protocols import Allocation
-from kvjax.keep.algebra import InChunks, Pool, stage
+from kvjax.keep.algebra import ChunkSum, Pool, stage
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Uniform
 from kvjax.keep.observations.probe import Catalyst, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.prompts.reread import Reread
 from kvjax.keep.scores.crush import Representatives
-from kvjax.keep.scores.drawn import Drawn
-from kvjax.keep.scores.probe_weighted import RepeatWithSensitivity, RepeatWithSizes, WeightedProbeAttention
+from kvjax.keep.scores.drawn import GumbelTopK
+from kvjax.keep.scores.probe_weighted import RepeatWithGradients, RepeatWithNorms, WeightedProbeAttention
 from kvjax.keep.scores.question import Question, QuestionAttention
 from kvjax.keep.scores.score import LastLogits, Novelty, WindowAttention
 from kvjax.keep.scores.semantic import SemanticAttention, SemanticHeads
@@ -98,13 +98,13 @@ def nacl(
     score[j] is the summed attention of the proxies, which are the last `window` queries. The first `sinks`
     tokens and the window stay. Of the other slots of the budget, the share `share` goes to the best by score,
     0.12 of 0.12 + 0.07 as in the authors' code; the rest is drawn without replacement from all others, with
-    probabilities softmax(score) (`Drawn`). Deviations: a proxy attends to no token after it, where the code
-    lets all proxies see all of them; a group's heads are averaged; draws depend only on `seed`, layer, head
-    and position.
+    probabilities softmax(score) (`GumbelTopK`). Deviations: a proxy attends to no token after it, where
+    the code lets all proxies see all of them; a group's heads are averaged; draws depend only on `seed`,
+    layer, head and position.
     """
     score = WindowAttention(window)
     protect = (Sink(sinks), Recent(window))
-    return Method(Keep(stage(score, share, Drawn(score, seed)), Budget(budget), Uniform(), protect))
+    return Method(Keep(stage(score, share, GumbelTopK(score, seed)), Budget(budget), Uniform(), protect))
 
 
 @paper(
@@ -175,7 +175,7 @@ def fastkv(
     upper layers process the window; the authors' code has no rule for this.
     """
     score = window_score(window, kernel, "kvpress")
-    narrow = Narrow(tsp_layer, score, share, window)
+    narrow = SelectivePropagation(tsp_layer, score, share, window)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), narrow=narrow))
 
 
@@ -218,11 +218,11 @@ def kvzip(
     The prompt is read a second time over the full cache, after an instruction to repeat it; a slot's score is
     the largest attention it receives. The best slots of the whole stack stay (over="layer": of every layer;
     over="head": of every head). normalised: KVzip+ (arXiv:2601.07891), in which attention is weighted by the
-    size of the value's contribution relative to the layer's input (`RepeatWithSizes`). prefix: token ids of
+    size of the value's contribution relative to the layer's input (`RepeatWithNorms`). prefix: token ids of
     the instruction, by default encoded with the model's tokenizer. Deviation: one pass whatever the length,
     where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
     """
-    probe = RepeatWithSizes(prefix) if normalised else RepeatContext(prefix)
+    probe = RepeatWithNorms(prefix) if normalised else RepeatContext(prefix)
     score = WeightedProbeAttention(probe) if normalised else ProbeAttention(probe)
     return Method(Keep(score, Budget(budget), _over(over), (Sink(sinks),), probe=probe, page=page))
 
@@ -251,7 +251,7 @@ def kvgrad(
     0.5.5; the paper itself was not at hand. There 512 tokens are repeated at a time; here it is one pass
     whatever the length.
     """
-    probe = RepeatWithSensitivity(prefix)
+    probe = RepeatWithGradients(prefix)
     score = WeightedProbeAttention(probe)
     return Method(Keep(score, Budget(budget), _over(over), (Sink(sinks),), probe=probe, page=page))
 
@@ -328,7 +328,7 @@ def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse:
     default is algorithm 1, in which every layer chooses, as in kvpress. Deviation: slots that remain after
     whole chunks go to the first tokens of the next best chunk, where the paper leaves them empty.
     """
-    score = InChunks(WindowAttention(window), chunk)
+    score = ChunkSum(WindowAttention(window), chunk)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))
 
 

@@ -11,8 +11,8 @@ from kvjax.keep.algebra import Pool, standardised
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.expected import ExpectedAttention, QueryStatistics
-from kvjax.keep.scores.filters import Filtered, QueryFilters
-from kvjax.keep.scores.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
+from kvjax.keep.scores.filters import FilterProjection, QueryFilters
+from kvjax.keep.scores.geometry import KeyDistinctness, Leverage, LocalNorms, ValueLeverage
 from kvjax.keep.scores.lag import LagRelative
 from kvjax.keep.scores.non_causal import NonCausalAttention
 from kvjax.keep.scores.score import KeyNorm
@@ -165,15 +165,15 @@ def capkv(
     """CapKV (Yang et al., 2026, arXiv:2604.25975): keeps the values that add most capacity.
 
     score[j] = w_j v_j' A^-1 v_j with A = I + sum_i w_i v_i v_i' and w_j = exp(tau <k_j, q>) for a mean query
-    q (`Capacity`); the first `sinks` tokens stay. Deviation: as in kvpress, k and q are of unit length, q is
-    rotated by the average rotation of the next `future` positions, and v_j approximates its contribution to
-    the output.
+    q (`ValueLeverage`); the first `sinks` tokens stay. Deviation: as in kvpress, k and q are of unit
+    length, q is rotated by the average rotation of the next `future` positions, and v_j approximates its
+    contribution to the output.
 
     On the shipped model it keeps fewer of the needed tokens than random selection does, the more so the
     larger `tau` is ("get", half kept: tau=0 finds 59 %, tau=1 14 %, tau=5 none, random 31 %): the mean query
     of a text is one of its filler, and keys that an answer needs are in other directions.
     """
-    score = Capacity(tau, future, sinks)
+    score = ValueLeverage(tau, future, sinks)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
 
 
@@ -188,11 +188,12 @@ def capkv(
 def q_filters(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 64) -> Method:
     """Q-Filters (Godey et al., 2025, arXiv:2503.02812): keys along the main direction of queries.
 
-    score[j] = <k_j, f>, where a head's filter f is the main direction of its queries (`Filtered`); the
-    `newest` tokens stay, as in the authors' code. fitted: the filters, as `kvjax fit q-filters` writes them.
-    Deviation: decoding evicts nothing, as in kvpress; the authors' cache evicts whenever it is full.
+    score[j] = <k_j, f>, where a head's filter f is the main direction of its queries
+    (`FilterProjection`); the `newest` tokens stay, as in the authors' code. fitted: the filters, as
+    `kvjax fit q-filters` writes them. Deviation: decoding evicts nothing, as in kvpress; the authors'
+    cache evicts whenever it is full.
     """
-    score = Filtered(QueryFilters(as_fitted(fitted)))
+    score = FilterProjection(QueryFilters(as_fitted(fitted)))
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),)))
 
 

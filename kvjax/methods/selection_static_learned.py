@@ -13,7 +13,7 @@ from kvjax.keep.gates.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.gates.gate import Gated, HiddenGate
 from kvjax.keep.gates.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.prompts.distilled import Distilled, Scored, TokenScorer
+from kvjax.keep.prompts.distilled import Distilled, TokenScore, TokenScorer
 from kvjax.keep.prompts.restore import RestoreTokens
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
@@ -194,7 +194,7 @@ def kv_distill(budget: Amount, *, fitted: Fit | None = None, layer: Depth = 0.5)
     is compressed with the prompt, which the fit has not seen, it finds 1 of 8 with a quarter.
     """
     arrays = as_fitted(fitted)
-    score = Scored(TokenScorer(arrays))
+    score = TokenScore(TokenScorer(arrays))
     return Method(reread=Distilled(layer, score, Budget(budget), arrays))
 
 

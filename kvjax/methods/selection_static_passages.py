@@ -9,15 +9,15 @@ from kvjax.grammar.phase import ByRank
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.budgets.phases import InPhases
+from kvjax.keep.budgets.phases import PromptAndGenerated
 from kvjax.keep.patterns import Recent
-from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.scores.chunk_wise import EntropyGated
 from kvjax.keep.scores.lookahead import Lookahead, LookaheadAttention
-from kvjax.keep.scores.passages import InPassages
-from kvjax.keep.scores.question import ChunkAttention, ChunkStays, Question, QuestionAttention
+from kvjax.keep.scores.passages import PassageMean
+from kvjax.keep.scores.question import ChunkAttention, CurrentChunkFirst, Question, QuestionAttention
 from kvjax.keep.scores.score import Position, WindowAttention
-from kvjax.keep.scores.tokens import TokensOf
+from kvjax.keep.scores.tokens import IsTokenType
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window, window_score
@@ -51,7 +51,7 @@ def windowkv(
     one.
     """
     best = max(size // 2, 1) if task == "localization" else 0
-    score = InPassages(WindowAttention(window, heads="layer"), size, best)
+    score = PassageMean(WindowAttention(window, heads="layer"), size, best)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))
 
 
@@ -99,9 +99,9 @@ def shotkv(
     blank line; None takes the ends of sentences and lines from the model's tokenizer. Deviations: the best
     shot that does not fit whole keeps its first tokens; budgets of both parts are shares of one, as in SCOPE.
     """
-    shots = InPassages(WindowAttention(window, heads="layer"), TokensOf(separators, ".?!\n"))
+    shots = PassageMean(WindowAttention(window, heads="layer"), IsTokenType(separators, ".?!\n"))
     later = WindowAttention(1, hide_window=False)
-    score = InPhases(shots, later, written, window)
+    score = PromptAndGenerated(shots, later, written, window)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
 
 
@@ -155,9 +155,9 @@ def citrus(
     """
     chunks = None
     if variant == "double":
-        chunks = Keep(ChunkStays(ChunkAttention()), Budget(budget), Uniform(), phase=ByRank())
+        chunks = Keep(CurrentChunkFirst(ChunkAttention()), Budget(budget), Uniform(), phase=ByRank())
     probe = Question(question, chunks)
-    score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)
+    score = CurrentChunkFirst(QuestionAttention(probe, "alike", "layer"), probe)
     return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
 
 
@@ -175,5 +175,5 @@ def lazyllm(*, layer: Depth = 0.5, share: Share = 0.5) -> Method:
     layers up to it keep all. Deviations: tokens are left out once, where the paper does so at several layers
     and in every step; the paper keeps the hidden states of omitted tokens, so that a token may return.
     """
-    narrow = Narrow(layer, WindowAttention(1, hide_window=False), share, window=1)
+    narrow = SelectivePropagation(layer, WindowAttention(1, hide_window=False), share, window=1)
     return Method(Keep(Position(), Budget(1.0), Uniform(), narrow=narrow))

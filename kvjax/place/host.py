@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone
@@ -45,7 +45,7 @@ class Host(Stating):
     resident: float = 0.0
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {
             Fact.EQUAL_LISTS: "brings lists of equal length to the device",
             Fact.WRITTEN_ONCE: "sends new tokens back to host memory, and nothing else",

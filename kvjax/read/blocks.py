@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
-from kvjax.grammar.facts import Fact, ReadFacts, Told
+from kvjax.grammar.facts import Fact, ReadFacts, Reasons
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
 from kvjax.ops.base.dtypes import wide
@@ -103,7 +103,7 @@ class RepresentativeKeys(ReadFacts):
     by_head: bool = False
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {
             **super().requires,
             Fact.PLAIN_READING: "remembers what tokens of a prompt are asked for",

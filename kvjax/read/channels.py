@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, ReadFacts, Told
+from kvjax.grammar.facts import Fact, ReadFacts, Reasons
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Counted
 from kvjax.ops.base.dispatch import platform
@@ -42,7 +42,7 @@ class LargestChannels(ReadFacts):
     by_list = True
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {**super().breaks, Fact.SUMMARIES: "looks at some channels of all keys"}
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:

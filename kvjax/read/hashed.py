@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, ReadFacts, Told
+from kvjax.grammar.facts import Fact, ReadFacts, Reasons
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
 from kvjax.ops.decode.stacked_decode import layer_of
@@ -52,7 +52,7 @@ class HashSampling(ReadFacts):
     granule = 1
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {**super().breaks, Fact.SUMMARIES: "draws slots for every query head"}
 
     def __post_init__(self):

@@ -66,14 +66,14 @@ class PageBounds(ReadFacts):
 
 
 @dataclasses.dataclass(frozen=True)
-class FewBounds(PageBounds):
+class LargestChannelBounds(PageBounds):
     """RocketKV (arXiv:2502.14051, section 3.3): Quest's bounds in the largest channels of the queries alone.
 
     A page's bound is summed over the `channels` channels in which |q|, summed over the heads of a group, is
     largest.
 
     >>> q = jnp.asarray([[[[3.0, -1.0, 2.0]], [[1.0, 1.0, 5.0]]]])
-    >>> FewBounds(Budget(8), channels=1).few(q, 1)[0, :, 0].tolist()
+    >>> LargestChannelBounds(Budget(8), channels=1).few(q, 1)[0, :, 0].tolist()
     [[0.0, 0.0, 2.0], [0.0, 0.0, 5.0]]
     """
 

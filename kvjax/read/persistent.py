@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.calls import number_of
-from kvjax.grammar.facts import Fact, ReadFacts, Told
+from kvjax.grammar.facts import Fact, ReadFacts, Reasons
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
@@ -37,7 +37,7 @@ class PersistentSlots(ReadFacts):
     by_list = True
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {**super().breaks, Fact.SUMMARIES: "has layers that read all of their slots"}
 
     def starts(self, layers: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, ReadFacts, Told
+from kvjax.grammar.facts import Fact, ReadFacts, Reasons
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
@@ -37,7 +37,7 @@ class PlacedSegments(ReadFacts):
     by_list = True
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {**super().requires, Fact.EQUAL_LISTS: "places what it picks from one body"}
 
     @property

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.facts import Fact, Told
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen
 from kvjax.read.ranked import RankedSlots, votes_of
@@ -53,7 +53,7 @@ class RecycledSlots(RankedSlots):
         return SelectedBy()
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {**super().breaks, Fact.SUMMARIES: "has steps that read all slots"}
 
     def __post_init__(self):

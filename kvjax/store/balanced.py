@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.state.codes import Codec
-from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 # Bounds of the deviations in one iteration, and of the logarithm of a scale, as in the authors' code.
 _DEVIATION, _LOGARITHM = (1e-3, 1e3), (-0.3, 10.0)
@@ -48,8 +48,8 @@ class Balanced(Wrapper):
         if self.turns < 1:
             raise ValueError(f"scales are found in at least 1 turn, got {self.turns!r}")
 
-    def around(self, codec: Codec) -> OfEqualVariance:
-        return OfEqualVariance(self, codec)
+    def around(self, codec: Codec) -> BalancedCodec:
+        return BalancedCodec(self, codec)
 
     def scales(
         self, x: Float[Array, "*b G T H"]
@@ -80,7 +80,7 @@ class Balanced(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfEqualVariance(Around):
+class BalancedCodec(WrappedCodec):
     """Encodes rows, divided by the scales of their tokens or channels, by `codec`."""
 
     balanced: Balanced

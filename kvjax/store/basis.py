@@ -15,7 +15,7 @@ from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.state.code_forms import Span, span_of
 from kvjax.state.codes import Codec, Taught, taught
 from kvjax.store.levels import untaught
-from kvjax.store.wrap import Around, Wrapper
+from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +43,12 @@ class InBasis(Wrapper):
         for name in (f"{self.of} matrix", f"{self.of} inverse"):
             check_sizes(self, "basis", "layers, KV heads, channels, channels", name, sizes)
 
-    def around(self, codec: Codec) -> Based:
-        return Based(self, codec)
+    def around(self, codec: Codec) -> InBasisCodec:
+        return InBasisCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class Based(Around):
+class InBasisCodec(WrappedCodec):
     """Encodes rows in the basis of `word` by `codec`."""
 
     word: InBasis
@@ -59,10 +59,10 @@ class Based(Around):
         if fitted is None or fitted.digest not in arrays:
             return dataclasses.replace(self, codec=inner)
         mine, of = arrays[fitted.digest], self.word.of
-        return BasisCodec(mine[f"{of} matrix"], mine[f"{of} inverse"], mine.get(f"{of} shift"), inner)
+        return BoundBasis(mine[f"{of} matrix"], mine[f"{of} inverse"], mine.get(f"{of} shift"), inner)
 
     def span(self, width: int) -> Span:
-        """The codec that encodes z; `BasisCodec` has the matrix."""
+        """The codec that encodes z; `BoundBasis` has the matrix."""
         fitted = self.word.fitted
         if fitted is None or f"{self.word.of} shift" in fitted.arrays:
             return Span(self, np.eye(width))
@@ -76,12 +76,12 @@ class Based(Around):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BasisCodec(Around):
+class BoundBasis(WrappedCodec):
     """Encodes (x - shift) M^-1 of rows x [*l, B, K, S, H], for matrices [*l, K, H, H].
 
     >>> from kvjax.store.affine import Affine
     >>> twice = 2.0 * jnp.eye(2).reshape(1, 2, 2)
-    >>> codec = BasisCodec(twice, twice / 4, None, Affine(8))
+    >>> codec = BoundBasis(twice, twice / 4, None, Affine(8))
     >>> data = codec.encode(jnp.array([1.0, 3.0]).reshape(1, 1, 1, 2))
     >>> codec.decode(data, 2, jnp.float32).ravel().round(2).tolist()
     [1.0, 3.0]

@@ -15,7 +15,7 @@ from kvjax.store.wrap import Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class AskedChannels(Wrapper):
+class QueryDrivenChannels(Wrapper):
     """Keeps the floor(share * H) most important channels of every `tokens` tokens; the others become 0.
 
     A channel's importance is |q_c| |k_c|: the root of the mean square of a head's queries there, summed over
@@ -23,10 +23,10 @@ class AskedChannels(Wrapper):
     [L, K, H] of queries, as `kvjax fit think` writes them; without them all channels of queries have the same
     weight. Stored are "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at"
     [*b, S / tokens, m], the indices of these channels. codec: encodes the values, rows of m numbers, in turn,
-    as in `AskedChannels(0.5, 32) >> Affine(2)`. Raises ValueError for a share outside (0, 1], no tokens, or a
-    codec of more tokens than share their channels.
+    as in `QueryDrivenChannels(0.5, 32) >> Affine(2)`. Raises ValueError for a share outside (0, 1], no
+    tokens, or a codec of more tokens than share their channels.
 
-    >>> codec = AskedChannels(0.5, 2)
+    >>> codec = QueryDrivenChannels(0.5, 2)
     >>> codec.decode(codec.encode(jnp.array([[1.0, 3.0], [1.0, 0.0]])), 2, jnp.float32).tolist()
     [[0.0, 3.0], [0.0, 0.0]]
     """
@@ -76,7 +76,7 @@ class AskedChannels(Wrapper):
         word = self if self.codec is None else dataclasses.replace(self, codec=taught(self.codec, arrays))
         if self.fitted is None or self.fitted.digest not in arrays:
             return word
-        return _Asked(word, arrays[self.fitted.digest]["norms"])
+        return _BoundChannels(word, arrays[self.fitted.digest]["norms"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         return self.encode_by(x, jnp.ones((), jnp.float32))
@@ -115,10 +115,10 @@ class AskedChannels(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Asked:
-    """`AskedChannels` bound to the norms [*l, K, H] of its layers, for rows [*l, B, K, S, H]."""
+class _BoundChannels:
+    """`QueryDrivenChannels` bound to the norms [*l, K, H] of its layers, for rows [*l, B, K, S, H]."""
 
-    word: AskedChannels
+    word: QueryDrivenChannels
     norms: Float[Array, "*l K H"]
 
     @property

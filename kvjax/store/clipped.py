@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.state.code_forms import Form, Span, span_of
 from kvjax.state.codes import Codec
-from kvjax.store.wrap import Around, Wrapper
+from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Clipped(Wrapper):
         if not 0 < self.share <= 1:
             raise ValueError(f"rows are cut at a share of their numbers in (0, 1], got {self.share!r}")
 
-    def around(self, codec: Codec) -> Cut:
-        return Cut(self, codec)
+    def around(self, codec: Codec) -> ClippedCodec:
+        return ClippedCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut(Around):
+class ClippedCodec(WrappedCodec):
     """Encodes clipped rows by `codec`, without extra arrays."""
 
     word: Clipped

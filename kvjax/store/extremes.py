@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.ops.base.largest import first_largest
 from kvjax.state.codes import Codec
 from kvjax.state.write import put_in_rows
-from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Extremes(Wrapper):
         # Rounded first, because 0.07 * 100 is slightly above 7 in floating point.
         return max(1, min(n // 2, math.ceil(round(self.share / 2 * n, 9))))
 
-    def around(self, codec: Codec) -> Between:
-        return Between(self, codec)
+    def around(self, codec: Codec) -> ExtremesCodec:
+        return ExtremesCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class Between(Around):
+class ExtremesCodec(WrappedCodec):
     """Stores the extremes of rows beside the codes of the rest: "values", and "at", their indices.
 
     Both are [*b, S, 2 k] for axis "token", and [*b, S / group * 2 k, H] for axis "channel". `codec` encodes

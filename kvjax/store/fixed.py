@@ -16,7 +16,7 @@ from kvjax.store.levels import untaught
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class StaticAffine:
     """x ~ low + code * step, with a fitted low and step per head, and codes of `bits` bits.
 
     Numbers beyond the range are clipped. of: the range of keys, the fitted arrays "key low" and "key step"
@@ -51,7 +51,7 @@ class Fixed:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
         mine = arrays[self.fitted.digest]
-        return OfRange(self.bits, mine[f"{self.of} low"], mine[f"{self.of} step"])
+        return BoundStaticAffine(self.bits, mine[f"{self.of} low"], mine[f"{self.of} step"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         untaught(self)
@@ -61,10 +61,10 @@ class Fixed:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OfRange:
+class BoundStaticAffine:
     """low + code * step of rows [*l, B, K, S, H], for arrays [*l, K]; a step of 0 counts as 1.
 
-    >>> codec = OfRange(2, jnp.array([[-1.0]]), jnp.array([[1.0]]))
+    >>> codec = BoundStaticAffine(2, jnp.array([[-1.0]]), jnp.array([[1.0]]))
     >>> data = codec.encode(jnp.array([-7.0, 0.2, 0.8, 9.0]).reshape(1, 1, 1, 1, 4))
     >>> codec.decode(data, 4, jnp.float32).ravel().tolist()
     [-1.0, 0.0, 1.0, 2.0]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.state.codes import Codec
 from kvjax.store.rotate import SKETCH, constant, draw
-from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 _SAMPLES, _TURNS, _ENTRIES = 20_000, 25, 256
 
@@ -80,12 +80,12 @@ class Normalised(Wrapper):
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise ValueError(f"a mean is of a whole number of tokens >= 1, got {self.tokens!r}")
 
-    def around(self, codec: Codec) -> OfNormalTokens:
-        return OfNormalTokens(self, codec)
+    def around(self, codec: Codec) -> NormalisedCodec:
+        return NormalisedCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfNormalTokens(Around):
+class NormalisedCodec(WrappedCodec):
     """Encodes normalised tokens by `codec`, and stores their scales and means."""
 
     normalised: Normalised

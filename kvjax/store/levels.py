@@ -18,7 +18,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, of_short, pack, pair, short, unpack
 from kvjax.state.codes import Codec, Taught, taught
-from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 
 def untaught(word: object) -> NoReturn:
@@ -61,7 +61,7 @@ class Levels:
     def taught(self, arrays: Taught) -> Codec:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
-        return Nearest(self.bits, arrays[self.fitted.digest][f"{self.of} levels"])
+        return NearestLevel(self.bits, arrays[self.fitted.digest][f"{self.of} levels"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         untaught(self)
@@ -71,11 +71,11 @@ class Levels:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Nearest:
+class NearestLevel:
     """The nearest of given levels [*l, 2^bits] for rows [*l, B, K, S, H]; halfway, the lower one.
 
     >>> import jax.numpy as jnp
-    >>> codec = Nearest(1, jnp.array([-0.5, 0.25]))
+    >>> codec = NearestLevel(1, jnp.array([-0.5, 0.25]))
     >>> data = codec.encode(jnp.array([-0.9, -0.2, 0.1, 3.0]).reshape(1, 1, 1, 4))
     >>> codec.decode(data, 4, jnp.float32).ravel().tolist()
     [-0.5, -0.5, 0.25, 0.25]
@@ -129,12 +129,12 @@ class ByChannel(Wrapper):
             sizes = (model.layers, model.kv_heads, model.head_dim)
             check_sizes(self, name, "layers, KV heads, channels", name, sizes)
 
-    def around(self, codec: Codec) -> OfChannels:
-        return OfChannels(self, codec)
+    def around(self, codec: Codec) -> ByChannelCodec:
+        return ByChannelCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfChannels(Around):
+class ByChannelCodec(WrappedCodec):
     """Rows whose channels are scaled to a range before `codec` encodes them."""
 
     channels: ByChannel
@@ -145,7 +145,7 @@ class OfChannels(Around):
         if fitted is None or fitted.digest not in arrays:
             return dataclasses.replace(self, codec=inner)
         mine = arrays[fitted.digest]
-        return Shifted(mine["key centre"], mine["key range"], inner)
+        return BoundByChannel(mine["key centre"], mine["key range"], inner)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         untaught(self.channels)
@@ -155,7 +155,7 @@ class OfChannels(Around):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shifted(Around):
+class BoundByChannel(WrappedCodec):
     """Encodes (x - centre) / size of rows [*l, B, K, S, H], for arrays [*l, K, H]; a size of 0 counts as 1.
 
     `codec` gets them in the dtype of the rows, in which it may store some of them.
@@ -188,19 +188,19 @@ class Shifted(Around):
 class ByToken(Wrapper):
     """`ByToken() >> codec` scales every token of a head to [-1, 1] by its own smallest and largest number."""
 
-    def around(self, codec: Codec) -> OfTokens:
-        return OfTokens(codec)
+    def around(self, codec: Codec) -> ByTokenCodec:
+        return ByTokenCodec(codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTokens(Around):
+class ByTokenCodec(WrappedCodec):
     """Rows as (x - centre) / size, with centre = (max + min) / 2 and size = (max - min) / 2 of each row.
 
     Both have 16 bits, the halves of one uint32 [*b, S] (`pair`), and codes are of x by the rounded numbers. A
     row that was decoded has another range than before, so codes drift when they are encoded again.
 
     >>> import jax.numpy as jnp
-    >>> codec = ByToken() >> Nearest(1, jnp.array([-1.0, 1.0]))
+    >>> codec = ByToken() >> NearestLevel(1, jnp.array([-1.0, 1.0]))
     >>> data = codec.encode(jnp.array([2.0, 6.0, 5.0, 3.0]).reshape(1, 1, 1, 4))
     >>> codec.decode(data, 4, jnp.float32).ravel().tolist()
     [2.0, 6.0, 6.0, 2.0]

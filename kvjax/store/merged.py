@@ -9,21 +9,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.codes import Codec, Codes
 from kvjax.store.wrap import joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Sized:
+class LengthAndDirection:
     """x = size * direction: a row's length, and the unit vector along it, which `codec` may encode.
 
     "size" [*b, S] is in the dtype of the rows, and so is "direction" [*b, S, H] without a codec. borrows: the
     directions are stored in the codes of the layer below, and are joined with "size" before decoding
     (`kvjax.state.code_forms.completed`).
 
-    >>> data = Sized().encode(jnp.array([[3.0, 4.0]]))
+    >>> data = LengthAndDirection().encode(jnp.array([[3.0, 4.0]]))
     >>> data["size"].tolist(), data["direction"].round(1).tolist()
     ([5.0], [[0.6000000238418579, 0.800000011920929]])
     """
@@ -63,7 +63,7 @@ class Sized:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged(Stating):
+class MergedLayers(Stating):
     """Merges the prompts of adjacent layers in pairs, from layer `start` up, at the end of a prefill.
 
     Per token and KV head, keys and values alike: with unit vectors u and w of the lower and the upper layer
@@ -76,7 +76,7 @@ class Merged(Stating):
 
     Raises ValueError if t or gamma are outside [0, 1], or `most` is not a Budget.
 
-    >>> Merged().first(32), Merged(start=3).first(32)
+    >>> MergedLayers().first(32), MergedLayers(start=3).first(32)
     (16, 3)
     """
 
@@ -86,29 +86,29 @@ class Merged(Stating):
     most: Budget = Budget(0.05)
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         merges = "merges the tokens of two layers one by one"
         whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.ONE_BY_ONE)
         return dict.fromkeys((*whole, Fact.TURNED_KEYS, Fact.ONE_CODE, Fact.FIRST_TOKENS), merges)
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {Fact.OWN_SLOTS: "stores two layers as one"}
 
     def __post_init__(self):
         for name in ("t", "gamma"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} of Merged must lie in [0, 1], got {getattr(self, name)!r}")
+                raise ValueError(f"{name} of MergedLayers must lie in [0, 1], got {getattr(self, name)!r}")
         if not isinstance(self.most, Budget):
-            raise ValueError(f"most of Merged must be a Budget, got {self.most!r}: write Budget(0.05)")
+            raise ValueError(f"most of MergedLayers must be a Budget, got {self.most!r}: write Budget(0.05)")
 
     def first(self, layers: int) -> int:
         """The lowest layer that may be merged, of so many."""
         return int(self.start * layers) if isinstance(self.start, float) else self.start
 
-    def codecs(self, codec: Codec | None) -> tuple[Sized, Sized]:
+    def codecs(self, codec: Codec | None) -> tuple[LengthAndDirection, LengthAndDirection]:
         """The codecs of the lower and the upper layer for merged slots; `codec` encodes the directions."""
-        return Sized(codec), Sized(codec, borrows=True)
+        return LengthAndDirection(codec), LengthAndDirection(codec, borrows=True)
 
     def apart(
         self,

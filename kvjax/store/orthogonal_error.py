@@ -14,7 +14,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs
 from kvjax.state.code_forms import Form
 from kvjax.state.codes import LEARNT, Codec, Taught, taught
-from kvjax.store.wrap import Around, Wrapper
+from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,8 @@ class OrthogonalError(Wrapper):
         if self.run < 1 or self.rank < 1 or not self.weight >= 0:
             raise ValueError(f"run and rank are at least 1 and weight is at least 0, got {self!r}")
 
-    def around(self, codec: Codec) -> Moved:
-        return Moved(self, codec)
+    def around(self, codec: Codec) -> OrthogonalErrorCodec:
+        return OrthogonalErrorCodec(self, codec)
 
     def moves(self, products: Float[Array, "*b H H"]) -> list[Float[Array, "*b R r"]]:
         """For every run but the last, the matrix by which its error [*b, S, R] moves all later channels."""
@@ -87,7 +87,7 @@ class OrthogonalError(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved(Around):
+class OrthogonalErrorCodec(WrappedCodec):
     """Encodes moved rows by `codec`, without extra arrays. Without learned products, rows are not moved."""
 
     word: OrthogonalError

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.state.codes import Codec
-from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Outliers(Wrapper):
         # Rounded first, because 0.07 * 100 is slightly above 7 in floating point.
         return min(width, math.ceil(round(self.share * width, 9)))
 
-    def around(self, codec: Codec) -> Beneath:
-        return Beneath(self, codec)
+    def around(self, codec: Codec) -> OutliersCodec:
+        return OutliersCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class Beneath(Around):
+class OutliersCodec(WrappedCodec):
     """Stores the largest numbers of rows beside the codes of the rest: "values" [*b, S, k], "channels".
 
     `codec` encodes 0 in their place. Values have the dtype of the rows, channels are uint8 up to a width of

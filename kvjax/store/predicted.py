@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.state.codes import BELOW, Codec, Taught, taught
 from kvjax.store.levels import untaught
-from kvjax.store.wrap import Around, Wrapper
+from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Predicted(Wrapper):
         sizes = (model.layers, width * (1 if self.of == "key" else 2), width)
         check_sizes(self, "predictor", "layers, channels in, channels out", f"{self.of} weights", sizes)
 
-    def around(self, codec: Codec) -> OfRest:
-        return OfRest(self, codec)
+    def around(self, codec: Codec) -> PredictedCodec:
+        return PredictedCodec(self, codec)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfRest(Around):
+class PredictedCodec(WrappedCodec):
     """Encodes by `codec` the errors of the predictions of `word`."""
 
     word: Predicted
@@ -78,7 +78,7 @@ class OfRest(Around):
         if not all(name in known for name in asked):
             return dataclasses.replace(self, codec=inner)
         rows = [known[name].astype(jnp.float32) for name in asked]
-        return Rest(predicted(rows, mine[f"{of} weights"], mine[f"{of} bias"]), inner)
+        return PredictionError(predicted(rows, mine[f"{of} weights"], mine[f"{of} bias"]), inner)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         untaught(self.word)
@@ -88,7 +88,7 @@ class OfRest(Around):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rest(Around):
+class PredictionError(WrappedCodec):
     """Encodes x - near, for rows x and their predictions near."""
 
     near: Float[Array, "*b S H"]

@@ -46,12 +46,12 @@ class Residual:
         if first.codec is self.first and rest.codec is self.rest:
             # Neither part is stored in another basis, so decode their sum: half as wide as both side by side.
             return Span(self, np.eye(width))
-        codec = Beside(first.codec, rest.codec, first.matrix.shape[0])
+        codec = ResidualSpan(first.codec, rest.codec, first.matrix.shape[0])
         return Span(codec, np.concatenate([first.matrix, rest.matrix]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class ResidualSpan:
     """The first `at` channels by one codec and the others by another."""
 
     first: Codec

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax.state.code_forms import Span, span_of, times
 from kvjax.state.codes import Codec
-from kvjax.store.wrap import Around, Wrapper
+from kvjax.store.wrap import WrappedCodec, Wrapper
 
 # Streams of random numbers from one seed, so that two matrices of the same seed are independent.
 ORTHOGONAL, SIGNS, SKETCH = range(3)
@@ -105,7 +105,7 @@ class Rotate(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotated(Around):
+class Rotated(WrappedCodec):
     """Encodes R x by `codec`. Rows are decoded to R' y, or attention uses y in its own basis (`span`)."""
 
     rotation: Rotate

@@ -24,15 +24,15 @@ class Wrapper:
         raise NotImplementedError
 
     @overload
-    def __rshift__(self, inner: Wrapper) -> Both: ...
+    def __rshift__(self, inner: Wrapper) -> ChainedWrappers: ...
     @overload
     def __rshift__(self, inner: Codec) -> Codec: ...
-    def __rshift__(self, inner: Wrapper | Codec) -> Both | Codec:
-        return Both(self, inner) if isinstance(inner, Wrapper) else self.around(inner)
+    def __rshift__(self, inner: Wrapper | Codec) -> ChainedWrappers | Codec:
+        return ChainedWrappers(self, inner) if isinstance(inner, Wrapper) else self.around(inner)
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(Wrapper):
+class ChainedWrappers(Wrapper):
     """Two wrappers, the outer one first: (a >> b) >> codec is a >> (b >> codec)."""
 
     outer: Wrapper
@@ -42,11 +42,11 @@ class Both(Wrapper):
         return self.outer.around(self.inner.around(codec))
 
 
-class Around:
+class WrappedCodec:
     """The base of the codecs that wrappers make, with the properties of the `codec` inside.
 
     >>> from kvjax.words import Affine, Rotate
-    >>> isinstance(Rotate() >> Affine(4), Around)
+    >>> isinstance(Rotate() >> Affine(4), WrappedCodec)
     True
     """
 

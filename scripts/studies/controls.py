@@ -11,15 +11,15 @@ import dataclasses
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budgets.budget import PerLayer, Uniform
-from kvjax.keep.budgets.layer_budgets import Together
+from kvjax.keep.budgets.layer_budgets import MeanOverHeads
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.score import Uniformly, WindowAttention
+from kvjax.keep.scores.score import RandomScore, WindowAttention
 from kvjax.methods.shared import window_score
 
 
 def random_alike(budget: float) -> Method:
     """Random eviction in which all heads of a layer evict the same tokens, as in TOVA."""
-    return Method(Keep(Together(Uniformly(0)), Budget(budget), Uniform()))
+    return Method(Keep(MeanOverHeads(RandomScore(0)), Budget(budget), Uniform()))
 
 
 def tova_apart(budget: float) -> Method:

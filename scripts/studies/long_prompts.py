@@ -89,13 +89,13 @@ def begun(method: Any, model: Any) -> Any:
 
     from kvjax.grammar.fitted import Fitted
     from kvjax.keep.prompts.memory_tokens import MemoryTokens
-    from kvjax.make.hidden_cache import StatesOfThePast
+    from kvjax.make.hidden_cache import HiddenStateCache
     from kvjax.train.compressed import compressor
 
     word = method.make
     if isinstance(method.reread, MemoryTokens):
         return compressor(method.id, model, seed=0).method
-    if isinstance(word, StatesOfThePast) and word.fitted is None:
+    if isinstance(word, HiddenStateCache) and word.fitted is None:
         start = word.start(model.params, model.config, rank=8, seed=0)
         arrays = {name: np.asarray(x) for name, x in start.items()}
         fitted = Fitted(arrays, type(word).__name__, model.signature)

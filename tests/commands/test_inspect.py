@@ -18,7 +18,7 @@ from kvjax.grammar.fitted import fitted_words
 from kvjax.io.checkpoint import save_checkpoint
 from kvjax.io.load import SHIPPED
 from kvjax.make.clustered_heads import ClusteredHeads
-from kvjax.make.hidden_cache import StatesOfThePast
+from kvjax.make.hidden_cache import HiddenStateCache
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
@@ -50,7 +50,7 @@ def test_sizes_are_those_of_the_prefill(id):
     known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
     # What these share or add is fitted; of low rank, only the weights are.
-    shares = made.make if isinstance(made.make, (SharedLayers, ClusteredHeads, StatesOfThePast)) else None
+    shares = made.make if isinstance(made.make, (SharedLayers, ClusteredHeads, HiddenStateCache)) else None
     if any(word.fitted is None for word in fitted_words((made.keep, made.store, made.reread, shares))):
         pytest.skip("it has to be fitted to a model first")
     # What merges neighbours needs two without a window.

@@ -26,7 +26,7 @@ from kvjax.state.code_forms import completed
 from kvjax.state.codes import dense
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
-from kvjax.store.merged import Merged, Sized
+from kvjax.store.merged import LengthAndDirection, MergedLayers
 from tests.float64 import stacks
 from tests.methods.battery import MAIN, ROOM, B, T, model, off, prompt_of, step, talk
 from tests.methods.rows import MINI, MINI_MOST
@@ -199,7 +199,7 @@ def test_half_precision_stays_near_the_full_one():
 
 def test_layers_without_a_partner_are_left_alone():
     def found(start=0, **more):
-        return pairs_of(Merged(start=start), Config(**(SIZES | more)))
+        return pairs_of(MergedLayers(start=start), Config(**(SIZES | more)))
 
     assert found(layers=5) == (0, 2) and found(0.5, layers=5) == (2,) and found(1, layers=5) == (1, 3)
     assert found(layers=6, windows=(8, None, None, 8, None, None)) == (1, 4)
@@ -224,8 +224,8 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         kvjax.chain(METHOD, kvjax.method("minicache"))
     with pytest.raises(InputError, match="and what merges layers, concern all layers together"):
         kvjax.by_layer([METHOD, None])
-    with pytest.raises(ValueError, match="the stack word is the class Merged, not one of its words"):
-        Method(stack=Merged)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the stack word is the class MergedLayers, not one of its words"):
+        Method(stack=MergedLayers)  # type: ignore[arg-type]
     with pytest.raises(
         InputError, match="from layer 1 of 2 up there are no two of them. Use a lower start or int4 here"
     ):
@@ -251,7 +251,7 @@ def test_only_programs_of_ones_own_are_refused_layers_that_are_stacked():
     assert [len(g["q"]) for g in kvjax.prepare(whole, late).params["layers"]] == [2, 2, 1, 1]
     gms = Run(config, late).groups(kvjax.prepare(whole, late).params)
     assert [gm.upper for gm in gms] == [False, False, False, True]
-    assert Method(stack=Merged(most=Budget(3))) != Method()
+    assert Method(stack=MergedLayers(most=Budget(3))) != Method()
 
 
 @pytest.mark.rotating
@@ -310,7 +310,7 @@ def test_steps_and_passes_over_directions_and_lengths_are_those_over_whole_rows(
 @pytest.mark.parametrize("name", ["latents", "pages that are read"])
 def test_lengths_and_directions_are_a_store_of_their_own(name):
     """Where values lie in the keys, and where slots are picked, rows are made whole."""
-    store, more = Store(Sized(), Sized()), dict(layers=2)
+    store, more = Store(LengthAndDirection(), LengthAndDirection()), dict(layers=2)
     if name == "latents":
         more |= dict(mixers=(Latent(rank=16, rope_dim=8, nope_dim=8, value_dim=16),) * 2, kv_heads=4)
     config = Config(**(SIZES | dict(vocab=64) | more))

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import erf
 
 from kvjax.grammar.protocols import AttentionSpec, Seen, View
-from kvjax.keep.scores.score import Uniformly
+from kvjax.keep.scores.score import RandomScore
 from kvjax.ops.base.rope import Rope
 from tests.float64.reference import rope
 
@@ -62,7 +62,7 @@ def drawn(seed, layer, head, pos):
     empty = jnp.zeros((*at.shape, 1))
     one = jnp.ones(1, jnp.int32)
     seen = Seen({}, None, one, one, layer, AttentionSpec(1.0, None, Rope()))
-    return float(Uniformly(seed)(View(empty, empty, at, None, {}), seen)[0, head, 0])
+    return float(RandomScore(seed)(View(empty, empty, at, None, {}), seen)[0, head, 0])
 
 
 def cam(following, seed=0):

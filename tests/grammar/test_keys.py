@@ -14,7 +14,7 @@ from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Queries as LastQueries
-from kvjax.keep.observations.trace import Received as SinceArrival
+from kvjax.keep.observations.trace import AccumulatedMass as SinceArrival
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.state.cache import Slots
 from tests.methods.battery import MAIN, model
@@ -46,7 +46,7 @@ class LastPosition(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class Received:
+class AccumulatedMass:
     """Twice the position at which a token came; no query changes it."""
 
     mass: object = SinceArrival().mass
@@ -61,7 +61,7 @@ class Received:
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnTrace(Received):
+class OwnTrace(AccumulatedMass):
     """The same under another name."""
 
 
@@ -94,7 +94,7 @@ def test_observations_that_print_alike_are_both_recorded():
 
 def test_traces_that_print_alike_are_both_remembered():
     m, found = model("4/2"), {}
-    for trace in (Received(), OwnTrace()):
+    for trace in (AccumulatedMass(), OwnTrace()):
         keep = Keep(Newest(trace), Budget(8), Uniform(), when=STEP)
         _, cache = kvjax.prefill(m, MAIN.first, method=Method(keep), room=4)
         for token in MAIN.steps:

@@ -52,10 +52,10 @@ def test_words_that_cannot_work_together_are_refused():
     with pytest.raises(ValueError, match="must be a multiple of the 32"):
         chain(PageBounds(half, page=16), coded, Host())
     chain(PageBounds(half, page=64), coded, Host())
-    with pytest.raises(ValueError, match=r"asks for Received\(.*which its score does not remember"):
+    with pytest.raises(ValueError, match=r"asks for AccumulatedMass\(.*which its score does not remember"):
         chain(Keep(Position(), half, Uniform(), merge=ValueMerge()))
     chain(Keep(AccumulatedAttention(), half, Uniform(), merge=ValueMerge()))
-    with pytest.raises(ValueError, match=r"asks for Received\(.*which its score does not remember"):
+    with pytest.raises(ValueError, match=r"asks for AccumulatedMass\(.*which its score does not remember"):
         chain(Keep(DecayedAttention(0.7), half, Uniform(), merge=GaussianMerge()))
     with pytest.raises(ValueError, match="asks which are neighbours: evict after several tokens"):
         chain(Keep(AccumulatedAttention(), half, Uniform(), merge=GaussianMerge(), when=STEP))

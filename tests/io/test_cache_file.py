@@ -18,16 +18,18 @@ from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.fitted import SHIPPED, Fitted
+from kvjax.grammar.when import Every
 from kvjax.io import cache_arrays, cache_tree
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
-from kvjax.keep.scores.score import KeyNorm
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, RandomScore
 from kvjax.methods.user import from_file
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.state.cache import Cache, GroupState, Slots
 from kvjax.store.affine import Affine
+from kvjax.store.clipped import Clipped
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
 PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2]]
@@ -162,6 +164,35 @@ def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, mon
 
 def short(budget):
     return kvjax.method("snapkv", budget=budget, window=1)
+
+
+def test_a_cache_saved_under_older_names_of_words_loads(model, saved, monkeypatch):
+    """A file whose method, codec and trace have the names of an earlier version gives the same cache."""
+    keep = Keep(RandomScore() + AccumulatedAttention(), Budget(0.5), Uniform(), when=Every())
+    cache = filled(model, Method(keep, Store(Clipped(0.5) >> Affine(8))))
+    names = {"RandomScore(": "Uniformly(", "ClippedCodec(": "Cut(", "AccumulatedMass(": "Received("}
+
+    def older(text: str) -> str:
+        for new, old in names.items():
+            text = text.replace(new, old)
+        return text
+
+    def under_older_names(slots: Slots) -> Slots:
+        return dataclasses.replace(slots, traces={older(key): x for key, x in slots.traces.items()})
+
+    is_slots = lambda x: isinstance(x, Slots)  # noqa: E731
+    written = jax.tree.map(lambda x: under_older_names(x) if is_slots(x) else x, cache, is_leaf=is_slots)
+    key_of = cache_tree.key_of
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_tree, "key_of", lambda word: older(key_of(word)))
+        kvjax.save_cache(saved, written)
+    with safe_open(saved, framework="np") as file:
+        text = file.metadata()["method"]
+    rewrite(saved, method=older(text))
+    with safe_open(saved, framework="np") as file:
+        header = json.dumps(file.metadata())
+    assert all(old in header for old in names.values()) and not any(new in header for new in names)
+    assert_same_bits(cache, kvjax.load_cache(saved))
 
 
 def test_the_python_file_that_a_cache_names_is_not_imported(model, tmp_path):

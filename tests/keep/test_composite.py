@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.grammar.protocols import View
 from kvjax.keep.algebra import Word
-from kvjax.keep.scores.composite import Agreed, Composite
+from kvjax.keep.scores.composite import Composite, PlusLayerMean
 from tests.keep.test_score import f32, seen_by
 
 
@@ -29,7 +29,7 @@ def test_what_heads_agree_on_is_found_by_position_and_not_by_slot(rng):
     for head, at in enumerate(held):
         want[head, at] = values[0, head, :7, 0]
     want = want + want.mean(0)
-    got = np.asarray(Agreed(FirstValue())(view, seen_by()))[0]
+    got = np.asarray(PlusLayerMean(FirstValue())(view, seen_by()))[0]
     for head, at in enumerate(held):
         np.testing.assert_allclose(got[head, :7], want[head, at], rtol=1e-5, atol=1e-6)
 

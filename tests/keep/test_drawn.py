@@ -9,8 +9,8 @@ import numpy as np
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.lazy import Lookback
 from kvjax.keep.observations.observe import Queries
-from kvjax.keep.scores.drawn import Drawn
-from kvjax.keep.scores.score import KeyNorm, Uniformly
+from kvjax.keep.scores.drawn import GumbelTopK
+from kvjax.keep.scores.score import KeyNorm, RandomScore
 from tests.keep.test_score import LENGTH, check, probabilities, seen_by, slots, window_of
 
 
@@ -24,15 +24,15 @@ class Growing(Word):
 
 def test_a_drawn_score_is_the_score_with_gumbel_noise(rng):
     view, seen = slots(rng), seen_by()
-    u = np.asarray(Uniformly(3)(view, seen), np.float64)
+    u = np.asarray(RandomScore(3)(view, seen), np.float64)
     want = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1) - np.log(-np.log(u))
-    np.testing.assert_allclose(Drawn(KeyNorm(), 3)(view, seen)[0], want[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(GumbelTopK(KeyNorm(), 3)(view, seen)[0], want[0], rtol=1e-4, atol=1e-4)
 
 
 def test_slots_are_drawn_in_proportion_to_the_exponential_of_their_scores(rng):
     """Over many layers, the first of 20 tokens drawn is j with chance (1 + j) / 210."""
     view = slots(rng)
-    drawn = jax.vmap(lambda layer: Drawn(Growing(), 3)(view, seen_by(layer=layer)))(jnp.arange(400))
+    drawn = jax.vmap(lambda layer: GumbelTopK(Growing(), 3)(view, seen_by(layer=layer)))(jnp.arange(400))
     found = np.bincount(np.asarray(drawn)[:, 0].argmax(-1).ravel(), minlength=20) / (400 * 3)
     want = (1 + np.arange(20)) / 210
     assert np.abs(found - want).max() < 4 * np.sqrt(want.max() / 1200)

@@ -11,8 +11,8 @@ from kvjax.grammar.protocols import AttentionSpec
 from kvjax.keep.algebra import standardised
 from kvjax.keep.observations.observe import QueryMoments
 from kvjax.keep.scores import geometry
-from kvjax.keep.scores.geometry import Capacity, Leverage, LocalNorms, unrotated
-from kvjax.keep.scores.non_causal import ChunkMates
+from kvjax.keep.scores.geometry import Leverage, LocalNorms, ValueLeverage, unrotated
+from kvjax.keep.scores.non_causal import ChunkMass
 from kvjax.keep.scores.score import KeyNorm
 from kvjax.ops.base.rope import Rope, angles, rotate
 from tests.float64.reference import rope, softmax
@@ -72,7 +72,7 @@ def test_local_norms_are_shares_of_a_window_and_add_up_to_one(view):
 
 
 def test_capacity_weighs_leverage_by_the_cosine_to_a_mean_query(rng, view):
-    mean, word = rng.normal(size=(B, K * G, H)), Capacity(tau=2.0, future=3, sinks=2)
+    mean, word = rng.normal(size=(B, K * G, H)), ValueLeverage(tau=2.0, future=3, sinks=2)
     got = word(view, seen_by({repr(QueryMoments(2, covariance=False)): (f32(mean), None)}))
     want = np.zeros((B, K, S))
     for b, h, k, v in lists(view):
@@ -90,7 +90,7 @@ def test_the_tokens_of_a_chunk_see_each_other_and_no_older_slot(rng, chunk):
     q, k = rng.normal(size=(B, K * G, t, H)), rng.normal(size=(B, K, t, H))
     lengths = np.array([10, 7])
     at = np.where(np.arange(t) < lengths[:, None], start[:, None] + np.arange(t), -1)
-    got = np.asarray(ChunkMates(chunk).of(f32(q), jnp.asarray(at), f32(k), jnp.asarray(at)[:, None]))
+    got = np.asarray(ChunkMass(chunk).of(f32(q), jnp.asarray(at), f32(k), jnp.asarray(at)[:, None]))
     want = np.zeros((B, K, t))
     for b, head in np.ndindex(B, K * G):
         for first in range(0, lengths[b], chunk):
@@ -100,14 +100,14 @@ def test_the_tokens_of_a_chunk_see_each_other_and_no_older_slot(rng, chunk):
     # What is held from before receives nothing, in any number of slots.
     for many in (t, t + 3):
         older = np.broadcast_to(np.where(np.arange(many) < 5, np.arange(many), -1), (B, K, many))
-        held = ChunkMates(chunk).of(f32(q), jnp.asarray(at), jnp.ones((B, K, many, H)), jnp.asarray(older))
+        held = ChunkMass(chunk).of(f32(q), jnp.asarray(at), jnp.ones((B, K, many, H)), jnp.asarray(older))
         assert not np.asarray(held)[0].any()
 
 
 def test_a_token_of_its_own_step_gives_all_to_itself(rng):
     q, k = f32(rng.normal(size=(B, K * G, 1, H))), f32(rng.normal(size=(B, K, 4, H)))
     pos = jnp.broadcast_to(jnp.asarray([3, 0, -1, 2]), (B, K, 4))
-    got = ChunkMates(8).of(q, jnp.asarray([[3], [2]]), k, pos)
+    got = ChunkMass(8).of(q, jnp.asarray([[3], [2]]), k, pos)
     np.testing.assert_array_equal(got[:, 0], [[1, 0, 0, 0], [0, 0, 0, 1]])
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.keep.algebra import Aged
+from kvjax.keep.algebra import AgeDecayed
 from kvjax.keep.scores.keyformer import NoisyMass, gumbel
 from kvjax.keep.scores.score import Position
 from tests.float64.reference import softmax
@@ -56,4 +56,4 @@ def test_noise_is_finite_for_the_smallest_and_the_largest_bits():
 def test_a_score_fades_with_the_tokens_that_came_since(view):
     pos = np.asarray(view.pos)
     want = pos * 0.5 ** ((LENGTH[:, None, None] - 1 - pos) / 3)
-    check(Aged(Position(), 0.5, 3)(view, seen_by()), want, view)
+    check(AgeDecayed(Position(), 0.5, 3)(view, seen_by()), want, view)

@@ -6,7 +6,7 @@ import numpy as np
 import kvjax
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.grammar.refuse_keep import crowded
-from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, MeanOverHeads
 from kvjax.keep.budgets.preference import ByAttention
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import KeyNorm
@@ -76,8 +76,8 @@ def test_a_layer_needs_the_fewest_tokens_that_hold_a_share_of_the_windows_attent
 
 def test_heads_that_keep_together_share_the_mean_of_their_scores(view):
     norms = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1)
-    check(Together(KeyNorm())(view, seen_by()), norms.mean(1, keepdims=True), view)
-    assert G > 1 and Together(KeyNorm()).looks
+    check(MeanOverHeads(KeyNorm())(view, seen_by()), norms.mean(1, keepdims=True), view)
+    assert G > 1 and MeanOverHeads(KeyNorm()).looks
 
 
 def test_every_layer_keeps_what_is_protected_where_that_is_more_than_the_window():

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import AttentionSpec, Seen, View
-from kvjax.keep.merges.matched import Matched
+from kvjax.keep.merges.matched import AttentionMatching
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.matched import RootMeanSquare
 from kvjax.ops.base.rope import Rope
@@ -42,7 +42,7 @@ def attention(q, k, v, bias=0.0):
 def test_more_queries_than_slots_give_least_squares(rng, live):
     view, seen, q = given(rng, live)
     kept = np.isin(np.arange(SLOTS), [0, 2, 3, 7])
-    got = Matched(LAST, turns=0)(view, jnp.asarray(kept[None, None]), leaving(kept), seen)
+    got = AttentionMatching(LAST, turns=0)(view, jnp.asarray(kept[None, None]), leaving(kept), seen)
     k, v = np.asarray(view.k[0, 0], float), np.asarray(view.v[0, 0], float)
     e = np.exp(q @ k[:live].T / 2)
     e /= e.max(-1, keepdims=True)
@@ -64,7 +64,7 @@ def test_more_queries_than_slots_give_least_squares(rng, live):
 def test_fewer_queries_than_slots_see_no_difference_and_change_least(rng):
     view, seen, q = given(rng, asked=2)
     kept = np.arange(SLOTS) < 8
-    got = Matched(LAST)(view, jnp.asarray(kept[None, None]), leaving(kept), seen)
+    got = AttentionMatching(LAST)(view, jnp.asarray(kept[None, None]), leaving(kept), seen)
     total, want = attention(q, view.k[0, 0], view.v[0, 0])
     after, out = attention(q, view.k[0, 0][kept], got.v[0, 0][kept], np.asarray(got.bias[0, 0])[kept])
     np.testing.assert_allclose(after, total, rtol=1e-4)
@@ -77,10 +77,10 @@ def test_fewer_queries_than_slots_see_no_difference_and_change_least(rng):
 def test_weights_stay_within_their_bounds_and_a_list_that_nothing_leaves_as_it_is(rng):
     view, seen, _ = given(rng)
     one = np.arange(SLOTS) == 5
-    got = Matched(LAST)(view, jnp.asarray(one[None, None]), leaving(one), seen)
+    got = AttentionMatching(LAST)(view, jnp.asarray(one[None, None]), leaving(one), seen)
     assert np.abs(got.bias).max() <= 3 + 1e-6 and np.isfinite(got.v).all()
     all_of_it = np.ones(SLOTS, bool)
-    got = Matched(LAST)(view, jnp.asarray(all_of_it[None, None]), leaving(all_of_it), seen)
+    got = AttentionMatching(LAST)(view, jnp.asarray(all_of_it[None, None]), leaving(all_of_it), seen)
     np.testing.assert_array_equal(got.v, view.v)
     assert not got.bias.any()
 

@@ -12,7 +12,7 @@ from kvjax.grammar.when import Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.merges.merge_d2o import SimilarMerge
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.score import AccumulatedAttention
 from kvjax.ops.base.rope import Rope
@@ -130,7 +130,7 @@ def test_a_value_goes_to_the_slots_that_follow_and_to_no_other():
     pos = jnp.asarray([[[7, 2, 5, -1, 0, 9, 3]]])
     received = jnp.asarray([[[1.0, 9.0, 1.0, 5.0, 1.0, 9.0, 0.0]]])
     v = jnp.eye(7)[None, None]
-    view = View(v, v, pos, None, {repr(Received()): received})
+    view = View(v, v, pos, None, {repr(AccumulatedMass()): received})
     length = jnp.asarray([10])
     seen = Seen({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
     kept = jnp.asarray([[[True, False, True, False, True, False, False]]])

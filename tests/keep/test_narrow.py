@@ -18,7 +18,7 @@ from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.grammar.phase import ByRank
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
-from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, OutputNorm, Position
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention
@@ -42,15 +42,15 @@ HALF, PROBE = Budget(0.5), RepeatContext((1, 2))
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.75, 1.0])
 def test_counts_are_the_share_rounded_down_but_never_less_than_the_window(share):
-    word = Narrow(1, KeyNorm(), share, window=4)
+    word = SelectivePropagation(1, KeyNorm(), share, window=4)
     tokens = np.arange(60)
     want = [min(n, max(4, round(share * 100) * n // 100)) for n in tokens]
     assert word.count(jnp.asarray(tokens)).tolist() == want == [word.most(int(n)) for n in tokens]
 
 
 def test_a_share_of_the_layers_is_rounded_down_and_at_least_one():
-    after = [Narrow(0.5, KeyNorm(), 0.2).after(layers) for layers in (1, 2, 3, 4, 32)]
-    assert after == [0, 0, 0, 1, 15] and Narrow(7, KeyNorm(), 0.2).after(9) == 7
+    after = [SelectivePropagation(0.5, KeyNorm(), 0.2).after(layers) for layers in (1, 2, 3, 4, 32)]
+    assert after == [0, 0, 0, 1, 15] and SelectivePropagation(7, KeyNorm(), 0.2).after(9) == 7
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_share_of_the_layers_is_rounded_down_and_at_least_one():
         ((0, KeyNorm(), 1.5), "share of the tokens must be from 0 to 1, got 1.5"),
         ((0, KeyNorm(), 0.2, 0), "window must be a whole number >= 1, as the last token answers, got 0"),
         ((0, KeyNorm, 0.2), "the score is the class KeyNorm"),
-        ((0, AccumulatedAttention(), 0.2), r"asks for Received\(.*, which is known later"),
+        ((0, AccumulatedAttention(), 0.2), r"asks for AccumulatedMass\(.*, which is known later"),
         ((0, OfNow(), 0.2), r"asks for Mass\(.*, which is known later"),
         ((0, ProbeAttention(PROBE), 0.2), "asks for RepeatContext.*, which is known later"),
         ((0, OutputNorm(), 0.2), r"sees no matrices of its layer, and OutputNorm\(\) asks for them"),
@@ -69,10 +69,10 @@ def test_a_share_of_the_layers_is_rounded_down_and_at_least_one():
 )
 def test_a_word_that_could_not_choose_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        Narrow(*given)
+        SelectivePropagation(*given)
 
 
-NARROW = Narrow(0, KeyNorm(), 0.5)
+NARROW = SelectivePropagation(0, KeyNorm(), 0.5)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.grammar.protocols import Inputs
-from kvjax.keep.budgets.phases import InPhases, Written
+from kvjax.keep.budgets.phases import IsGenerated, PromptAndGenerated
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.beehive import Sampled, Samples
+from kvjax.keep.observations.trace import AccumulatedMass
+from kvjax.keep.scores.beehive import SampledAttention, SampleState
 from kvjax.keep.scores.score import KeyNorm, Position
 from tests.keep.test_score import LENGTH, B, H, K, N, S, f32, seen_by
 from tests.keep.test_score import view as view  # a fixture
 
-RECEIVED = repr(Received(Mass("sum")))
+RECEIVED = repr(AccumulatedMass(Mass("sum")))
 
 
 def inputs_of(tokens):
@@ -21,15 +21,17 @@ def inputs_of(tokens):
 
 
 def test_what_comes_in_a_step_of_its_own_is_written():
-    assert (Written().start(inputs_of(1), K) == 1).all()
-    assert (Written().start(inputs_of(5), K) == 0).all() and Written().start(inputs_of(5), K).shape[-1] == 5
+    assert (IsGenerated().start(inputs_of(1), K) == 1).all()
+    assert (IsGenerated().start(inputs_of(5), K) == 0).all() and IsGenerated().start(inputs_of(5), K).shape[
+        -1
+    ] == 5
 
 
 def test_a_prompt_keeps_its_share_and_written_tokens_leave_among_themselves(rng, view):
     written = np.zeros((B, K, S))
     written[:, :, 6:9] = 1
-    view = view._replace(traces={repr(Written()): f32(written)})
-    word, seen = InPhases(KeyNorm(), Position(), written=0.4, newest=2), seen_by()
+    view = view._replace(traces={repr(IsGenerated()): f32(written)})
+    word, seen = PromptAndGenerated(KeyNorm(), Position(), written=0.4, newest=2), seen_by()
     norm, pos = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1), np.asarray(view.pos)
     read = (pos >= 0) & (written == 0)
     first = np.where(pos >= (LENGTH - 2)[:, None, None], np.inf, np.where(read, norm, -np.inf))
@@ -45,7 +47,7 @@ def test_a_prompt_keeps_its_share_and_written_tokens_leave_among_themselves(rng,
 
 
 def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
-    word, mark = Sampled(stride=3, sinks=2, recent=0.2), np.zeros((B, K, S))
+    word, mark = SampleState(stride=3, sinks=2, recent=0.2), np.zeros((B, K, S))
     mark[:, :, 2:7] = 1
     received = np.random.default_rng(3).random((B, K, S))
     received[:, 0, 8:10] = 2.0  # equal ones: the older becomes a sample
@@ -62,5 +64,5 @@ def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
             assert got[b, head].tolist() == mine.tolist()
     few = seen_by()._replace(n=jnp.asarray(LENGTH, jnp.int32))
     np.testing.assert_array_equal(word.judge(view, few), mark)
-    score = Samples(3, 2, 0.2)(view._replace(traces=view.traces | {repr(word): f32(got)}), seen_by())
+    score = SampledAttention(3, 2, 0.2)(view._replace(traces=view.traces | {repr(word): f32(got)}), seen_by())
     np.testing.assert_array_equal(score, np.where(got == -1, -np.inf, np.asarray(f32(received))))

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.keep.budgets.budget import UpTo
 from kvjax.keep.observations.observe import Mass, Queries
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.deviation import AttentionDeviation
 from kvjax.keep.scores.recent_queries import FusedAttention, Votes
 from tests.keep.test_score import (
@@ -74,7 +74,10 @@ def test_up_to_keeps_what_reaches_its_threshold_within_the_budget():
 def test_the_deviation_is_that_of_every_probability_a_slot_has_received(rng, view):
     live, viewers = np.asarray(view.pos) >= 0, LENGTH[:, None, None] - np.asarray(view.pos)
     p = rng.random((S * G, B, K, S)) * (np.arange(S * G)[:, None, None, None] < viewers * G)
-    traces = {repr(Received(Mass("sum"))): f32(p.sum(0)), repr(Received(Mass("squares"))): f32((p**2).sum(0))}
+    traces = {
+        repr(AccumulatedMass(Mass("sum"))): f32(p.sum(0)),
+        repr(AccumulatedMass(Mass("squares"))): f32((p**2).sum(0)),
+    }
     seen = seen_by({repr(Queries(1)): (jnp.zeros((B, N, 1, H)), jnp.zeros((B, 1), jnp.int32))})
     got = AttentionDeviation(newest=3)(view._replace(traces=traces), seen)
     want = np.zeros((B, K, S))

@@ -8,13 +8,13 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, chain
-from kvjax.grammar.when import STEP, Every, Full
+from kvjax.grammar.when import STEP, Every, WhenFull
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Novelty, Position, WindowAttention
 from kvjax.read.pages import PageBounds
@@ -61,18 +61,18 @@ MIDDLE = RepeatContext((1, 2))
 REFUSED = {
     "what the newest query gives, after many": (
         Keep(OfNow(), HALF, Uniform(), when=Every(4)),
-        r"Every\(tokens=4\) evicts after many queries, .* name traces, such as Received\(Mass\(\)\)",
+        r"Every\(tokens=4\) evicts after many queries, .* name traces, such as AccumulatedMass\(Mass\(\)\)",
     ),
     "traces per query head": (
         Keep(AccumulatedAttention(), HALF, Uniform(), per_query_head=True),
         r"recorded per KV head, and this keep selects per query head",
     ),
     "lists that are full before they hold their budget": (
-        Keep(KeyNorm(), Budget(16), Uniform(), when=Full(16)),
+        Keep(KeyNorm(), Budget(16), Uniform(), when=WhenFull(16)),
         r"evicts where a list holds so many slots, and the budget is 16: give a smaller number of slots",
     ),
     "lists that are full and hold a share": (
-        Keep(KeyNorm(), HALF, Uniform(), when=Full(16)),
+        Keep(KeyNorm(), HALF, Uniform(), when=WhenFull(16)),
         r"and the budget is 0.5: give a smaller number of slots",
     ),
     "a user's observation in a step": (step(OfMine()), r"SinceTheMiddle\(\) exists in prefills only"),
@@ -97,7 +97,7 @@ REFUSED = {
         r"or by budgets of their own, they would choose apart: use the uniform allocation",
     ),
     "surprise of tokens that upper layers do not see": (
-        Keep(Novelty(), HALF, Uniform(), narrow=Narrow(0, KeyNorm(), 0.5)),
+        Keep(Novelty(), HALF, Uniform(), narrow=SelectivePropagation(0, KeyNorm(), 0.5)),
         r"leaves tokens out of the upper layers, and its score asks how likely they were",
     ),
     "a probe that is not read": (
@@ -183,6 +183,6 @@ def test_shares_of_a_prompt_must_hold_what_is_protected(rows):
 
 def test_a_comparison_needs_a_slot_for_the_token_that_is_asked_again(tmp_path):
     """Four sinks in four slots would leave none for it."""
-    with pytest.raises(InputError, match=r"5 of .* \(Sink\(tokens=4\), Asked\(tokens=1\)\)"):
+    with pytest.raises(InputError, match=r"5 of .* \(Sink\(tokens=4\), QuestionWindow\(tokens=1\)\)"):
         kvjax.compare(methods=["expected-attention:budget=4"], budgets=[0.5], samples=1, out=tmp_path)
     assert not list(tmp_path.rglob("results.jsonl"))

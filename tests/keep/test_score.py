@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax.grammar.protocols import AttentionSpec, Seen, View
-from kvjax.keep.algebra import InChunks, Pool
+from kvjax.keep.algebra import ChunkSum, Pool
 from kvjax.keep.observations.observe import Mass, Queries
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.geometry import KeyDistinctness
-from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Position, RandomScore, WindowAttention
 from kvjax.ops.base.rope import Rope
 
 B, N, K, S, H = 2, 6, 3, 20, 8
@@ -102,11 +102,11 @@ def test_the_last_query_alone_shared_by_a_layer_is_the_score_of_tova(rng, view):
 
 def test_accumulated_attention_is_the_remembered_mass(rng, view):
     mass = rng.random((B, K, S))
-    view = view._replace(traces={repr(Received(Mass("sum"))): f32(mass)})
+    view = view._replace(traces={repr(AccumulatedMass(Mass("sum"))): f32(mass)})
     check(AccumulatedAttention()(view, seen_by()), mass, view)
     viewers = LENGTH[:, None, None] - np.asarray(view.pos)
     check(AccumulatedAttention(per_query=True)(view, seen_by()), mass / viewers, view)
-    assert AccumulatedAttention().traces == {Received(Mass("sum"))}
+    assert AccumulatedAttention().traces == {AccumulatedMass(Mass("sum"))}
 
 
 def test_key_norm_prefers_small_keys_and_position_prefers_new_ones(view):
@@ -123,13 +123,13 @@ def test_key_distinctness_is_minus_the_cosine_to_the_mean_unit_key(view):
 
 
 def test_random_scores_depend_on_seed_layer_head_and_position_alone(rng, view):
-    draw = Uniformly(3)
+    draw = RandomScore(3)
     scores = np.asarray(draw(view, seen_by(layer=1)))
     order = rng.permutation(S)
     mixed = jax.tree.map(lambda x: x[::-1][:, :, order], view)
     np.testing.assert_array_equal(draw(mixed, seen_by(layer=1))[0], scores[1][:, order])
     others = [
-        Uniformly(4)(view, seen_by(layer=1)),
+        RandomScore(4)(view, seen_by(layer=1)),
         draw(view, seen_by(layer=2)),
         draw(view, seen_by())[:, ::-1],
     ]
@@ -175,7 +175,7 @@ def test_what_lies_in_empty_slots_does_not_leak_into_a_pooled_score(view, kind):
 
 def test_a_pooled_score_needs_and_remembers_what_its_score_does():
     word = AccumulatedAttention() >> Pool(3)
-    assert word.traces == {Received(Mass("sum"))} and word.ordered and not word.score.ordered
+    assert word.traces == {AccumulatedMass(Mass("sum"))} and word.ordered and not word.score.ordered
     assert (WindowAttention(4) >> Pool(3)).needs == {Queries(4)}
 
 
@@ -188,4 +188,4 @@ def test_chunks_of_a_text_share_the_sum_of_the_slots_that_are_left_of_them(rng, 
     for b, k, s in zip(*np.nonzero(pos >= 0), strict=True):
         same = (pos[b, k] >= 0) & (pos[b, k] // tokens == pos[b, k, s] // tokens)
         want[b, k, s] = score[b, k][same].sum()
-    check(InChunks(KeyNorm(), tokens)(view, seen_by()), want, view)
+    check(ChunkSum(KeyNorm(), tokens)(view, seen_by()), want, view)

@@ -9,29 +9,29 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
 from kvjax.grammar.protocols import Inputs
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.scores.score import KeyNorm
-from kvjax.keep.scores.tokens import SeparatorsFirst, TokensOf
+from kvjax.keep.scores.tokens import IsTokenType, SeparatorsFirst
 from tests.methods.battery import MAIN, model, positions
 
 
 def test_a_trace_of_ids_is_one_for_its_tokens_and_needs_ids():
     x, tokens = jnp.zeros((2, 3, 4, 8)), jnp.asarray([[1, 5, 5, 2], [7, 1, 0, 0]])
     inputs = Inputs(x, x, x, x[:, 0], jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32))
-    found = TokensOf((5, 7)).start(inputs._replace(tokens=tokens), 3)
+    found = IsTokenType((5, 7)).start(inputs._replace(tokens=tokens), 3)
     want = np.isin(np.asarray(tokens), (5, 7))
     np.testing.assert_array_equal(found, np.broadcast_to(want[:, None], (2, 3, 4)))
     with pytest.raises(InputError, match="asks for token ids, and vectors were given: give token ids"):
-        TokensOf((5,)).start(inputs, 3)
+        IsTokenType((5,)).start(inputs, 3)
     with pytest.raises(InputError, match="has no ids yet"):
-        TokensOf().start(inputs._replace(tokens=tokens), 3)
+        IsTokenType().start(inputs._replace(tokens=tokens), 3)
 
 
 def test_tokens_of_upper_layers_are_those_that_went_on():
     """Three layers, the upper ones of which see some tokens alone."""
     marks = tuple(range(0, 64, 3))
-    narrow = Narrow(0, KeyNorm(), 0.6, window=2)
-    keep = Keep(SeparatorsFirst(TokensOf(marks)), Budget(0.2), Uniform(), narrow=narrow)
+    narrow = SelectivePropagation(0, KeyNorm(), 0.6, window=2)
+    keep = Keep(SeparatorsFirst(IsTokenType(marks)), Budget(0.2), Uniform(), narrow=narrow)
     _, cache = kvjax.prefill(model("deep"), MAIN.first, method=kvjax.chain(keep), room=4)
     whole = kvjax.chain(Keep(KeyNorm(), Budget(1.0), Uniform(), narrow=narrow))
     _, seen = kvjax.prefill(model("deep"), MAIN.first, method=whole, room=4)

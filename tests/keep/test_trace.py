@@ -14,7 +14,7 @@ from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass, Queries, QueryMoments
-from kvjax.keep.observations.trace import AtArrival, Decayed, Received
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, AtArrival
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention
 from tests.float64.reference import Prompt
@@ -34,7 +34,7 @@ class FirstChannel:
 
 
 RATES = (0.5, 0.97)
-ALL = (*map(Received, MASSES), *map(Decayed, RATES), AtArrival(FirstChannel()))
+ALL = (*map(AccumulatedMass, MASSES), *map(AccumulatedDecayedMass, RATES), AtArrival(FirstChannel()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +75,10 @@ def by_hand(tokens):
     out = []
     for p in prompt.p:
         heads = p.reshape(2, -1, *p.shape[1:])
-        found = {repr(Received(m)): over[m.reduce](heads) for m in MASSES[:3]}
-        found[repr(Received(MASSES[3]))] = (heads > 0.05).sum((1, 2))
+        found = {repr(AccumulatedMass(m)): over[m.reduce](heads) for m in MASSES[:3]}
+        found[repr(AccumulatedMass(MASSES[3]))] = (heads > 0.05).sum((1, 2))
         newer = np.arange(len(tokens))[::-1, None]
-        out.append(found | {repr(Decayed(r)): (heads * r**newer).sum((1, 2)) for r in RATES})
+        out.append(found | {repr(AccumulatedDecayedMass(r)): (heads * r**newer).sum((1, 2)) for r in RATES})
     return out
 
 
@@ -120,10 +120,10 @@ class Traced(Word):
 
     @property
     def traces(self):
-        return frozenset(map(Received, self.masses))
+        return frozenset(map(AccumulatedMass, self.masses))
 
     def __call__(self, view, seen):
-        return sum(view.of(Received(m)) for m in self.masses)
+        return sum(view.of(AccumulatedMass(m)) for m in self.masses)
 
 
 def test_a_score_of_sum_and_largest_differs_from_both():

@@ -109,7 +109,7 @@ def test_the_surprise_of_answers_is_what_it_is_by_hand():
 def test_a_fit_starts_from_the_layers_own_weights_and_moves_all_arrays():
     m = model("deep")
     first = method().make.start(m.params, m.config, 2, 0)
-    start = Fitted({n: np.asarray(x) for n, x in first.items()}, "StatesOfThePast", m.signature)
+    start = Fitted({n: np.asarray(x) for n, x in first.items()}, "HiddenStateCache", m.signature)
     end = kvjax.fit(m, method(fitted=None), questions(), epochs=1, rate=0.01, rank=2)
     made = kvjax.prepare(m, method(fitted=start)).params["layers"]
     for upper in (1, 2):

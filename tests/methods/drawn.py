@@ -22,7 +22,7 @@ from kvjax.compat.model_fit import check_budget, check_fit
 from kvjax.grammar import Budget, Keep, Method, chain
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.phase import BY_POSITION, ByRank
-from kvjax.grammar.when import PREFILL_END, Every, Full
+from kvjax.grammar.when import PREFILL_END, Every, WhenFull
 from kvjax.keep.algebra import Staged
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent, Sink
@@ -77,7 +77,7 @@ def words(name: str) -> dict[str, list[Any]]:
                 found[part][word] = None
     more: dict[str, list[Any]] = dict(
         budget=[Budget(0.25), Budget(0.5), Budget(10), Budget(1.0)], per_query_head=[True], skip_layers=[1],
-        protect=[(), (Sink(2), Recent(4)), (Recent(0.5),)], when=[Every(3), Full(14)],
+        protect=[(), (Sink(2), Recent(4)), (Recent(0.5),)], when=[Every(3), WhenFull(14)],
         phase=[ByRank()], reuse=[2],
     )  # fmt: skip
     return {part: [*dict.fromkeys([*of_table, *more.get(part, [])])] for part, of_table in found.items()}

@@ -336,7 +336,7 @@ def _states():
     for name, (rows, columns) in (sizes | {"down": (inner, WIDTH)}).items():
         shapes |= {f"{name}_down": (2, rows, rank), f"{name}_up": (2, rank, columns)}
     arrays = {name: 0.3 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    return Fitted(arrays | {"norm": arrays["norm"] + 1}, "StatesOfThePast", "")
+    return Fitted(arrays | {"norm": arrays["norm"] + 1}, "HiddenStateCache", "")
 
 
 STATES = _states()

@@ -35,7 +35,7 @@ def oscar_bytes(s):
 STEPS = {of: DRAWN.uniform(0.1, 0.3, (2, 2)).astype(np.float32) for of in ("key", "value")}
 RANGED = Fitted(
     {f"{of} step": x for of, x in STEPS.items()} | {f"{of} low": -9 * x for of, x in STEPS.items()},
-    "Fixed",
+    "StaticAffine",
     "",
 )
 

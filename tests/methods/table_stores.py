@@ -108,7 +108,9 @@ def mini_bytes(s):
 
 
 NORMS = Fitted(
-    {"norms": np.random.default_rng(12).uniform(0.2, 3, (2, 2, 16)).astype(np.float32)}, "AskedChannels", ""
+    {"norms": np.random.default_rng(12).uniform(0.2, 3, (2, 2, 16)).astype(np.float32)},
+    "QueryDrivenChannels",
+    "",
 )
 
 

@@ -127,7 +127,7 @@ SOURCE = """
     from kvjax.keep.budgets.budget import Uniform
     from kvjax.keep.observations.observe import Mass, Queries
     from kvjax.keep.algebra import Pool, Word
-    from kvjax.keep.observations.trace import Received
+    from kvjax.keep.observations.trace import AccumulatedMass
 
     @dataclasses.dataclass(frozen=True)
     class Score(Word):
@@ -140,7 +140,7 @@ SOURCE = """
 
         def __call__(self, view, seen):
             if self.stat:
-                return view.of(Received(Mass()))
+                return view.of(AccumulatedMass(Mass()))
             q, _ = seen.of(Queries(2))
             return jnp.einsum("bkgwh,bksh->bks", q.reshape(1, 1, 2, 2, -1), view.k)
 
@@ -162,7 +162,9 @@ def test_a_score_that_does_not_name_what_it_looks_at_is_refused(tmp_path):
     need = r"^Score looks at Queries\(last=2\), which its `needs` does not name: .* frozenset\(\{Queries"
     with pytest.raises(InputError, match=need):
         from_file(f"{file}:method", budget=0.5)
-    with pytest.raises(InputError, match=r"looks at view\.of\(Received.*, which its `traces` does not name"):
+    with pytest.raises(
+        InputError, match=r"looks at view\.of\(AccumulatedMass.*, which its `traces` does not name"
+    ):
         from_file(f"{file}:method", budget=0.5, stat=True)
     assert from_file(f"{file}:method", budget=0.5, named=True).keep.score.needs == {Queries(2)}
     with pytest.raises(ValueError, match="Odd is no frozen dataclass"):

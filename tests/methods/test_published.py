@@ -17,9 +17,9 @@ from kvjax.keep.budgets.profile import ByProfile, Profile
 from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.merges.merge_counted import CountedMerge
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Decayed, Received
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.scores.drawn import Drawn
+from kvjax.keep.scores.drawn import GumbelTopK
 from kvjax.keep.scores.keyformer import NoisyMass
 from kvjax.ops.attention.union import Keys, attend
 from tests.float64.reference import softmax
@@ -75,7 +75,7 @@ def test_nacl_draws_as_often_as_the_authors_code():
     view = View(empty, empty, pos, None, {})
     protect = (Sink(4), Recent(8))
     seen = seen_by(length=np.array([tokens]))._replace(n=jnp.array([28]), protect=protect)
-    word = stage(GivenSums(), 0.5, Drawn(GivenSums(), 1))
+    word = stage(GivenSums(), 0.5, GumbelTopK(GivenSums(), 1))
     scores = jax.vmap(lambda layer: word(view, seen._replace(layer=layer)))(jnp.arange(4000))
     stays = np.any([one(pos, seen.length, seen.n) for one in protect], 0)
     scores = np.where(stays, np.inf, scores)[:, 0]
@@ -102,13 +102,13 @@ def held_before() -> View:
         jnp.asarray(recorded[f"before/{name}"], jnp.float32) for name in ("k", "v", "weight", "score")
     )
     pos = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
-    return View(k, v, pos, 0.6 * jnp.log(weight), {key_of(Decayed(0.98)): score})
+    return View(k, v, pos, 0.6 * jnp.log(weight), {key_of(AccumulatedDecayedMass(0.98)): score})
 
 
 def test_zeromerge_merges_as_the_authors_code():
     """Mean by counts, the larger score, in the one slot that takes up."""
     view, recorded = held_before(), numbers("zeromerge")
-    score = view.traces[key_of(Decayed(0.98))]
+    score = view.traces[key_of(AccumulatedDecayedMass(0.98))]
     leaves = 1 + jnp.argmin(score[..., 1:], -1, keepdims=True).astype(jnp.int32)
     kept = jnp.arange(12)[None, None] != leaves
     word = CountedMerge(takers=0.0, fading=0.98, bonus=0.6, largest=True)
@@ -118,7 +118,7 @@ def test_zeromerge_merges_as_the_authors_code():
         "k": new.k,
         "v": new.v,
         "weight": jnp.exp(new.bias / 0.6),
-        "score": new.traces[key_of(Decayed(0.98))],
+        "score": new.traces[key_of(AccumulatedDecayedMass(0.98))],
     }
     for name, x in got.items():
         np.testing.assert_allclose(x[:, :, 0], recorded[f"after/{name}"], rtol=2e-6, err_msg=name)
@@ -138,7 +138,7 @@ def test_cam_merges_values_with_the_chance_of_the_authors_code():
     v, received = (jnp.asarray(recorded[name], jnp.float32) for name in ("before", "attention"))
     pos = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (1, 3, 12))
     word = ValueMerge(following=4)
-    view = View(v, v, pos, None, {key_of(Received(Mass("sum"))): received})
+    view = View(v, v, pos, None, {key_of(AccumulatedMass(Mass("sum"))): received})
     # What leaves stands in front of the recent tokens; those before it are gone.
     kept, leaves = pos > 3, jnp.full((1, 3, 1), 3, jnp.int32)
     merged = lambda layer: word(view, kept, leaves, seen_by()._replace(layer=layer)).v  # noqa: E731

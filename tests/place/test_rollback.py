@@ -170,7 +170,7 @@ def test_a_context_stays_as_it_is():
     [
         pytest.param(
             "h2o",
-            r"what layer 0 remembers of its slots \(Received.*has grown by their queries",
+            r"what layer 0 remembers of its slots \(AccumulatedMass.*has grown by their queries",
             marks=pytest.mark.rotating,
         ),
         ("r-kv", "the rows of layer 0 carry what they have seen"),

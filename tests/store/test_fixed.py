@@ -9,7 +9,7 @@ from kvjax.base.errors import InputError
 from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import Fitted
-from kvjax.store.fixed import Fixed, OfRange
+from kvjax.store.fixed import BoundStaticAffine, StaticAffine
 from kvjax.store.rotate import Rotate
 from tests.float64.codes import of_range
 from tests.methods.battery import MAIN, model
@@ -52,27 +52,27 @@ def test_prefixquant_finds_each_head_s_step_from_the_tokens_behind_the_prefix():
 
 def test_numbers_beyond_a_range_become_its_ends_and_come_back_as_they_are(rng):
     x = jnp.asarray(10 * rng.normal(size=(2, 3, 2, 4, 16)), jnp.float32)
-    codec = OfRange(3, jnp.full((2, 2), -2.0), jnp.full((2, 2), 0.5))
+    codec = BoundStaticAffine(3, jnp.full((2, 2), -2.0), jnp.full((2, 2), 0.5))
     got = codec.decode(codec.encode(x), 16, jnp.float32)
     np.testing.assert_allclose(got, of_range(-2.0, 0.5, 3)(np.asarray(x, float)), atol=1e-6)
     np.testing.assert_array_equal(codec.decode(codec.encode(got), 16, jnp.float32), got)
-    flat = OfRange(4, jnp.zeros((1, 2)), jnp.zeros((1, 2)))
+    flat = BoundStaticAffine(4, jnp.zeros((1, 2)), jnp.zeros((1, 2)))
     assert np.isfinite(flat.decode(flat.encode(x[:1]), 16, jnp.float32)).all()
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="1 to 8 bits"):
-        Fixed(9, "key", "smoothquant")
+        StaticAffine(9, "key", "smoothquant")
     with pytest.raises(ValueError, match="of a 'key' or a 'value'"):
-        Fixed(4, "keys", "smoothquant")
+        StaticAffine(4, "keys", "smoothquant")
     with pytest.raises(ValueError, match="fitted for 3 heads"):
-        OfRange(4, jnp.zeros((1, 3)), jnp.zeros((1, 3))).encode(jnp.zeros((1, 1, 2, 4, 8)))
+        BoundStaticAffine(4, jnp.zeros((1, 3)), jnp.zeros((1, 3))).encode(jnp.zeros((1, 1, 2, 4, 8)))
     with pytest.raises(ValueError, match="block=5 must divide the 16 channels"):
         Rotate(block=5).matrix(16)
     with pytest.raises(InputError, match="no rule is known for the range of nobody"):
-        kvjax.fit(model("4/2"), Method(store=Store(Fixed(4, "key", "nobody"))), TEXTS)
+        kvjax.fit(model("4/2"), Method(store=Store(StaticAffine(4, "key", "nobody"))), TEXTS)
     fitted = Fitted(
-        {f"{of} {n}": np.ones((2, 2)) for of in ("key", "value") for n in ("low", "step")}, "Fixed", ""
+        {f"{of} {n}": np.ones((2, 2)) for of in ("key", "value") for n in ("low", "step")}, "StaticAffine", ""
     )
     with pytest.raises(InputError, match="of its ranges are"):
         kvjax.prefill(model("6/3"), MAIN.first, method=kvjax.method("smoothquant", fitted=fitted))

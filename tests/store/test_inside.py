@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax.state.codes import dense, encode
 from kvjax.store.affine import Affine
-from kvjax.store.channels import AskedChannels
+from kvjax.store.channels import QueryDrivenChannels
 from kvjax.store.pruned import Pruned
 from kvjax.store.split import Split
 
@@ -27,7 +27,7 @@ def test_the_channels_that_are_asked_for_are_encoded_as_rows_of_their_own(codec)
         rows = X[at[0], at[1], tokens]
         stay = np.sort(np.argsort(-(rows**2).sum(0), kind="stable")[:4])
         want[at[0], at[1], tokens, stay] = by(codec, rows[:, stay]).T
-    np.testing.assert_allclose(by(AskedChannels(0.5, 8) >> codec, X), want, atol=1e-6)
+    np.testing.assert_allclose(by(QueryDrivenChannels(0.5, 8) >> codec, X), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", INNER)

@@ -9,7 +9,7 @@ from kvjax.grammar.fitted import fitted_words
 from kvjax.models.model import Model
 from kvjax.state.codes import dense, encode
 from kvjax.store.affine import Affine, Float8
-from kvjax.store.levels import ByToken, Nearest
+from kvjax.store.levels import ByToken, NearestLevel
 from kvjax.store.low_rank import LowRank
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax, Signs, SignSketch
@@ -49,7 +49,7 @@ def test_codes_of_large_rows_are_those_of_small_ones(rng, scale):
         SignSketch(),
         Float8("e5m2"),
         LowRank(2, 64),
-        ByToken() >> Nearest(4, levels),
+        ByToken() >> NearestLevel(4, levels),
     ]
     for codec in [*codecs, Rotate() >> LloydMax(2)]:
         if isinstance(codec, LowRank) and scale > 1e6:

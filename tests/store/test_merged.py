@@ -8,7 +8,7 @@ import pytest
 from kvjax.grammar import Budget
 from kvjax.state.codes import Codes, dense
 from kvjax.store.affine import Affine
-from kvjax.store.merged import Merged, Sized, angle, between
+from kvjax.store.merged import LengthAndDirection, MergedLayers, angle, between
 from tests.float64 import stacks
 
 B, K, S, H = 2, 3, 9, 8
@@ -31,7 +31,7 @@ def restored(lower, upper):
 @pytest.mark.parametrize("t", [0.0, 0.6, 1.0])
 def test_directions_lie_on_the_arc_and_layers_keep_their_lengths(t):
     low, high = rows(0), rows(1)
-    codes = Merged(t=t).merge(jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32), None)
+    codes = MergedLayers(t=t).merge(jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32), None)
     want, n1, n2 = stacks.slerp(low, high, t)
     np.testing.assert_allclose(codes[0].data["direction"], want, atol=1e-6)
     for got, own, length in zip(restored(*codes), (low, high), (n1, n2), strict=True):
@@ -42,7 +42,7 @@ def test_directions_lie_on_the_arc_and_layers_keep_their_lengths(t):
 def test_layers_of_one_direction_come_back_as_they_were():
     low = rows(0)
     high = low * np.random.default_rng(2).uniform(0.1, 10, (B, K, S, 1))
-    codes = Merged().merge(jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32), None)
+    codes = MergedLayers().merge(jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32), None)
     for got, want in zip(restored(*codes), (low, high), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-5)
 
@@ -57,7 +57,7 @@ def test_small_and_straight_angles_and_rows_of_zeros_have_finite_directions_and_
     np.testing.assert_allclose(near, stacks.angle(u[:2], w[:2]), atol=3e-7)
 
     def loss(x, y):
-        return sum(dense(c).sum() for c in Merged().merge(x, y, None)[:1])
+        return sum(dense(c).sum() for c in MergedLayers().merge(x, y, None)[:1])
 
     for x in jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(u), jnp.asarray(w)):
         assert np.isfinite(x).all()
@@ -73,7 +73,9 @@ def test_the_pairs_of_the_largest_angles_stay_apart(gamma):
         # What empty slots hold may be anything.
         return jnp.asarray(np.where(live[..., None], x, 1e3), jnp.float32)
 
-    got = Merged(gamma=gamma).apart(tuple(map(given, keys)), tuple(map(given, values)), jnp.asarray(live))
+    got = MergedLayers(gamma=gamma).apart(
+        tuple(map(given, keys)), tuple(map(given, values)), jnp.asarray(live)
+    )
     for b, n in enumerate([S, 5]):
         of_row = [[x[b, :, :n] for x in pair] for pair in (keys, values)]
         want = stacks.apart(*of_row, gamma, most=S)
@@ -85,7 +87,7 @@ def test_the_pairs_of_the_largest_angles_stay_apart(gamma):
 def test_directions_may_be_codes_and_lengths_stay():
     low, high = jnp.asarray(rows(0), jnp.float32), jnp.asarray(rows(1), jnp.float32)
     codec = Affine(4, group=4)
-    codes = Merged().merge(low, high, codec)
+    codes = MergedLayers().merge(low, high, codec)
     direction = between(jnp.asarray(unit(low)), jnp.asarray(unit(high)), 0.6)
     want = codec.decode(codec.encode(direction), H, low.dtype)
     assert "size" in codes[0].data and "direction" not in codes[0].data
@@ -94,7 +96,7 @@ def test_directions_may_be_codes_and_lengths_stay():
 
 
 def test_sized_is_a_codec_of_its_own():
-    x, codec = jnp.asarray(rows(0), jnp.bfloat16), Sized()
+    x, codec = jnp.asarray(rows(0), jnp.bfloat16), LengthAndDirection()
     data = codec.encode(x)
     assert {n: y.dtype for n, y in data.items()} == {"direction": jnp.bfloat16, "size": jnp.bfloat16}
     whole = x.astype(jnp.float32)
@@ -102,8 +104,8 @@ def test_sized_is_a_codec_of_its_own():
 
 
 def test_what_is_no_share_or_no_budget_is_refused():
-    with pytest.raises(ValueError, match=r"t of Merged must lie in \[0, 1\], got 2"):
-        Merged(t=2)
+    with pytest.raises(ValueError, match=r"t of MergedLayers must lie in \[0, 1\], got 2"):
+        MergedLayers(t=2)
     with pytest.raises(ValueError, match=r"write Budget\(0.05\)"):
-        Merged(most=0.05)  # type: ignore[arg-type]
-    assert Merged(most=Budget(4)).most.capacity(100) == 4
+        MergedLayers(most=0.05)  # type: ignore[arg-type]
+    assert MergedLayers(most=Budget(4)).most.capacity(100) == 4

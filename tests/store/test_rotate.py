@@ -69,7 +69,7 @@ def test_rotated_rows_are_encoded_and_come_back_turned_back(rng, axis, group):
     "codec, message",
     [
         (Rotate(), r"Rotate is no codec, it has no `granule`: .* as in Rotate\(\) >> Affine\(4\)"),
-        (Rotate() >> Rotate(), "Both is no codec"),
+        (Rotate() >> Rotate(), "ChainedWrappers is no codec"),
         (Affine, r"the codec is the class Affine, not one of its words: write Affine\(bits=...\)"),
         (8, "int is no codec"),
     ],

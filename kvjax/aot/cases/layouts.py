@@ -77,7 +77,7 @@ LEVELS = _fitted(
         "key centre": (LISTS, WIDTH), "key range": (LISTS, WIDTH), "key levels": (16,), "value levels": (16,),
     },
 )  # fmt: skip
-NORMS = _fitted("AskedChannels", {"norms": (LISTS, WIDTH)})
+NORMS = _fitted("QueryDrivenChannels", {"norms": (LISTS, WIDTH)})
 RUNS = _fitted(
     "Opening",
     {
@@ -89,7 +89,9 @@ KEY_BASIS = _fitted("InBasis", {f"key {name}": shape for name, shape in _SQUARE.
 BASES = _fitted(
     "InBasis", {f"{of} {name}": shape for of in ("key", "value") for name, shape in _SQUARE.items()}
 )
-RANGES = _fitted("Fixed", {f"{of} {name}": (LISTS,) for of in ("key", "value") for name in ("low", "step")})
+RANGES = _fitted(
+    "StaticAffine", {f"{of} {name}": (LISTS,) for of in ("key", "value") for name in ("low", "step")}
+)
 # One bit per number. On a TPU, vectors of fewer channels fill less of a row of lanes when they are looked up.
 VECTORS = _fitted("CoupledCodes", {f"{of} centroids": (LISTS, WIDTH // 8, 256, 8) for of in ("key", "value")})
 _ALL = LISTS * WIDTH

@@ -11,7 +11,7 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import STAYS
 from kvjax.eval.tasks.sample import Sample
 from kvjax.grammar import Keep, Method
-from kvjax.keep.patterns import Asked, Recent
+from kvjax.keep.patterns import QuestionWindow, Recent
 
 
 def keeping_newest(method: Method, tokens: int) -> Method:
@@ -38,7 +38,7 @@ def _counts(pattern: object) -> bool:
 
 
 def _protecting(keep: Keep, tokens: int) -> Keep:
-    return dataclasses.replace(keep, protect=(*keep.protect, Asked(tokens)))
+    return dataclasses.replace(keep, protect=(*keep.protect, QuestionWindow(tokens)))
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:

@@ -16,7 +16,7 @@ from kvjax.api.prefill import padded
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Run
@@ -50,8 +50,8 @@ def read_keys_values(
 def _read(
     run: Run, raw: bool, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "L B K T H"], Float[Array, "L B K T V"]]:
-    prompt = steps.observe(run, params, tokens, lengths, None, frozenset({RawKeys()}))
+    prompt = steps.observe(run, params, tokens, lengths, None, frozenset({UnrotatedKeys()}))
     fresh = [f for f in prompt.fresh if isinstance(f, ComputedTokens)]
-    keys = [f.observed[key_of(RawKeys())] if raw else f.k for f in fresh]
+    keys = [f.observed[key_of(UnrotatedKeys())] if raw else f.k for f in fresh]
     values = [f.v for f in fresh]
     return jnp.concatenate(keys), jnp.concatenate(values)  # type: ignore[arg-type]

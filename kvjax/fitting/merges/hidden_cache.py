@@ -17,7 +17,7 @@ from kvjax.fitting.loops.descent import Arrays, descended
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.make.hidden_cache import StatesOfThePast
+from kvjax.make.hidden_cache import HiddenStateCache
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -52,7 +52,7 @@ def fit_states(
     read = (said_in(model, one) for one in progress([one for _ in range(epochs) for one in batches]))
     start = word.start(model.params, model.config, rank, seed)
     found = descended(loss, start, read, model.params, rate=rate)
-    return Fitted(found, "StatesOfThePast", model.signature)
+    return Fitted(found, "HiddenStateCache", model.signature)
 
 
 class AnswerTokens(NamedTuple):
@@ -71,7 +71,7 @@ def said_in(model: Model, samples: list[Sample]) -> AnswerTokens:
 
 
 def surprise(
-    word: StatesOfThePast, config: Config, params: Params, arrays: Arrays, batch: AnswerTokens
+    word: HiddenStateCache, config: Config, params: Params, arrays: Arrays, batch: AnswerTokens
 ) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens, by the model that these arrays make."""
     tokens, lengths, said = batch.texts

@@ -16,7 +16,7 @@ from kvjax.fitting.loops.descent import Arrays, descended, warmed_up
 from kvjax.fitting.prompts.questions import AnswerBatch, read_by
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.memory_tokens import MemoryTokens
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
@@ -63,7 +63,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Fl
     memory that is a mean, it is the mean of these over chunks.
     """
     word: MemoryTokens = run.method.reread
-    needs, plain = frozenset({RawKeys()}), Run(run.config, Method())
+    needs, plain = frozenset({UnrotatedKeys()}), Run(run.config, Method())
     whole = steps.read_tokens(plain, params, batch.context, batch.lengths, None, needs)
     slots = word.slots(word.chunks(batch.context.shape[1]))
     pos, off = prompt.positions.pos[:, :slots], []
@@ -71,7 +71,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Fl
     for gm, mine, own in zip(run.groups(params), prompt.fresh, whole.fresh, strict=True):
         assert isinstance(mine, ComputedTokens) and isinstance(own, ComputedTokens) and own.v is not None
         rope = run.attention_spec(gm.first).rope
-        raw, v = (_slots_of(word, x, at, there) for x in (own.observed[key_of(RawKeys())], own.v))
+        raw, v = (_slots_of(word, x, at, there) for x in (own.observed[key_of(UnrotatedKeys())], own.v))
         k = jax.vmap(lambda x, rope=rope: rotated(rope, x, pos, pos.max(1) + 1))(raw)
         live = (there.any(1) if word.mean else there.reshape(len(pos), slots))[None, :, None, :, None]
         for said, want in ((mine.k, k), (mine.v, v)):

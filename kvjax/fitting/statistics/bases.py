@@ -19,7 +19,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.models.model import Model
 from kvjax.steps import Run
-from kvjax.store.basis import Based
+from kvjax.store.basis import InBasisCodec
 
 
 def fit_basis(
@@ -35,7 +35,7 @@ def fit_basis(
     method whose rule is not known.
     """
     only_slots(model, "bases")
-    held = [word for word in words_of(method) if isinstance(word, Based)]
+    held = [word for word in words_of(method) if isinstance(word, InBasisCodec)]
     for one in held:
         if one.word.by not in RULES:
             raise InputError(f"no rule is known for the basis of {one.word.by}, expected {', '.join(RULES)}")

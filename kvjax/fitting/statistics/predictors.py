@@ -16,7 +16,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted, sees_below
 from kvjax.models.model import Model
 from kvjax.state.codes import at_layer, dense, encode
-from kvjax.store.predicted import OfRest
+from kvjax.store.predicted import PredictedCodec
 
 # Added to the diagonal of the inputs' second moments, as a share of its mean.
 RIDGE = 1e-3
@@ -80,7 +80,7 @@ def _regressed(
 
 def _through(codec: Any, x: Float[np.ndarray, "T KH"], heads: int) -> Float[np.ndarray, "T KH"]:
     """Encodes and decodes rows; the last ones, which fill no whole granule, are unchanged."""
-    while isinstance(codec, OfRest):
+    while isinstance(codec, PredictedCodec):
         codec = codec.codec
     if codec is None:
         return x

@@ -73,7 +73,7 @@ def fit_norms(
     count, _, moments = summed_queries(model, batches, QuerySums(rotated=True), progress, "norms")
     square = np.einsum("lnhh->lnh", moments) / np.maximum(count, 1.0)[:, None, None]
     grouped = square.reshape(len(square), model.config.kv_heads, -1, square.shape[-1]).sum(2)
-    return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "AskedChannels", model.signature)
+    return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "QueryDrivenChannels", model.signature)
 
 
 def fit_centres(

@@ -15,7 +15,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.models.model import Model
 from kvjax.state.code_forms import span_of
-from kvjax.store.fixed import Fixed
+from kvjax.store.fixed import StaticAffine
 
 Numbers = Float[np.ndarray, "L K T H"]
 # The arrays "low" and "step" of every head.
@@ -46,7 +46,7 @@ def fit_ranges(
     read = read_keys_values(model, batches, progress, store.unrotated)
     found: dict[str, np.ndarray] = {}
     for of, codec, x in (("key", store.keys, read.k), ("value", store.values, read.v)):
-        if codec is None or not isinstance(inner := span_of(codec, width).codec, Fixed):
+        if codec is None or not isinstance(inner := span_of(codec, width).codec, StaticAffine):
             continue
         if inner.by not in RULES:
             raise InputError(f"no rule is known for the range of {inner.by}, expected {', '.join(RULES)}")
@@ -54,7 +54,7 @@ def fit_ranges(
         rows = x[:, :, encoded].astype(np.float64) @ np.linalg.inv(matrix)
         low, step = RULES[inner.by](rows, inner.bits)
         found |= {f"{of} low": low.astype(np.float32), f"{of} step": step.astype(np.float32)}
-    return Fitted(found, "Fixed", model.signature)
+    return Fitted(found, "StaticAffine", model.signature)
 
 
 def largest_of_layer(x: Numbers, bits: int) -> Found:

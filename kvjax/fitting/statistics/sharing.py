@@ -18,7 +18,7 @@ from kvjax.compress.select import ComputedTokens
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -75,7 +75,7 @@ def _mean_slots(
 ) -> Float[Array, "2 L K T H"]:
     """The mean over texts of what the layers would store: rotated keys, and values."""
     run = Run(model.config, Method())
-    prompt = steps.observe(run, model.params, tokens, lengths, None, frozenset({RawKeys()}))
+    prompt = steps.observe(run, model.params, tokens, lengths, None, frozenset({UnrotatedKeys()}))
     each = [(f.k, f.v) for f in prompt.fresh if isinstance(f, ComputedTokens)]
     k, v = (jnp.concatenate([x for x in pair if x is not None]) for pair in zip(*each, strict=True))
     return jnp.stack([k, v]).astype(jnp.float32).mean(2)

@@ -21,7 +21,7 @@ from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class Together(Made):
+class MeanOverHeads(Made):
     """The mean of a score over the KV heads of a layer, so that they all keep the same slots."""
 
     score: Score

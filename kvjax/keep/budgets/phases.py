@@ -17,7 +17,7 @@ _STAYS = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class IsGenerated:
     """1 for a token that was appended by a decode step, 0 for a token that was read in a prompt."""
 
     @property
@@ -33,7 +33,7 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True)
-class InPhases(Made):
+class PromptAndGenerated(Made):
     """Prompt tokens keep their own share of the budget n; generated tokens are evicted among themselves.
 
     At the end of a prompt, floor((1 - written) * n) prompt tokens stay: the newest `newest` ones and the best
@@ -48,10 +48,10 @@ class InPhases(Made):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return super().traces | {Written()}
+        return super().traces | {IsGenerated()}
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        written, later = view.of(Written()) > 0, scored(self.later, view, seen)
+        written, later = view.of(IsGenerated()) > 0, scored(self.later, view, seen)
         if seen.query is not None:
             return jnp.where(written, later, _STAYS)
         read = (view.pos >= 0) & ~written

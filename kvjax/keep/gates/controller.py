@@ -19,7 +19,7 @@ from kvjax.keep.observations.trace import AtArrival
 Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]
 
 
-def check_controller(word: Controller | Told, model: ModelSizes) -> None:
+def check_controller(word: Controller | TokenProjection, model: ModelSizes) -> None:
     """Raises InputError if a controller's arrays do not fit the model's sizes."""
     assert word.fitted is not None
     layers, width, heads = model.layers, model.width, model.kv_heads
@@ -39,7 +39,8 @@ class Controller:
     z_t = GRU(x_t, z_(t-1)) (arXiv:2407.02328, as in arXiv:1412.3555 with a bias on the state's side, too): r,
     u = sigmoid(x W + b + z V + c), n = tanh(x W + b + r (z V + c)), z' = (1 - u) n + u z. Every row carries
     its z. fitted: "in" [L, D, 3 X] and "in_bias" [L, 3 X], with r, u and n concatenated, "state" [L, X, 3 X]
-    and "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] for `Told`.
+    and "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] for
+    `TokenProjection`.
     """
 
     fitted: Fitted | None = None
@@ -100,7 +101,7 @@ def asked_for(arrays: dict[str, Array], states: Float[Array, "*b X"]) -> Float[A
 
 
 @dataclasses.dataclass(frozen=True)
-class Told(Gate):
+class TokenProjection(Gate):
     """One channel of x M, which describes a token to each KV head; x is the layer's input."""
 
     channel: int = 0
@@ -116,7 +117,7 @@ class Told(Gate):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted(Word):
+class PredictedAttention(Word):
     """score[j] = (A z + a) . (x_j M): how much attention the controller predicts for a token.
 
     z is the state after the newest token. x_j M is recorded when token j is read, in as many numbers as the
@@ -135,7 +136,9 @@ class Wanted(Word):
         return frozenset(self._known())
 
     def _known(self) -> list[AtArrival]:
-        return [AtArrival(Told(self.controller.fitted, i)) for i in range(self.controller.channels)]
+        return [
+            AtArrival(TokenProjection(self.controller.fitted, i)) for i in range(self.controller.channels)
+        ]
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         asked = seen.of(self.controller)

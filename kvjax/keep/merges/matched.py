@@ -24,7 +24,7 @@ _TWICE = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Matched:
+class AttentionMatching:
     """Biases and values of kept slots by least squares over the last `last` queries (arXiv:2602.16284).
 
     With e_ij = exp(q_i k_j / sqrt(H)) for the queries i of a KV head's group and all slots j, the bias of a

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.protocols import Observation, Seen, Trace, View
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Received
-from kvjax.keep.scores.score import Uniformly
+from kvjax.keep.observations.trace import AccumulatedMass
+from kvjax.keep.scores.score import RandomScore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ValueMerge:
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset() if self.newest else frozenset({Received(Mass("sum"))})
+        return frozenset() if self.newest else frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
@@ -56,14 +56,14 @@ class ValueMerge:
         gap = jax.vmap(jax.vmap(jnp.searchsorted))(sorted_pos, pick(view.pos, index)).astype(jnp.int32)
         m = jnp.clip(count - gap, 0, self.following)
 
-        received = seen.of(Mass("sum")) if self.newest else view.of(Received(Mass("sum")))
+        received = seen.of(Mass("sum")) if self.newest else view.of(AccumulatedMass(Mass("sum")))
         mass = jnp.where(_places(slots) < count, pick(received, order), 0.0)
         later = count - gap if self.newest else m
         ahead = jax.lax.cumsum(mass, axis=2, reverse=True) if self.newest else self._ahead(mass)
         mean = pick(ahead, jnp.minimum(gap, slots - 1)) / jnp.maximum(later, 1).astype(jnp.float32)
         mine = pick(received, index)
         # A comparison with p_i itself could divide by 0: no slot may have received any attention.
-        draw = Uniformly(self.seed)(view._replace(pos=pick(view.pos, index)), seen)
+        draw = RandomScore(self.seed)(view._replace(pos=pick(view.pos, index)), seen)
         merges = (leaving < slots) & (m > 0) & (mine > 0) & (draw * mean < mine)
 
         takers = jnp.full_like(m, self.following) if self.newest else jnp.maximum(m, 1)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Observation, Seen, Trace, View
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.geometry import unrotated
 from kvjax.keep.select import ranks
 from kvjax.ops.base.rope import angles, rotate
@@ -47,7 +47,7 @@ class ConvMerge:
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum"))})
+        return frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
@@ -60,7 +60,7 @@ class ConvMerge:
         arrays = {n: x.astype(jnp.float32) for n, x in seen.fitted[self.fitted.digest].items()}
         raw, v, takes = mixed(
             arrays, unrotated(view, seen), view.v.astype(jnp.float32), view.pos, old, gone,
-            view.of(Received(Mass("sum"))),
+            view.of(AccumulatedMass(Mass("sum"))),
         )  # fmt: skip
         rope = seen.attention.rope
         cos, sin = angles(rope, jnp.maximum(view.pos, 0), raw.shape[-1], seen.length[:, None, None])

@@ -14,7 +14,7 @@ from kvjax.grammar.protocols import Observation, Score, Seen, Trace, View
 from kvjax.keep.algebra import Made, Word
 from kvjax.keep.merges.merge import nearest, pick
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Decayed, Received
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.select import ranks
 
@@ -52,7 +52,7 @@ class CountedMerge:
     @property
     def received(self) -> Trace:
         """The accumulated attention, plain or decayed, that decides which slots absorb others."""
-        return Received(Mass("sum")) if self.fading == 1 else Decayed(self.fading)
+        return AccumulatedMass(Mass("sum")) if self.fading == 1 else AccumulatedDecayedMass(self.fading)
 
     @property
     def traces(self) -> frozenset[Trace]:
@@ -91,7 +91,7 @@ class CountedMerge:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing(Made):
+class MergedFirst(Made):
     """A score with slots that represent several tokens ranked above all others, so that they stay."""
 
     score: Score
@@ -150,7 +150,7 @@ class Runs:
         free = (view.pos >= self.sinks) & (view.pos < (seen.length - self.window)[:, None, None])
         before = jnp.pad(free[..., :-1], ((0, 0), (0, 0), (1, 0)))
         which = jnp.cumsum(~(free & before & (cosine > self.threshold)), -1, dtype=jnp.int32) - 1
-        mass = view.of(Received(Mass("sum")))
+        mass = view.of(AccumulatedMass(Mass("sum")))
         slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
         most = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, -jnp.inf, x.dtype).at[at].max(x)))(mass, which)
         pivots = jnp.where(mass == jnp.take_along_axis(most, which, -1), slot, slots - 1)
@@ -170,12 +170,12 @@ class Pivots(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum"))})
+        return frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
         is_pivot = self.runs.of(view, seen)[1] == slot
-        mass = jnp.where(view.pos >= 0, view.of(Received(Mass("sum"))), -jnp.inf)
+        mass = jnp.where(view.pos >= 0, view.of(AccumulatedMass(Mass("sum"))), -jnp.inf)
         return (jnp.where(is_pivot, view.pos.shape[-1], 0) - ranks(mass)).astype(jnp.float32)
 
 
@@ -189,7 +189,7 @@ class GaussianMerge:
     """
 
     ordered = True
-    traces = frozenset({Received(Mass("sum"))})
+    traces = frozenset({AccumulatedMass(Mass("sum"))})
 
     runs: Runs = Runs()
 

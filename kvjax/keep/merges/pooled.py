@@ -14,7 +14,7 @@ from kvjax.keep.merges.merge import pick
 
 
 @dataclasses.dataclass(frozen=True)
-class LastOfEach(Word):
+class LastOfGroup(Word):
     """Position, and -inf for all older tokens but the last one of every `rate` tokens of the text.
 
     Older tokens are those before the newest floor(recent * n) tokens of a budget n, in whole groups of
@@ -34,7 +34,7 @@ class LastOfEach(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanOfEach:
+class MeanOfGroup:
     """Merges every `rate` tokens of a text into the last one, as the mean of their keys and values.
 
     If the last one is evicted, too, all of them are dropped (Compressive Transformer, arXiv:1911.05507).

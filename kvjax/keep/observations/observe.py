@@ -93,13 +93,13 @@ class Mass:
 
 
 @dataclasses.dataclass(frozen=True)
-class FadingMass(Mass):
+class DecayedMass(Mass):
     """The sum of attention probabilities, where a query weighs rate^(number of newer queries).
 
     Args:
         rate: in (0, 1).
 
-    >>> FadingMass(rate=0.9).reduce
+    >>> DecayedMass(rate=0.9).reduce
     'sum'
     """
 
@@ -117,10 +117,10 @@ class FadingMass(Mass):
 
 
 @dataclasses.dataclass(frozen=True)
-class Viewers:
+class QueryCount:
     """How many new queries can see a slot, its own token included; all heads of a token count as one query.
 
-    >>> Viewers() == Viewers()
+    >>> QueryCount() == QueryCount()
     True
     """
 
@@ -143,10 +143,10 @@ class Viewers:
 
 
 @dataclasses.dataclass(frozen=True)
-class RawKeys:
+class UnrotatedKeys:
     """The keys before rotation, for methods that store them so.
 
-    >>> RawKeys() == RawKeys()
+    >>> UnrotatedKeys() == UnrotatedKeys()
     True
     """
 

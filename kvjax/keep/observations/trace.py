@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.protocols import Inputs, Observation, Seen
-from kvjax.keep.observations.observe import FadingMass, Mass, Viewers
+from kvjax.keep.observations.observe import DecayedMass, Mass, QueryCount
 
 
 class Joining(Observation, Protocol):
@@ -21,13 +21,13 @@ class Joining(Observation, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Received:
+class AccumulatedMass:
     """The attention `mass` that a slot has received from all queries since its token was read.
 
     Args:
-        mass: the `Mass` or `FadingMass` that is accumulated.
+        mass: the `Mass` or `DecayedMass` that is accumulated.
 
-    >>> Received().needs
+    >>> AccumulatedMass().needs
     frozenset({Mass(reduce='sum', threshold=0.0)})
     """
 
@@ -46,13 +46,13 @@ class Received:
 
 
 @dataclasses.dataclass(frozen=True)
-class Surprise:
+class Surprisal:
     """-log p(x_j | x_<j), the surprisal of a slot's token in nats, computed when a prompt is read.
 
     It is 0 for the first token of a prompt, a turn or a chunk, and for tokens appended by decode steps, for
     which the model's distribution is gone. It is known only after all layers, so `start` does not set it.
 
-    >>> Surprise().behind_layers
+    >>> Surprisal().behind_layers
     True
     """
 
@@ -71,32 +71,32 @@ class Surprise:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decayed:
+class AccumulatedDecayedMass:
     """The accumulated attention of a slot, where a query weighs rate^(number of newer tokens).
 
     Args:
         rate: in (0, 1).
 
-    >>> Decayed(0.5).rate
+    >>> AccumulatedDecayedMass(0.5).rate
     0.5
     """
 
     rate: float
 
     def __post_init__(self):
-        FadingMass(rate=self.rate)
+        DecayedMass(rate=self.rate)
 
     @property
     def needs(self) -> frozenset[Observation]:
-        return frozenset({FadingMass(rate=self.rate), Viewers()})
+        return frozenset({DecayedMass(rate=self.rate), QueryCount()})
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
     def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
-        faded = jnp.power(jnp.float32(self.rate), seen.of(Viewers()))
-        return old * faded + seen.of(FadingMass(rate=self.rate))
+        faded = jnp.power(jnp.float32(self.rate), seen.of(QueryCount()))
+        return old * faded + seen.of(DecayedMass(rate=self.rate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +106,9 @@ class AtArrival:
     Args:
         observation: gives one number per token and KV head.
 
-    >>> from kvjax.words import Viewers
-    >>> AtArrival(Viewers()).observation
-    Viewers()
+    >>> from kvjax.words import QueryCount
+    >>> AtArrival(QueryCount()).observation
+    QueryCount()
     """
 
     observation: Observation

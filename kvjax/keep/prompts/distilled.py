@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.facts import Fact, Told
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
 from kvjax.keep.algebra import Word
@@ -42,7 +42,7 @@ def judged(arrays: dict[str, Array], hidden: Float[Array, "B T D"]) -> Float[Arr
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored(Word):
+class TokenScore(Word):
     """A scorer's output for new tokens, the same in all heads."""
 
     scorer: TokenScorer
@@ -74,11 +74,11 @@ class Distilled(Reread):
     reads = "Some layers choose tokens of the prompt; all are read, and the chosen ones alone stay."
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {Fact.GIVEN_WEIGHTS: "reads with weights that lie beside the model's"}
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         own = "says itself which slots stay of a prompt"
         alone = dict.fromkeys((Fact.OBSERVED, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
         return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}

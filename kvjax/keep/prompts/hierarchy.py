@@ -77,9 +77,11 @@ class Hierarchy:
         """The last layer before all tokens are in one block."""
         return self.levels(layers)[-1]
 
-    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Thinning], ...]:
-        """(layer, Thinning) pairs: after which layers a prompt of `tokens` tokens is thinned, and how."""
-        return tuple((at, Thinning(self, level, tokens)) for level, at in enumerate(self.levels(layers)))
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, TokenReduction], ...]:
+        """Pairs (layer, reduction): after which layers tokens of a prompt of `tokens` tokens are dropped."""
+        return tuple(
+            (at, TokenReduction(self, level, tokens)) for level, at in enumerate(self.levels(layers))
+        )
 
     def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
         """The phase of a first prompt in a layer: tokens attend to tokens of their own block."""
@@ -108,7 +110,7 @@ class Hierarchy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thinning:
+class TokenReduction:
     """One level of a `Hierarchy`: each block keeps the tokens to which its last query attends most.
 
     A token's score is max_n q_n k / sqrt(H) - bias[d], with the last query of every query head and its

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.prompts.lora import check_lora
 
@@ -46,14 +46,14 @@ class MemoryTokens(Stating):
     reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {
             Fact.GIVEN_WEIGHTS: "reads with weights that lie beside the model's",
             Fact.TURNED_KEYS: "turns memory tokens to where they are stored",
         }
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         own = "says itself which slots stay of a prompt"
         alone = dict.fromkeys((Fact.OBSERVED, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
         return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}

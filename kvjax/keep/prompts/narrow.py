@@ -1,4 +1,4 @@
-"""Narrow: layers above one layer read only some tokens of a prompt, at their original positions."""
+"""Selective propagation: layers above one layer read only some tokens of a prompt, at their own positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.keep.select import slot_lists, top
 
 
 @dataclasses.dataclass(frozen=True)
-class Narrow:
+class SelectivePropagation:
     """Layers above `layer` read only a share of every prompt's tokens (arXiv:2502.01068, section 3).
 
     layer: the last layer that reads all of them, by number, or as a share of the layers. score: the score of
@@ -26,7 +26,7 @@ class Narrow:
     ValueError for numbers outside their ranges, or a score that needs more than queries, keys and values.
 
     >>> from kvjax.keep.scores.score import KeyNorm
-    >>> word = Narrow(0.5, KeyNorm(), 0.2)
+    >>> word = SelectivePropagation(0.5, KeyNorm(), 0.2)
     >>> word.after(32), word.most(100), word.most(10), word.most(3)
     (15, 20, 8, 3)
     """
@@ -40,12 +40,15 @@ class Narrow:
     first_turn_only = False
 
     def __post_init__(self):
-        check_chooser("Narrow", self.layer, self.score)
+        check_chooser("SelectivePropagation", self.layer, self.score)
         if not 0 <= self.share <= 1:
-            raise ValueError(f"Narrow's share of the tokens must be from 0 to 1, got {self.share!r}")
+            raise ValueError(
+                f"SelectivePropagation's share of the tokens must be from 0 to 1, got {self.share!r}"
+            )
         if not isinstance(self.window, int) or self.window < 1:
             raise ValueError(
-                f"Narrow's window must be a whole number >= 1, as the last token answers, got {self.window!r}"
+                "SelectivePropagation's window must be a whole number >= 1, because the last token answers, "
+                f"got {self.window!r}"
             )
 
     @property
@@ -66,7 +69,7 @@ class Narrow:
         """The phase of a first prompt in a layer: the same in all layers."""
         return phase
 
-    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Narrow], ...]:
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, SelectivePropagation], ...]:
         """(layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""
         return ((self.after(layers), self),)
 

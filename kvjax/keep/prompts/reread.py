@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.grammar.calls import number_of
-from kvjax.grammar.facts import Fact, Stating, Told
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.protocols import Observation, Score, Seen, View
 from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
 
@@ -40,11 +40,11 @@ class Reread(Stating):
     reads = "Only some tokens of the prompt are read to the end."
 
     @property
-    def requires(self) -> Told:
+    def requires(self) -> Reasons:
         return {Fact.MET_KEYS: "chooses tokens by stored keys"} if self.looks else {}
 
     @property
-    def breaks(self) -> Told:
+    def breaks(self) -> Reasons:
         return {Fact.WHOLE_PROMPTS: "leaves tokens out before a prompt is read"}
 
     def __post_init__(self):

@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 
 # Values of a slot's trace: sampled, or to be evicted; 0 before it was considered.
 _SAMPLE, _LEAVES = 1.0, -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class SampleState:
     """1 for a sample, -1 for a slot to be evicted now, 0 for a slot that was not considered yet.
 
     The slots considered are those after the first `sinks` tokens and before the newest floor(recent * n)
@@ -50,7 +50,7 @@ class Sampled:
         old, new = between & (mark == _SAMPLE), between & (mark != _SAMPLE)
         place = jnp.cumsum(old, -1, dtype=jnp.int32) - 1
         stays = old & (place % -(-self.stride // 2) == 0)
-        stays |= self._peaks(view.of(Received(Mass("sum"))), new)
+        stays |= self._peaks(view.of(AccumulatedMass(Mass("sum"))), new)
         return jnp.where(many & between, jnp.where(stays, _SAMPLE, _LEAVES), mark)
 
     def _peaks(self, received: Float[Array, "B K S"], new: Bool[Array, "B K S"]) -> Bool[Array, "B K S"]:
@@ -69,8 +69,8 @@ class Sampled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples(Word):
-    """Accumulated attention, and -inf for slots that `Sampled` marks for eviction."""
+class SampledAttention(Word):
+    """Accumulated attention, and -inf for slots that `SampleState` marks for eviction."""
 
     ordered = True
     looks = False
@@ -80,13 +80,13 @@ class Samples(Word):
     recent: float = 0.3
 
     @property
-    def sampled(self) -> Sampled:
-        return Sampled(self.stride, self.sinks, self.recent)
+    def sampled(self) -> SampleState:
+        return SampleState(self.stride, self.sinks, self.recent)
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum")), self.sampled})
+        return frozenset({AccumulatedMass(Mass("sum")), self.sampled})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         leaves = view.of(self.sampled) == _LEAVES
-        return jnp.where(leaves, -jnp.inf, view.of(Received(Mass("sum"))))
+        return jnp.where(leaves, -jnp.inf, view.of(AccumulatedMass(Mass("sum"))))

@@ -14,7 +14,7 @@ from kvjax.state.codes import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Encodable(Word):
+class EncodingAccuracy(Word):
     """score[j] = max(1 - e_j, 0), where e_j is the quantisation error when token j was read (`CodeError`)."""
 
     codec: Codec

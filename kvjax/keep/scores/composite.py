@@ -34,7 +34,7 @@ def over_heads(view: View, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed(Made):
+class PlusLayerMean(Made):
     """score[h, j] + mean_h score[h, j]: a head's own score of a token plus the mean over the layer's heads.
 
     A head that no longer holds the token counts as 0 in the mean.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar.protocols import Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,14 @@ class AttentionDeviation(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum")), Received(Mass("squares"))})
+        return frozenset({AccumulatedMass(Mass("sum")), AccumulatedMass(Mass("squares"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         q, _ = seen.of(Queries(1))
         queries = jnp.maximum(seen.length[:, None, None] - view.pos, 1) * (q.shape[1] // view.pos.shape[1])
         mean, square = (
-            view.of(Received(Mass(reduce))) / queries.astype(jnp.float32) for reduce in ("sum", "squares")
+            view.of(AccumulatedMass(Mass(reduce))) / queries.astype(jnp.float32)
+            for reduce in ("sum", "squares")
         )
         deviation = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
         return jnp.where(view.pos >= (seen.length - self.newest)[:, None, None], jnp.inf, deviation)

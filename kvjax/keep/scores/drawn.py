@@ -10,15 +10,15 @@ from jaxtyping import Array, Float
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Score, Seen, View
 from kvjax.keep.algebra import Made
-from kvjax.keep.scores.score import Uniformly
+from kvjax.keep.scores.score import RandomScore
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn(Made):
+class GumbelTopK(Made):
     """score[j] - log(-log u_j) with u_j uniform, so that the n best slots are n draws without replacement.
 
     At every draw, the probability of a slot is proportional to exp(score) among those not drawn yet (Gumbel's
-    trick, arXiv:1903.06059). u_j depends on seed, layer, head and position alone (`Uniformly`).
+    trick, arXiv:1903.06059). u_j depends on seed, layer, head and position alone (`RandomScore`).
     """
 
     score: Score
@@ -26,5 +26,5 @@ class Drawn(Made):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         # Clipped, because log(-log u) is not finite at 0 and 1.
-        u = jnp.clip(Uniformly(self.seed)(view, seen), 1e-9, 1 - 1e-7)
+        u = jnp.clip(RandomScore(self.seed)(view, seen), 1e-9, 1 - 1e-7)
         return scored(self.score, view, seen) - jnp.log(-jnp.log(u))

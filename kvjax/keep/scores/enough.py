@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 from kvjax.grammar.protocols import Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class EndsEnough(Word):
+class NormPreserving(Word):
     """1 for slots that a layer needs to preserve the norm of its attention, -1 for the others.
 
     Tokens are taken in the order: the first `sinks` ones, then from the newest to the oldest. They are needed
@@ -30,11 +30,11 @@ class EndsEnough(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("squares"))})
+        return frozenset({AccumulatedMass(Mass("squares"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         live = view.pos >= 0
-        squares = jnp.where(live, view.of(Received(Mass("squares"))), 0.0)
+        squares = jnp.where(live, view.of(AccumulatedMass(Mass("squares"))), 0.0)
         first = live & (view.pos < self.sinks)
         sinks = jnp.where(first, squares, 0.0).sum((1, 2))[:, None, None]
         # All heads of the layer hold the same tokens, so their slots are aligned.
@@ -46,7 +46,7 @@ class EndsEnough(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class Covering(Word):
+class TopP(Word):
     """1 for the fewest slots that hold the share `share` of a head's accumulated attention, else -1.
 
     These are the slots with the most attention (LeanKV, arXiv:2412.03131).
@@ -58,10 +58,10 @@ class Covering(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum"))})
+        return frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        mass = jnp.where(view.pos >= 0, view.of(Received(Mass("sum"))), 0.0)
+        mass = jnp.where(view.pos >= 0, view.of(AccumulatedMass(Mass("sum"))), 0.0)
         order = jnp.argsort(-mass, axis=-1, stable=True)
         ranked = jnp.take_along_axis(mass, order, -1)
         before = jnp.cumsum(ranked, -1) - ranked
@@ -70,7 +70,7 @@ class Covering(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerCovering(Word):
+class LayerTopP(Word):
     """1 for as many tokens of a layer as hold the share `share` of its attention, -1 for the others.
 
     The number is the fewest tokens with that share of the attention that all heads' queries gave; the tokens
@@ -83,12 +83,12 @@ class LayerCovering(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum"))})
+        return frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         live = (view.pos >= 0).any(1, keepdims=True)
         # All heads of the layer hold the same tokens, so their slots are aligned.
-        mass = jnp.where(view.pos >= 0, view.of(Received(Mass("sum"))), 0.0).sum(1, keepdims=True)
+        mass = jnp.where(view.pos >= 0, view.of(AccumulatedMass(Mass("sum"))), 0.0).sum(1, keepdims=True)
         ranked = -jnp.sort(-mass, axis=-1)
         short = jnp.cumsum(ranked, -1) < self.share * mass.sum(-1, keepdims=True)
         needed = jnp.minimum(

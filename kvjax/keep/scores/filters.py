@@ -37,7 +37,7 @@ class QueryFilters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filtered(Word):
+class FilterProjection(Word):
     """score[j] = <k_j, f> for the filter f of its head, an estimate of the mean logit that key j will get."""
 
     filters: QueryFilters

@@ -82,7 +82,7 @@ class Leverage(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class Capacity(Word):
+class ValueLeverage(Word):
     """score[j] = w_j v_j' (I + sum_i (w_i + 1e-6) v_i v_i')^-1 v_j: weighted leverage of values.
 
     w_j = exp(tau (cos(k_j, m) - max_i cos(k_i, m))) where m is the mean of the unrotated queries after the

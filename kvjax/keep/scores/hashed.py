@@ -14,7 +14,7 @@ from kvjax.ops.base.lsh import hyperplanes
 
 
 @dataclasses.dataclass(frozen=True)
-class HashLikeness(Word):
+class HashSimilarity(Word):
     """score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query q, R Gaussian [bits, H].
 
     It grows with the cosine of q and k_j (arXiv:2412.16187). Query heads of a group are summed. All heads

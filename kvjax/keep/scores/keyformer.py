@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
 from kvjax.grammar.protocols import Inputs, Seen, Trace, View
 from kvjax.keep.algebra import Word
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.score import STRIP, probabilities
 
 
@@ -103,7 +103,7 @@ class NoisyAttention(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(self.mass)})
+        return frozenset({AccumulatedMass(self.mass)})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return view.of(Received(self.mass))
+        return view.of(AccumulatedMass(self.mass))

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.calls import IN_PREFILL, IN_STEP
 from kvjax.grammar.protocols import Inputs, Seen, Trace, View
 from kvjax.keep.algebra import Word
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkMates:
+class ChunkMass:
     """sum_i softmax_j(q_i k_j) over the tokens i of j's chunk, averaged over a group's heads.
 
     The new tokens of a turn are cut into chunks of `chunk`, in which every query sees every key. Older slots
@@ -70,14 +70,14 @@ def _cut(x: Array, axis: int, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class NonCausalAttention(Word):
-    """score[j] = ||v_j|| times the attention of `ChunkMates` to j in the turn in which j was read."""
+    """score[j] = ||v_j|| times the attention of `ChunkMass` to j in the turn in which j was read."""
 
     chunk: int = 128
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(ChunkMates(self.chunk))})
+        return frozenset({AccumulatedMass(ChunkMass(self.chunk))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        mass = view.of(Received(ChunkMates(self.chunk)))
+        mass = view.of(AccumulatedMass(ChunkMass(self.chunk)))
         return mass * jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1)

@@ -11,18 +11,18 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.calls import scored
 from kvjax.grammar.protocols import Score, Seen, Trace, View
 from kvjax.keep.algebra import Made
-from kvjax.keep.scores.tokens import TokensOf
+from kvjax.keep.scores.tokens import IsTokenType
 
 
 @dataclasses.dataclass(frozen=True)
-class InPassages(Made):
+class PassageMean(Made):
     """The mean of a score over the passage of a slot, or over the passage's `best` best slots (0: over all).
 
     cut: the length of passages in tokens, or the separators at which they end.
     """
 
     score: Score
-    cut: int | TokensOf
+    cut: int | IsTokenType
     best: int = 0
 
     @property
@@ -31,7 +31,7 @@ class InPassages(Made):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        more = {self.cut} if isinstance(self.cut, TokensOf) else set()
+        more = {self.cut} if isinstance(self.cut, IsTokenType) else set()
         return self.score.traces | more
 
     @property

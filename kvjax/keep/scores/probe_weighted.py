@@ -19,7 +19,7 @@ from kvjax.ops.attention.union import Keys, logits
 
 
 @dataclasses.dataclass(frozen=True)
-class SizedQueries:
+class QueriesWithNorms:
     """All new queries, rotated, [B, N, T, H], their positions and the norms of their inputs [B, T]."""
 
     phases = (IN_PREFILL,)
@@ -41,7 +41,7 @@ class Repeated(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatWithSizes(RepeatContext):
+class RepeatWithNorms(RepeatContext):
     """KVzip's probe (`RepeatContext`) that records all queries, and the norms of their inputs.
 
     A query's weight is 1 / ||h_i||, with h_i the layer's input there (KVzip+, arXiv:2601.07891, section 3).
@@ -51,19 +51,19 @@ class RepeatWithSizes(RepeatContext):
 
     @property
     def needs(self) -> frozenset[Observation]:
-        return frozenset({SizedQueries()})
+        return frozenset({QueriesWithNorms()})
 
     def seen(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Repeated:
         """The queries, their weights, and the probe's own keys."""
         assert keys is not None
-        q, q_pos, size = observed[key_of(SizedQueries())]
+        q, q_pos, size = observed[key_of(QueriesWithNorms())]
         return Repeated(q, q_pos, 1 / size, keys)
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatWithSensitivity(RepeatWithSizes):
+class RepeatWithGradients(RepeatWithNorms):
     """KVzip's probe that records all queries, and the gradient with respect to each of them.
 
     A query's weight is |d phi / d a_i|, where a_i is the hidden state after the layer's attention and

@@ -129,7 +129,7 @@ class ChunkAttention(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkStays(Made):
+class CurrentChunkFirst(Made):
     """inf for the tokens of the current chunk while more chunks follow, `score` for all others.
 
     If the chunk exceeds the budget, `score` ranks all slots (CItruS, arXiv:2406.12018). probe: the question

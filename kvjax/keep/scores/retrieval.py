@@ -69,7 +69,7 @@ class RepeatingHeads:
 
 
 @dataclasses.dataclass(frozen=True)
-class Retrieving(Word):
+class RetrievalHeads(Word):
     """1 for every slot of the `share` of heads that retrieve, -1 for every slot of the other heads."""
 
     gates: HeadGates | RepeatingHeads

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.protocols import Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
-from kvjax.keep.observations.trace import Decayed, Received, Surprise
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, Surprisal
 from kvjax.ops.attention.union import Keys, logits
 
 # How many keys are compared with all others at a time.
@@ -161,10 +161,10 @@ class AccumulatedAttention(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Received(Mass("sum"))})
+        return frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        mass = view.of(Received(Mass("sum")))
+        mass = view.of(AccumulatedMass(Mass("sum")))
         if not self.per_query:
             return mass
         viewers = seen.length[:, None, None] - view.pos
@@ -179,10 +179,10 @@ class Novelty(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Surprise()})
+        return frozenset({Surprisal()})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return view.of(Surprise())
+        return view.of(Surprisal())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,14 +201,14 @@ class DecayedAttention(Word):
     rate: float
 
     def __post_init__(self):
-        Decayed(self.rate)
+        AccumulatedDecayedMass(self.rate)
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({Decayed(self.rate)})
+        return frozenset({AccumulatedDecayedMass(self.rate)})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return view.of(Decayed(self.rate))
+        return view.of(AccumulatedDecayedMass(self.rate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +332,7 @@ class KeyRedundancy(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniformly(Word):
+class RandomScore(Word):
     """The random baseline: a uniform draw that depends on (seed, layer, head, position) alone.
 
     A row therefore draws the same numbers alone and in a batch.

@@ -11,13 +11,13 @@ from kvjax.base.errors import InputError
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
-from kvjax.keep.observations.trace import Received
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.score import probabilities, window_logits
 from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class TokensOf:
+class IsTokenType:
     """A trace of token types: 1 for a token whose id is one of `ids`, 0 for others.
 
     If `ids` is None, it is filled in from the model's tokenizer: all tokens whose text contains one of
@@ -50,7 +50,7 @@ class SeparatorsFirst(Word):
 
     looks = False
 
-    separators: TokensOf = TokensOf()
+    separators: IsTokenType = IsTokenType()
 
     @property
     def traces(self) -> frozenset[Trace]:
@@ -62,7 +62,7 @@ class SeparatorsFirst(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLadder(Word):
+class CheapestPolicy(Word):
     """1 for the slots of the cheapest policy that suffices for their head, -1 for the head's other slots.
 
     Each policy adds slots to the one before: the first `sinks` tokens; separators; the floor(frequent * t) of
@@ -71,7 +71,7 @@ class PolicyLadder(Word):
     averaged over these and a group's heads (FastGen, arXiv:2310.01801).
     """
 
-    separators: TokensOf = TokensOf()
+    separators: IsTokenType = IsTokenType()
     sinks: int = 4
     frequent: float = 0.3
     local: float = 0.3
@@ -84,13 +84,13 @@ class PolicyLadder(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({self.separators, Received(Mass("sum"))})
+        return frozenset({self.separators, AccumulatedMass(Mass("sum"))})
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         q_pos, live = seen.of(Queries(self.last))[1], view.pos >= 0
         p = probabilities(window_logits(view, seen, self.last)).sum(3).mean(2)
         p = p / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(p.dtype)[:, None, None]
-        mass = jnp.where(live, view.of(Received(Mass("sum"))), -jnp.inf)
+        mass = jnp.where(live, view.of(AccumulatedMass(Mass("sum"))), -jnp.inf)
         many, newest = (
             (seen.length * round(share * 1000) // 1000)[:, None, None]
             for share in (self.frequent, self.local)

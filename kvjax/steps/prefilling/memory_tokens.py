@@ -14,7 +14,7 @@ from kvjax.compress.select import ComputedTokens, union
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.memory_tokens import MemoryTokens
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
@@ -68,7 +68,9 @@ def remembered(
         many = one.tokens + word.of(one.tokens)
         first = word.before(number)
         marks = Marks(mine.astype(jnp.float32), digest, *_mutual(word, mine, one, start + first))
-        found = read_tokens(bare, params, x, many, over(views, first), frozenset({RawKeys()}), marks=marks)
+        found = read_tokens(
+            bare, params, x, many, over(views, first), frozenset({UnrotatedKeys()}), marks=marks
+        )
         pairs = zip(gms, views, _with_slots(found), strict=True)
         return tuple(_taken_up(run, gm, view, fresh, one, slots) for gm, view, fresh in pairs), None
 
@@ -167,7 +169,9 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: ComputedTokens, one:
     stand = one.start[:, None] + word.stands(one.number, one.tokens)
     index = (one.tokens[:, None] + jnp.arange(many, dtype=jnp.int32)[None])[None, :, None, :, None]
     assert fresh.v is not None
-    raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[key_of(RawKeys())], fresh.v))
+    raw, v = (
+        jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[key_of(UnrotatedKeys())], fresh.v)
+    )
     k = jax.vmap(lambda x: rotated(rope, x, stand, stand[:, -1] + 1))(raw)
     there = (jnp.arange(many)[None] < word.of(one.tokens)[:, None])[None, :, None]
     at = view.k.shape[3] - slots + first

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt go on after a layer (`Narrow`, `Hierarchy`) or are read at all (`Reread`)."""
+"""Which tokens of a prompt reach upper layers (`SelectivePropagation`, `Hierarchy`), or any (`Reread`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Seen, View
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.hierarchy import Hierarchy
-from kvjax.keep.prompts.narrow import Narrow
+from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Narrowing
 from kvjax.models.mixers.attention import mixer_of
@@ -26,7 +26,7 @@ from kvjax.steps.shared.rotate import seen_by_words
 from kvjax.steps.shared.run import Run
 
 
-def narrow_of(run: Run) -> Narrow | Hierarchy | None:
+def narrow_of(run: Run) -> SelectivePropagation | Hierarchy | None:
     """The word that narrows a run's prompts, if there is one."""
     return None if run.method.keep is None else run.method.keep.narrow
 
@@ -90,7 +90,7 @@ def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
     def some(x: Float[Array, "Lg B K T H"]) -> Float[Array, "Lg B K M H"]:
         return jnp.take_along_axis(x, index[None, :, None, :, None], axis=3)
 
-    raw = {key_of(RawKeys()): some(collected.observed[key_of(RawKeys())])}
+    raw = {key_of(UnrotatedKeys()): some(collected.observed[key_of(UnrotatedKeys())])}
     v = None if collected.v is None else some(collected.v)
     return collected._replace(k=some(collected.k), v=v, observed=collected.observed | raw)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.compress.group import UNSTACK
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.distilled import Distilled
 from kvjax.keep.prompts.memory_tokens import MemoryTokens
 from kvjax.models.layers import Params
@@ -62,8 +62,8 @@ def _chosen(
         )
     below = params | {"layers": params["layers"][:count]}
     past = None if cache is None else dataclasses.replace(cache, groups=cache.groups[:count])
-    # RawKeys is added so that something is observed, and no layer runs for the last tokens alone.
-    needs = run.method.reread.needs | {RawKeys()}
+    # UnrotatedKeys is added so that something is observed, and no layer runs for the last tokens alone.
+    needs = run.method.reread.needs | {UnrotatedKeys()}
     found = read_tokens(unnarrowed(run), below, tokens, lengths, past, needs)
     return chosen(run, params, found.positions, found.fresh[-1])
 
@@ -92,7 +92,7 @@ def _distilled(
         return None if x is None else jnp.take_along_axis(x, index[None, :, None, :, None], axis=3)
 
     def of_group(fresh: Any) -> ComputedTokens:
-        raw = {name: stays(x) for name, x in fresh.observed.items() if name == key_of(RawKeys())}
+        raw = {name: stays(x) for name, x in fresh.observed.items() if name == key_of(UnrotatedKeys())}
         return ComputedTokens(stays(fresh.k), stays(fresh.v), raw, (), {})
 
     fresh = tuple(of_group(f) for f in read.fresh)

@@ -14,7 +14,7 @@ from kvjax.grammar.calls import met, observations
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Carried, Hiding, Inputs, Meeting, Observation, Trace
-from kvjax.keep.observations.observe import Mass, RawKeys
+from kvjax.keep.observations.observe import Mass, UnrotatedKeys
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.layers import Params
@@ -44,10 +44,10 @@ class Prompt(NamedTuple):
     """Everything that a prefill computed, before anything is compressed.
 
     fresh: per group a Fresh, the new states, or None if the layers add nothing. narrowed: the positions of
-    the tokens that upper layers read, if the method has a `Narrow`. source: the indices of these tokens among
-    the given ones (-1 on padding), if it has a `Reread`. logits: of each row's last token, or of every token.
-    question: the tokens at the end of the whole text, for rows that do not end in this chunk, and their
-    number.
+    the tokens that upper layers read, if the method has a `SelectivePropagation`. source: the indices of
+    these tokens among the given ones (-1 on padding), if it has a `Reread`. logits: of each row's last
+    token, or of every token. question: the tokens at the end of the whole text, for rows that do not end
+    in this chunk, and their number.
     """
 
     fresh: tuple[ComputedTokens | dict[str, Array] | None, ...]
@@ -292,7 +292,7 @@ def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
 
     Traces are updated whether or not slots are evicted now.
     """
-    out = frozenset({RawKeys()}) if run.unrotated else frozenset()
+    out = frozenset({UnrotatedKeys()}) if run.unrotated else frozenset()
     narrow = narrow_of(run)
     out |= narrow.needs if narrow is not None and compress else frozenset()
     for gm in run.groups(params):

@@ -10,7 +10,7 @@ from kvjax.compress.segments import whole_slots
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.restore import RestoreTokens
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache, GroupState
@@ -39,7 +39,9 @@ def with_restored(
     x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
     marks = Marks(jnp.ones(x.shape[:2], jnp.float32), word.fitted.digest)
     over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
-    read = read_tokens(with_same_rotation(run), params, x, many, over, frozenset({RawKeys()}), marks=marks)
+    read = read_tokens(
+        with_same_rotation(run), params, x, many, over, frozenset({UnrotatedKeys()}), marks=marks
+    )
     stands, views, scores = read.positions.pos, dict(views), dict(scores)
     for i, gm in enumerate(gms):
         views[i] = _beside(run, gm, views[i], read.fresh[i], stands)
@@ -52,7 +54,7 @@ def with_restored(
 def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
     """A view with the slots of restore tokens appended, stored as the method stores keys and values."""
     assert isinstance(fresh, ComputedTokens) and fresh.k is not None and fresh.v is not None
-    k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
+    k = fresh.observed[key_of(UnrotatedKeys())] if run.unrotated else fresh.k
     k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
     pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
 

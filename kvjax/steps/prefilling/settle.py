@@ -31,7 +31,7 @@ from kvjax.compress.summaries import summarised
 from kvjax.grammar.calls import merges_prompts
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View
-from kvjax.keep.observations.observe import RawKeys
+from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.layers import Params
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
@@ -50,7 +50,7 @@ from kvjax.steps.shared.run import Run, repeated
 def _as_stored(run: Run, gm: GroupMethod, fresh: ComputedTokens) -> ComputedTokens:
     """Keys and values as the method stores them: perhaps unrotated, or repeated per query head."""
     assert fresh.k is not None
-    k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
+    k = fresh.observed[key_of(UnrotatedKeys())] if run.unrotated else fresh.k
     v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
     return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
 

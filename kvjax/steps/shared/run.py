@@ -156,11 +156,11 @@ def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupM
 def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
     """Stacks of layers of these sizes, cut wherever a method treats two layers of one stack differently.
 
-    >>> from kvjax.store.merged import Merged
+    >>> from kvjax.store.merged import MergedLayers
     >>> config = Config(layers=9, vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> [g.size for g in stacks(Run(config, Method()), (1, 1, 7))]
     [1, 1, 7]
-    >>> [g.size for g in stacks(Run(config, Method(stack=Merged())), (1, 1, 7))]
+    >>> [g.size for g in stacks(Run(config, Method(stack=MergedLayers())), (1, 1, 7))]
     [1, 1, 2, 1, 1, 1, 1, 1]
     """
     layers, keep = sum(sizes), run.method.keep
