@@ -1,4 +1,4 @@
-"""Reads some tokens of joined texts again, with attention to all texts before them (CacheBlend)."""
+"""CacheBlend: computes keys and values of some tokens of joined texts again, given all earlier texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.state.cache import Cache, Slots
 from kvjax.steps.prefilling.read import read_tokens
 from kvjax.steps.shared.run import Run
 
-# The layer whose values tell which tokens their context changes most, as in the authors' code.
+# The layer whose values show which tokens change most in their new context, as in the authors' code.
 CHECK = 1
 _ALL = frozenset({UnrotatedKeys()})
 
@@ -35,7 +35,7 @@ _ALL = frozenset({UnrotatedKeys()})
 def check_texts(
     model: Model, caches: Sequence[Cache], texts: Any, recompute: float
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """The tokens [B, T] and lengths [B] of whole rows; InputError for texts that the caches do not hold."""
+    """The tokens [B, T] and lengths [B] of joined rows; InputError for texts that the caches do not hold."""
     finite_number("recompute", recompute, 0.0, 1.0)
     if texts is None or len(texts) != len(caches):
         given = "no texts" if texts is None else f"texts for {len(texts)} caches"
@@ -67,7 +67,7 @@ def check_texts(
 
 
 def _check_layers(model: Model) -> None:
-    """InputError where a layer has no keys of its own that could be computed again."""
+    """InputError if a layer has no keys and values of its own to compute again."""
     for layer in range(model.config.layers):
         mixer = mixer_of(model.config, layer)
         slots = mixer.slots(model.config)
@@ -81,10 +81,10 @@ def _check_layers(model: Model) -> None:
 def blended(
     model: Model, cache: Cache, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"], share: float
 ) -> Cache:
-    """Reads floor(share * tokens) of every row's tokens again, those that their context changes most.
+    """The cache with keys and values of floor(share * tokens) tokens of every row computed again.
 
-    The first layers, up to `CHECK`, read all tokens, and their new values are compared with those in the
-    cache. Returns the cache with the new keys and values.
+    Layers 0 to `CHECK` are computed again for all tokens. The tokens whose values in layer `CHECK` differ
+    most from the old ones (squared distance) are then computed again in all layers.
     """
     counts = np.floor(share * lengths + 1e-9).astype(np.int32)
     most = int(counts.max())
@@ -144,7 +144,7 @@ def _first_layers(groups: Sequence[Any], layers: int) -> list[Any]:
 
 
 def _shown(slots: ComputedTokens | Slots) -> Float[Array, "Lg B K S H"]:
-    """Values; the latents, if latents stand for both keys and values."""
+    """The values of slots; of latents, which hold keys and values together, the latents."""
     found = slots.k if slots.v is None else slots.v
     assert isinstance(found, jax.Array)
     return found
@@ -162,7 +162,7 @@ def _values(cache: Cache, layer: int) -> Float[Array, "B K S H"]:
 
 
 def _without(cache: Cache, pos: Int[Array, "B M"]) -> Cache:
-    """The cache with the slots at these positions, which are read again, empty."""
+    """The cache with the slots at these positions emptied, because their tokens are computed again."""
 
     def emptied(slots: Slots) -> Slots:
         gone = (slots.pos[..., None] == jnp.where(pos < 0, -2, pos)[None, :, None, None]).any(-1)
@@ -173,9 +173,9 @@ def _without(cache: Cache, pos: Int[Array, "B M"]) -> Cache:
 
 
 def _with(cache: Cache, fresh: Sequence[Any], pos: Int[Array, "B M"]) -> Cache:
-    """The cache with new keys and values of its first groups at these positions, each in its slot.
+    """The cache with new keys and values at these positions, in its first groups of layers.
 
-    In a joined cache of all tokens the slot of a token is numbered by its position.
+    A joined cache holds all tokens, so the slot of a token has the number of its position.
     """
     groups = list(cache.groups)
     for i, new in enumerate(fresh):

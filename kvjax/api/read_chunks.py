@@ -1,4 +1,4 @@
-"""Reading a prompt in chunks: the programs of a prefill, one chunk after another."""
+"""Prefills in chunks: runs the programs of a prefill on one chunk of the prompt after another."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PaddedTokens(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What reading chunks gives: logits [B, V] at each row's last token, and the cache.
+    """The result of a prefill in chunks.
 
-    lost: per chunk, the layers and rows with NaN scores.
+    logits: those of each row's last token. lost: for each chunk, which layers and rows had NaN scores.
     """
 
     logits: Float[Array, "B V"]
@@ -41,9 +41,10 @@ def read_chunks(
     run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[Size], width: int,
     compress: bool, last: int,
 ) -> Read:  # fmt: skip
-    """Reads a prompt `width` tokens at a time, and compresses the cache after every chunk.
+    """Reads a prompt in chunks of `width` tokens; with `compress`, compresses the cache after every chunk.
 
-    last: how many tokens of the prompt's end a probe reads after every chunk.
+    sizes: the static sizes of each chunk's program (`kvjax.api.chunks.plan`). last: the number of tokens at
+    the end of the prompt that a probe reads after every chunk; 0 for none.
     """
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
@@ -60,7 +61,7 @@ def read_chunks(
 
 
 def chunk_keep(method: Method) -> Keep | None:
-    """The keep that selects the slots to which chunks attend, if they attend to other slots than answers."""
+    """The keep whose slots chunks attend to, if answers attend to slots of another keep; else None."""
     return None if method.keep is None else getattr(method.keep.probe, "chunks", None)
 
 
@@ -68,12 +69,12 @@ def read_with_two_caches(
     run: Run, chunks: Keep, params: Params, batch: PaddedTokens, cache: Cache | None, width: int, room: int,
     last: int,
 ) -> Read:  # fmt: skip
-    """Reads the text in chunks over slots that `chunks` selects, and the question over those of the method.
+    """Reads a text in chunks over one cache, and fills a second cache, over which the question is read.
 
-    The text is all but the `last` tokens of a prompt, its question. Each chunk attends to a cache of its own;
-    the method's cache takes up the keys and values of every chunk, and the question, read after it, selects
-    among them. At the end the question is stored in the method's cache, and the other cache is dropped. A
-    given `cache` is the start of both.
+    The question is the last `last` tokens of a prompt, the text is the rest. Chunks attend to the first
+    cache, whose slots the keep `chunks` selects. The keys and values of every chunk also enter the second
+    cache, where the question, read after each chunk, selects slots. In the end the question's own slots enter
+    the second cache, which is returned. A given `cache` is the start of both.
     """
     other = run._replace(method=Method(chunks))
     text = batch._replace(lengths=np.maximum(batch.lengths - last, 0))
@@ -112,9 +113,9 @@ def _compressed(
 
 
 def question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
-    """How many tokens of a prompt's end a method's probe reads after every chunk; 0 without a probe.
+    """The number of tokens at the end of a prompt that a method's probe reads after every chunk; 0 for none.
 
-    InputError if they do not fit the budget of rows of the final length.
+    Raises InputError if the budget of a row is smaller than this number.
     """
     keep = method.keep
     last = 0 if keep is None else getattr(keep.probe, "last", 0)
@@ -130,7 +131,7 @@ def question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
 
 
 def _question(batch: PaddedTokens, last: int, read: int) -> tuple[Array, Array] | None:
-    """The last tokens of rows longer than `read` tokens, and their number; None if there are no such rows."""
+    """The last `last` tokens of rows with more than `read` tokens, and how many; None if no row has more."""
     ahead = batch.lengths > read
     if not ahead.any():
         return None

@@ -1,4 +1,4 @@
-"""Reading by blocks: a block is represented by those of its keys that the next tokens attend to most."""
+"""Reads of whole blocks, which are ranked by those of their keys that later tokens attend to most."""
 
 from __future__ import annotations
 
@@ -78,8 +78,42 @@ class LocalScore:
         return old + seen.of(LocalLogits(self.within)).astype(old.dtype)
 
 
+class BestBlocks(ReadFacts):
+    """The base class of reads of blocks of `page` slots: those of the first `sinks` tokens, and the best.
+
+    `budget` is for the best blocks alone. A subclass scores blocks, and selects them with `best`.
+    """
+
+    budget: Budget
+    page: int
+    sinks: int
+
+    @property
+    def granule(self) -> int:
+        return self.page
+
+    def pages_visited(self, slots: int) -> int:
+        """The most blocks of a body of `slots` slots that a query visits (static)."""
+        return min(slots // self.page, self._of_sinks + -(-self.budget.capacity(slots) // self.page))
+
+    @property
+    def _of_sinks(self) -> int:
+        return -(-self.sinks // self.page)
+
+    def best(
+        self, score: Float[Array, "B #K P"], pos: Int[Array, "B K S"]
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
+        """The blocks of the first tokens and those with the largest scores, and how many of them count."""
+        held = pos.reshape(*pos.shape[:2], -1, self.page)
+        live, first = (held >= 0).any(-1), jnp.where(held < 0, 2**30, held).min(-1)
+        score = jnp.where(first < self._of_sinks * self.page, jnp.inf, jnp.broadcast_to(score, live.shape))
+        _, pages = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(pos.shape[-1]))
+        full = live.sum(-1, dtype=jnp.int32)
+        return pages, jnp.minimum(full, self._of_sinks - (-self.budget.count(full * self.page) // self.page))
+
+
 @dataclasses.dataclass(frozen=True)
-class RepresentativeKeys(ReadFacts):
+class RepresentativeKeys(BestBlocks):
     """InfLLM (arXiv:2402.04617, section 3): reads the blocks whose representative keys match best.
 
     A block's representatives are, in each KV head, its `keys` keys with the largest `LocalScore` at the time
@@ -110,10 +144,6 @@ class RepresentativeKeys(ReadFacts):
         }
 
     @property
-    def granule(self) -> int:
-        return self.page
-
-    @property
     def traces(self) -> frozenset[Trace]:
         return frozenset({LocalScore(self.newest)})
 
@@ -132,27 +162,12 @@ class RepresentativeKeys(ReadFacts):
             .astype(k.dtype)
         }
 
-    def pages_visited(self, slots: int) -> int:
-        """The most blocks of a body of `slots` slots that a query visits (static)."""
-        return min(slots // self.page, self._of_sinks + -(-self.budget.capacity(slots) // self.page))
-
-    @property
-    def _of_sinks(self) -> int:
-        return -(-self.sinks // self.page)
-
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The blocks of the sinks and those with the largest scores, and how many of them count."""
-        held = body.pos[layer]
-        blocks = held.reshape(*held.shape[:2], -1, self.page)
-        live, first = (blocks >= 0).any(-1), jnp.where(blocks < 0, 2**30, blocks).min(-1)
-        score = jnp.broadcast_to(self.score(q, body.summary["keys"][layer]), live.shape)
-        score = jnp.where(first < self._of_sinks * self.page, jnp.inf, score)
-        _, pages = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(body.capacity))
-        full = live.sum(-1, dtype=jnp.int32)
-        return pages, jnp.minimum(full, self._of_sinks - (-self.budget.count(full * self.page) // self.page))
+        """The blocks of the first tokens and those with the largest scores, and how many of them count."""
+        return self.best(self.score(q, body.summary["keys"][layer]), body.pos[layer])
 
     def score(self, q: Float[Array, "B N T H"], keys: Float[Array, "B K P H"]) -> Float[Array, "B #K P"]:
         """The sum over queries and heads of <q, the mean of a block's representatives>."""

@@ -1,4 +1,4 @@
-"""Reading an earlier token's selection: some steps rank all slots, and the steps between read the best."""
+"""A read that ranks all slots in some steps, and reads only the best of them in the steps between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.state.cache import Slots
 
 @dataclasses.dataclass(frozen=True)
 class SelectedBy:
-    """1 + the position of the token that selected a slot last; 0 if none did."""
+    """A trace of selections: 1 + the position of the last token that selected a slot; 0 if none did."""
 
     needs: frozenset[Observation] = frozenset()
 
@@ -25,7 +25,7 @@ class SelectedBy:
         return jnp.zeros((b, heads, t), jnp.float32)
 
     def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
-        """Selections come in the order of positions, so the last one is the largest."""
+        """The maximum: later tokens have larger positions, so it is the last selection."""
         return jnp.maximum(old, seen.observed.get(key_of(self), jnp.zeros((), old.dtype)).astype(old.dtype))
 
 
@@ -33,12 +33,11 @@ class SelectedBy:
 class RecycledSlots(RankedSlots):
     """Recycled Attention (arXiv:2411.05787, section 3): steps reuse the selection of an earlier token.
 
-    A token that comes `stride` tokens after the last selection attends to everything, and selects the slots
-    with the most attention: softmax(q k_j / sqrt(H)) over the slots before the `newest` tokens, summed over
-    the heads of a group. The tokens until the next selection attend to these, to the tokens that were the
-    newest ones then, and to all that have come since. The first token after a prompt selects. The budget is a
-    share of the slots before the `newest` tokens.
-    Raises ValueError for a stride below 1.
+    The first token after a prompt and every `stride`-th token after it attend to all slots and select those
+    with the most attention: softmax(q k_j / sqrt(H)) over the slots older than the `newest` tokens, summed
+    over the heads of a group. The tokens between two selections attend to the selected slots, to the `newest`
+    tokens at the time of the selection, and to all later tokens. The budget is a share of the slots older
+    than the `newest` tokens. Raises ValueError for a stride below 1.
 
     >>> from kvjax.words import Budget
     >>> RecycledSlots(Budget(8), stride=4).pages_visited(64)

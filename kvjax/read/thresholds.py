@@ -1,4 +1,4 @@
-"""Reading by thresholds: the values whose logits exceed what a prompt's queries have shown to be enough."""
+"""A read of the values whose logits exceed a threshold, which the queries of the prompt determine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from kvjax.state.codes import dense
 class AboveThreshold(TopValues):
     """Top-Theta (arXiv:2502.08363, section 3): reads values of logits above a threshold of the query head.
 
-    A head's threshold is the mean, over the prompt's newest `asks` queries, of the logit of the last slot
-    that a budget of slots includes: of those in the body that a query sees. Where that is all of them there
-    is no threshold. A group reads the slots that any of its heads does, how many follows from the data, and
-    at most `room` times the budget: those that exceed a threshold by most. Probabilities are those over all
-    slots, and what is not read counts as the mean of all values.
+    The threshold of a query head is learned from the prompt. For each of its `asks` newest queries, the slots
+    of the body that the query can see are ranked by logit; the threshold is the mean over these queries of
+    the n-th largest logit, with n the budget. A query that sees at most n slots counts with -inf: no
+    threshold. A step reads the values of slots whose logit exceeds the threshold of at least one head of the
+    group, at most `room` times the budget: those that exceed it by most. Probabilities are computed over all
+    slots, and the values that are not read are replaced by the mean of all values.
 
     >>> from kvjax.words import Budget
     >>> word = AboveThreshold(Budget(2), asks=1)
@@ -41,18 +42,18 @@ class AboveThreshold(TopValues):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Nothing: slots are ranked by their keys."""
+        """Returns no summaries, because slots are ranked by their keys."""
         return {}
 
     def total(self, held: Counted) -> dict[str, Array]:
-        """The sum of the values, in promote(float32, v)."""
+        """The sum of all values, in promote(float32, v), from which the mean follows."""
         return {"values": held.v.astype(wide(held.v)).sum(-2)}
 
     def learn(
         self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
         asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
     ) -> dict[str, Array]:  # fmt: skip
-        """The threshold [B, K, G] of every query head, in promote(float32, q); -inf for none."""
+        """The threshold [B, K, G] of every query head, in promote(float32, q); -inf for no threshold."""
         q, at = asked
         s = _logits(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k))
         sees = ((pos >= 0)[:, :, None] & (pos[:, :, None] <= at[:, None, :, None]))[:, :, None]
@@ -67,14 +68,14 @@ class AboveThreshold(TopValues):
         return {"threshold": jnp.where(counts.any(-1), mean, -jnp.inf)}
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a query visits (static)."""
+        """The largest number of slots that a query visits in a body of `slots` (static)."""
         return min(slots, self.room * self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots above a threshold of any head of a group, and how many these are."""
+        """The slots whose logit exceeds the threshold of a head of their group, and how many there are."""
         live = body.pos[layer] >= 0
         s = _logits(q, dense(jax.tree.map(lambda x: x[layer], body.k)))[..., 0, :]
         beyond = (s - body.sums["threshold"][layer][..., None]).max(2)
@@ -88,7 +89,7 @@ class AboveThreshold(TopValues):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """(the mean of all values, lse) of the slots that are not read."""
+        """(output, lse) of the slots that are not read; the output is the mean of all values."""
         nothing, left = super().rest(q, body, tail, layer, chosen, lse, attention)
         mean = mean_of_values(body, tail, layer, q.shape[1])
         return jnp.broadcast_to(mean, nothing.shape).astype(q.dtype), left

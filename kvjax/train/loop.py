@@ -33,16 +33,13 @@ from kvjax.eval.report.progress import Bars
 from kvjax.grammar.fitted import save_fitted
 from kvjax.hosts.messages import by_first, check_same, count, is_first
 from kvjax.io.checkpoint import save_checkpoint
-from kvjax.io.load import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
 from kvjax.models.axes import check_rules, note_whole
 from kvjax.models.block_transformer import BlockConfig
-from kvjax.models.block_transformer import init as init_blocks
-from kvjax.models.config import Config
 from kvjax.models.config_json import config_to_json
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.params import init, regroup
+from kvjax.models.params import regroup
 from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
 from kvjax.train.data.packing import HeldOut, Place, Rows, Stream
@@ -50,8 +47,8 @@ from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.sources import RunTokenizer, Source, source_of, words_of
 from kvjax.train.data.texts import Column, Files
 from kvjax.train.devices import places, rows_placed
+from kvjax.train.first_model import AnyConfig, first_model
 from kvjax.train.optimiser import optimiser, rate_of
-from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.run_folder import LOG, alone, check_folder, clock, learned_file, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
@@ -67,10 +64,8 @@ from kvjax.train.step import (
     told,
     total_loss,
 )
-from kvjax.train.teachers import beside, check_tokenizer, learning
+from kvjax.train.teachers import beside, learning
 from kvjax.train.trained import Fixed, check_finite, groups_of, joined, kinds, split
-
-AnyConfig = Config | BlockConfig
 
 
 def train(
@@ -91,7 +86,7 @@ def train(
     words = words_of(run.data)
     console = (console if is_first() else None) or Console(quiet=True)
     on = on_mesh(run.devices.mesh, run.devices.rules)
-    config, start = _model(run, words)
+    config, start = first_model(run, words)
     _check(run, config, on)
     first = start()
     if run.start is not None:
@@ -151,38 +146,6 @@ def _save(path: Path, config: AnyConfig, params: Params, words: RunTokenizer) ->
 def _carrying(config: AnyConfig) -> bool:
     """Whether a model cannot separate the texts of one row: its blocks or its states cross their borders."""
     return isinstance(config, BlockConfig) or bool(carrying(config))
-
-
-def _model(run: Training, words: RunTokenizer) -> tuple[AnyConfig, Callable[[], Params]]:
-    """The config, and a function that creates the initial weights."""
-    if run.start is not None:
-        model = load(run.start, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
-        check_tokenizer(run.start, model, words, run)
-        config, start = model.config, lambda: model.params
-    else:
-        assert run.config is not None
-        config = run.config
-        key = jax.random.key(run.loop.seed)
-        start = partial(init if isinstance(config, Config) else init_blocks, config, key)
-        if run.init == "circuit":
-            if isinstance(config, BlockConfig):
-                raise InputError("model.init is 'circuit', which is of one decoder: leave it out")
-            try:
-                check_circuit(config)
-            except ValueError as error:
-                raise InputError(f"model.init is 'circuit': {error}") from error
-            start = partial(circuit_init, key, config)
-    if config.vocab < words.vocab:
-        raise InputError(
-            f"the tokenizer has {words.vocab} ids and the model {config.vocab}: leave model.vocab out, or "
-            "give the tokenizer of the model"
-        )
-    if run.loop.length > config.max_positions:
-        raise InputError(
-            f"train.length is {run.loop.length}, and the model has {config.max_positions} positions: shorten "
-            "the rows, or raise model.max_positions"
-        )
-    return config, start
 
 
 def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:

@@ -1,11 +1,11 @@
-"""What buys what: dropping, merging, coding, reading less and computing less, beside each other on one model.
+"""Compares the kinds of compression on one model: losses, bytes held and read, and what a prefill computes.
 
     python -m scripts.studies.what_buys sizes     # bytes held and read of every row of the board
     python -m scripts.studies.what_buys --write   # the tables of docs/what-buys-what.md
     python -m scripts.studies.what_buys picture   # draws docs/what-buys-what.png
 
-Losses are those of the board (`scripts.studies.board`). Bytes are those of the same model with a cache in
-bfloat16, as it is served, where the board's cache is float32: there, codes look twice as small beside it.
+The board (`scripts.studies.board`) measured the losses, with a cache in float32. Bytes are compared with a
+cache in bfloat16, as models are served; compared with float32, codes would look half as large.
 """
 
 from __future__ import annotations
@@ -30,28 +30,37 @@ from scripts.studies.runner import Data, Page, parser, progress
 TOKENS = 1024
 # The kinds in the order of the tables, with the families of methods that each holds.
 KINDS = {
-    "drop tokens": ("selection-static", "selection-dynamic", "budget-layer", "budget-head"),
+    "evict tokens": ("selection-static", "selection-dynamic", "budget-layer", "budget-head"),
     "merge tokens": ("merge-token", "merge-head", "merge-layer"),
-    "fewer bits": ("quant", "quant-mixed", "outlier-transform"),
-    "fewer numbers": ("low-rank", "pruning"),
-    "read less": ("retrieval-sparse",),
-    "compute less": (),
+    "store fewer bits": ("quant", "quant-mixed", "outlier-transform"),
+    "store fewer numbers": ("low-rank", "pruning"),
+    "read part of the cache": ("retrieval-sparse",),
+    "compute part of the prompt": (),
 }
 # Baselines have no family of their own.
-BASELINES = {"int8": "fewer bits", "int4": "fewer bits", "fp8": "fewer bits", "per-token-head": "fewer bits"}
-BASELINES |= {"random": "drop tokens", "sink-recent": "drop tokens"}
+BASELINES = {
+    "int8": "store fewer bits",
+    "int4": "store fewer bits",
+    "fp8": "store fewer bits",
+    "per-token-head": "store fewer bits",
+}
+BASELINES |= {"random": "evict tokens", "sink-recent": "evict tokens"}
 COLOURS = {
-    "drop tokens": "#d55e00", "merge tokens": "#cc79a7", "fewer bits": "#0072b2", "fewer numbers": "#56b4e9",
-    "read less": "#009e73", "compute less": "#e69f00",
-}  # fmt: skip
+    "evict tokens": "#d55e00",
+    "merge tokens": "#cc79a7",
+    "store fewer bits": "#0072b2",
+    "store fewer numbers": "#56b4e9",
+    "read part of the cache": "#009e73",
+    "compute part of the prompt": "#e69f00",
+}
 DATA = Data(DOCS / "what-buys-what.json", {"tokens": TOKENS, "sizes": {}})
 
 
 class Row(NamedTuple):
-    """A method with a budget: shares of the full cache in percent, and what it loses under each protocol.
+    """A method at a budget: its bytes and computations in percent of the full cache's, and its losses.
 
-    held: bytes of the cache. read: bytes that a step reads. computed: of a prompt, the share of its tokens'
-    layers that run. losses: nats per token above the full cache, by protocol.
+    held: bytes of the cache. read: bytes that a step reads. computed: (token, layer) pairs that a prefill
+    computes. losses: nats per token above the full cache, by protocol.
     """
 
     kind: str
@@ -76,7 +85,7 @@ def main() -> None:
 
 
 def make() -> None:
-    """Adds what the board's sentences hold, read and compute, where the data lacks it."""
+    """Adds the sizes of the board's methods that the data lacks: bytes held, bytes read, pairs computed."""
     config = of_the_board()
     lines = {line["sentence"]: kvjax.method(line["sentence"]) for line in board.at_1024()}
     known = DATA.read()["sizes"]
@@ -115,16 +124,16 @@ def computed(method: Method, layers: int) -> float:
 
 
 def kind_of(method: str, computes: float) -> str | None:
-    """The kind of a method; None for what saves nothing by itself."""
+    """The kind of a method; None for a method that saves nothing by itself, such as the full cache."""
     if computes < 1:
-        return "compute less"
+        return "compute part of the prompt"
     family = METHODS[method].paper.family if method in METHODS else None
     found = (kind for kind, families in KINDS.items() if family in families)
     return BASELINES.get(method) or next(found, None)
 
 
 def rows() -> list[Row]:
-    """The board's methods that have losses under a protocol, and sizes."""
+    """The methods of the board of which the data has sizes, with their losses."""
     lines, sizes = board.at_1024(), DATA.read()["sizes"]
     sentences = {(line["method"], line["budget"]): line["sentence"] for line in lines}
     lost: dict[tuple[str, float | None], dict[str, float]] = {}
@@ -147,10 +156,10 @@ def _rows(lost: dict[Any, dict[str, float]], sentences: dict[Any, str], sizes: A
 
 
 def best(found: Sequence[Row], protocol: str) -> str:
-    """Per kind, the least loss of a method that holds, or that reads, at most so much of the full cache."""
+    """A table with the least loss of each kind among methods that hold or read at most 55% or 30%."""
     limits = (("held", 55), ("held", 30), ("read", 55), ("read", 30))
     head = " | ".join(f"{'holds' if by == 'held' else 'reads'} at most {at}%" for by, at in limits)
-    out = [f"| what is saved | {head} |", f"|---|{'---|' * len(limits)}"]
+    out = [f"| kind | {head} |", f"|---|{'---|' * len(limits)}"]
     for kind in KINDS:
         cells = []
         for by, at in limits:
@@ -162,9 +171,9 @@ def best(found: Sequence[Row], protocol: str) -> str:
 
 
 def table(found: Sequence[Row]) -> str:
-    """All rows, a kind after the other, the least bytes held first."""
+    """A table of all rows, ordered by kind and then by bytes held, the fewest first."""
     out = [
-        "| what is saved | method | holds, % | reads, % | computes, % | loss, question later | loss, first |",
+        "| kind | method | holds, % | reads, % | computes, % | loss, question later | loss, question first |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for kind in KINDS:
@@ -179,7 +188,7 @@ def _nats(x: float) -> str:
 
 
 def picture(found: Sequence[Row]) -> bytes:
-    """A PNG: loss against bytes held and bytes read, a colour per kind, a row of panels per protocol."""
+    """A PNG of losses against bytes held and bytes read: a colour for each kind, a row for each protocol."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 7), dpi=110, layout="constrained")
@@ -194,7 +203,7 @@ def picture(found: Sequence[Row]) -> bytes:
                     axis.annotate(
                         x.label,
                         at,
-                        (3, -9 if kind == "drop tokens" else 3),
+                        (3, -9 if kind == "evict tokens" else 3),
                         textcoords="offset points",
                         fontsize=7,
                         color=colour,
@@ -213,7 +222,7 @@ def picture(found: Sequence[Row]) -> bytes:
 
 
 def front(found: Sequence[Row], by: str, protocol: str) -> list[Row]:
-    """Rows that lose less, by 0.02 nats or more, than all that hold (or read) fewer bytes."""
+    """Rows that lose at least 0.02 nats less than every row that holds (or reads) fewer bytes."""
     out: list[Row] = []
     mine = (x for x in found if protocol in x.losses)
     for x in sorted(mine, key=lambda x: (round(getattr(x, by)), x.losses[protocol])):

@@ -35,12 +35,12 @@ def test_every_family_of_methods_that_saves_something_has_a_kind():
 
 def test_the_best_of_a_kind_is_within_its_limit():
     rows = [
-        what_buys.Row("drop tokens", "a 0.25", 25, 25, 100, {"aware": 1.5}),
-        what_buys.Row("drop tokens", "b 0.5", 50, 50, 100, {"aware": 0.5}),
-        what_buys.Row("read less", "c", 107, 27, 100, {"aware": -0.001}),
+        what_buys.Row("evict tokens", "a 0.25", 25, 25, 100, {"aware": 1.5}),
+        what_buys.Row("evict tokens", "b 0.5", 50, 50, 100, {"aware": 0.5}),
+        what_buys.Row("read part of the cache", "c", 107, 27, 100, {"aware": -0.001}),
     ]
     assert [x.label for x in what_buys.front(rows, "held", "aware")] == ["a 0.25", "b 0.5", "c"]
     assert [x.label for x in what_buys.front(rows, "read", "aware")] == ["a 0.25", "c"]
     lines = what_buys.best(rows, "aware").splitlines()
-    assert "| drop tokens | +0.50 (b 0.5) | +1.50 (a 0.25) | +0.50 (b 0.5) | +1.50 (a 0.25) |" in lines
-    assert "| read less | – | – | +0.00 (c) | +0.00 (c) |" in lines
+    assert "| evict tokens | +0.50 (b 0.5) | +1.50 (a 0.25) | +0.50 (b 0.5) | +1.50 (a 0.25) |" in lines
+    assert "| read part of the cache | – | – | +0.00 (c) | +0.00 (c) |" in lines

@@ -1,4 +1,4 @@
-"""What a method changes for a server, in three numbers."""
+"""A method as three numbers for a simulator: bytes of a slot, slots that stay, and further readings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from kvjax.base.errors import InputError
 
 @dataclass(frozen=True)
 class Compression:
-    """A method as the calendar sees it; the default is the full cache.
+    """What a method changes in a simulation; the default is the full cache.
 
-    bytes: of a slot, as a share of the full cache's. slots: of a prompt that stay at its end, as a share
-    (float in (0, 1]) or a number (int). again: how often a prompt is read again, over itself, to choose them.
-    Of a prompt that is being read, and of written tokens, every slot stays.
+    bytes: the bytes of a slot, as a share of the full cache's. slots: how many slots of a prompt stay at its
+    end, as a share (float in (0, 1]) or a number (int). again: how often the method reads a prompt again,
+    with attention to the first reading, before it selects slots. While a prompt is read, all its slots stay;
+    those of generated tokens always stay.
 
     Raises InputError for numbers out of range.
 
@@ -39,7 +40,7 @@ class Compression:
         return isinstance(self.slots, float) and self.slots == 1
 
     def left(self, prompt: int) -> int:
-        """Slots that stay of a prompt of so many tokens."""
+        """How many slots stay of a prompt of `prompt` tokens."""
         if isinstance(self.slots, int):
             return min(self.slots, prompt)
         return max(1, int(self.slots * prompt))

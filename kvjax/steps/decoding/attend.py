@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,18 @@ from kvjax.grammar.calls import met, shaped
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Placing, Read, Resting
+from kvjax.grammar.read_protocols import Placing, Resting
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.models.picking import all_of, marked
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
-from kvjax.ops.decode import grouped_decode as grouped
-from kvjax.ops.decode import picked_decode as picked
-from kvjax.ops.decode.rotation import KeyRotation
-from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
-from kvjax.state.code_forms import BasisOperands, factors_of, groups_of, meet
-from kvjax.state.codes import Codes
+from kvjax.state.code_forms import BasisOperands, factors_of, meet
 from kvjax.state.page_gather import gather_pages
-from kvjax.state.picked_pages import positions, spread, visited, visited_of_lists
+from kvjax.state.picked_pages import spread, visited, visited_of_lists
 from kvjax.steps.decoding.at_layer import Part, Received
 from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
@@ -41,8 +36,8 @@ from kvjax.steps.decoding.dispatch import (
     picking,
     rotation_in_kernel,
     together,
-    what_kernels_read,
 )
+from kvjax.steps.decoding.in_place import KernelOperands, attend_picked, attend_slots, biases, by_list
 from kvjax.steps.decoding.past import FoundPicks, Past, Picks
 from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
 from kvjax.steps.decoding.picks import as_met, picked_from
@@ -205,11 +200,11 @@ def _in_kernel(
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if (read := picking(past, i)) is not None:
         assert found is not None
-        call = partial(_attend_picked, run, layer, read, implementation)
+        call = partial(attend_picked, run, layer, read, implementation)
         picks = found.parts[i]
-        picks = picks._replace(bias=_by_list(picks.bias, slots.kv_heads))
+        picks = picks._replace(bias=by_list(picks.bias, slots.kv_heads))
         return attended_on_each(split, call, slots, x.q, pos, past.index, picks)
-    call = partial(_attend_slots, run, layer, bool(past.gm.masses), implementation)
+    call = partial(attend_slots, run, layer, bool(past.gm.masses), implementation)
     rotation = rotation_in_kernel(past, layer, i)
     beside = KernelOperands(*sizes, None if rotation is None else rotation.phase)
     return attended_on_each(split, call, slots, q, when, past.index, beside)
@@ -263,7 +258,7 @@ def _read(
             keys = visited_of_lists(lists, pool, read.granule, pages, counts)
         else:
             keys = visited(segment, past.index, read.granule, pages, counts).keys()
-        keys = keys._replace(bias=_biases(keys.bias, bias))
+        keys = keys._replace(bias=biases(keys.bias, bias))
     elif isinstance(segment, Paged):
         keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
     else:
@@ -293,13 +288,6 @@ def _at_slots(
     part, page = past.parts[i], past.gm.read.granule
     slots = part.most * pools[part.pool].page_tokens if isinstance(part, Paged) else part.capacity
     return spread(received, page, picks.pages, picks.counts, slots)
-
-
-def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
-    """The sum of biases per slot [B, K, P] and per query head [B, N, P]."""
-    if of_slots is None or of_heads is None:
-        return of_slots if of_heads is None else of_heads
-    return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
 
 
 def _rest_of(
@@ -345,59 +333,3 @@ def met_by(
             own = own | {key_of(o): none if o in done else met(o, *seen) for o in gm.meetings}
         out.append(own)
     return tuple(out)
-
-
-def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B K G P"] | None:
-    return None if bias is None else bias.reshape(bias.shape[0], lists, -1, bias.shape[-1])
-
-
-class KernelOperands(NamedTuple):
-    """Further operands of a kernel beside the slots: factors of keys and values, and phases."""
-
-    keys: Float[Array, "B K S"] | None
-    values: Float[Array, "B K S"] | None
-    phase: Int[Array, "B K S"] | None
-
-
-def _attend_picked(
-    run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int, found: Picks,
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
-    """Attention over the picked pages, read in place: (out, lse, None for the mass)."""
-    k, v, granule = slots.k, slots.v, read.granule
-    assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    held = positions(slots, index, granule, found.pages, found.counts)
-    own = None if slots.bias is None else picked.picked(slots.bias[index][None], found.pages, 0, granule)
-    heads = None if found.bias is None else found.bias.reshape(q.shape[0], q.shape[1], -1)
-    out, lse = picked.picked_decode(
-        q, k, v, found.pages, found.counts, held, pos, index, page=granule, scale=layer.scale,
-        bias=_biases(own, heads), window=layer.window, softcap=run.config.attention_softcap,
-        implementation=implementation,
-    )  # fmt: skip
-    return out, lse, None
-
-
-def _attend_slots(
-    run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int, beside: KernelOperands,
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
-    """Attention over one layer of slots, read in place in the stacked cache: (out, lse, mass if needed)."""
-    slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
-    used = jnp.where(slots.pos[index] >= 0, slot[None, None], 0).max(-1)
-    if (groups := groups_of(slots.k, slots.v)) is not None:
-        assert isinstance(slots.k, Codes) and isinstance(slots.v, Codes)
-        # Whole granules are encoded one after the other, so no slot before the last one is empty.
-        keys, values = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
-        out, lse = grouped.grouped_decode(
-            q, keys, values, used, index, bits=groups.bits, group=groups.group, scale=layer.scale,
-            softcap=run.config.attention_softcap, implementation=implementation,
-        )  # fmt: skip
-        return out, lse, None
-    k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
-    rotation = None if beside.phase is None else KeyRotation(rope_of_keys(layer), beside.phase)
-    return stacked_decode(
-        q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
-        sizes=(beside.keys, beside.values), rotation=rotation,
-        values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
-        softcap=run.config.attention_softcap, mass=mass, implementation=implementation,
-    )  # fmt: skip
