@@ -150,11 +150,20 @@ def read_header(path: Path) -> dict[str, Stored]:
     }
 
 
-def _damage(path: Path, why: str) -> str:
-    with open(path, "rb") as file:
-        start = file.read(8)
+def first_bytes(path: Path) -> bytes:
+    """The first 8 bytes of a file of weights; InputError if it cannot be read, or is a Git LFS pointer."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     if start == b"version ":
-        return f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
+        raise InputError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+    return start
+
+
+def _damage(path: Path, why: str) -> str:
+    first_bytes(path)
     if any(text in why for text in _ENDS_EARLY):
         size = path.stat().st_size
         return f"{path} is truncated: {size} bytes, its header says otherwise: fetch the file again"

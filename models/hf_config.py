@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvjax.base.errors import InputError
@@ -68,6 +70,24 @@ def config_from_hf(data: Json) -> Config:
         raise InputError(f"config.json lacks {error.args[0]}, which {family} needs") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(f"config.json describes no model that can be built: {error}") from error
+
+
+@contextlib.contextmanager
+def naming_file(path: Path, part: str) -> Iterator[None]:
+    """Makes errors about a config.json, and about values of a wrong type, name `part` of a file instead.
+
+    For models whose config is computed from a file of weights.
+    """
+    try:
+        yield
+    except InputError as error:
+        if "config.json" not in str(error):
+            raise
+        raise InputError(str(error).replace("config.json", f"the {part} of {path}")) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"{path} has {part} that make no sense ({error}): fetch or convert it again"
+        ) from error
 
 
 def _fields(family: str, data: Json) -> dict[str, Any]:

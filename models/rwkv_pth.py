@@ -17,9 +17,9 @@ import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.models.files import Stored
+from kvjax.models.files import Stored, first_bytes
 from kvjax.models.hf import assemble, check_dtype
-from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_config import config_from_hf, naming_file
 from kvjax.models.mixers.rwkv import EPS
 from kvjax.models.model import Model
 from kvjax.models.params import Group
@@ -63,7 +63,8 @@ def load_rwkv(
     """
     dtype, path = check_dtype(dtype), Path(path)
     arrays = named_as_in_fla(read_pth(path), path)
-    config = config_from_hf(sizes_of(arrays, path))
+    with naming_file(path, "tensors"):
+        config = config_from_hf(sizes_of(arrays, path))
     opened = Arrays(arrays)
     kinds = {np.dtype(kind): name for name, kind in _DTYPES.values()}
     found = {n: Stored(path, opened, n, kinds[x.dtype], x.shape) for n, x in arrays.items()}
@@ -191,6 +192,7 @@ class _Tensors(pickle.Unpickler):
 
 def read_pth(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a torch file by name, mapped into memory. InputError for anything else."""
+    first_bytes(path)
     try:
         with zipfile.ZipFile(path) as file:
             entries = {info.filename: info for info in file.infolist()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from kvjax.models.gguf.reader import Gguf, check_kinds, open_gguf
 from kvjax.models.gguf.text import text_of
 from kvjax.models.gguf.weights import stored_tensors
 from kvjax.models.hf import assemble, check_dtype
-from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_config import config_from_hf, naming_file
 from kvjax.models.model import Model
 from kvjax.models.params import Group
 from kvjax.models.tokenizer import Text
@@ -52,13 +50,13 @@ def load_gguf(
 
 def config_of_gguf(file: Gguf) -> Config:
     """The config of an open file's model. Raises InputError as `load_gguf` does."""
-    with _named(file):
+    with naming_file(file.path, "metadata"):
         return config_from_hf(config_of(file))
 
 
 def text_of_gguf(file: Gguf) -> Text:
     """The text data of an open file. Raises InputError as `load_gguf` does."""
-    with _named(file):
+    with naming_file(file.path, "metadata"):
         return text_of(file)
 
 
@@ -72,18 +70,3 @@ def check_gguf(path: str | os.PathLike[str], shown: str) -> None:
         text_of_gguf(file)
     except InputError as error:
         raise InputError(str(error).replace(str(path), shown)) from error
-
-
-@contextlib.contextmanager
-def _named(file: Gguf) -> Iterator[None]:
-    """Makes errors about a config.json, and about values of a wrong type, name the GGUF file instead."""
-    try:
-        yield
-    except InputError as error:
-        if "config.json" not in str(error):
-            raise
-        raise InputError(str(error).replace("config.json", f"the metadata of {file.path}")) from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(
-            f"{file.path} has metadata that make no sense ({error}): fetch or convert it again"
-        ) from error

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.base.errors import InputError
+from kvjax.models.files import first_bytes
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -116,14 +117,7 @@ def open_gguf(path: Path) -> Gguf:
 
 def _open_one(path: Path) -> Gguf:
     reader_class = _reader_class()
-    try:
-        with open(path, "rb") as file:
-            start = file.read(8)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
-    if start == b"version ":
-        raise InputError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
-    if start[:4] != MAGIC:
+    if (start := first_bytes(path))[:4] != MAGIC:
         raise InputError(
             f"{path} is no GGUF file: it starts with {start[:4]!r}, expected {MAGIC!r}; fetch it again"
         )
