@@ -6,7 +6,7 @@ import argparse
 
 from kvjax.commands.options import add_dtype, add_model, whole
 
-HELP = "say in plain sentences what a method does with a prompt and at each step, and what its cache weighs"
+HELP = "explain what a method does with a prompt and at each step, and how many bytes its cache has"
 EXAMPLE = """examples:
   kvjax explain "snapkv(budget=0.25) + kivi(bits=2)"
   kvjax explain h2o --budget 256 --context 4096

@@ -50,7 +50,7 @@ def print_explanation(method: Method, model: str, context: int, dtype: str) -> N
         _print_part(out, f"At the end of a prompt{where}", at_prefill(sentence, context))
         _print_part(out, f"At each step{where}", at_each_step(sentence))
     out.print()
-    out.print(Text(f"What it weighs: one row on {model}, {dtype}", style="bold"))
+    out.print(Text(f"The bytes of one row on {model} in {dtype}", style="bold"))
     for line in weight(method, config, context, dtype):
         _print(out, line, 2)
 
@@ -71,7 +71,7 @@ def _print_word(out: Console, word: Any, depth: int, known: set[Any]) -> None:
         _print(out, f"{called(word)}: as above.", depth)
         return
     known.add(word)
-    _print(out, f"{called(word)}: {said(word) or 'a word that says nothing of itself.'}", depth)
+    _print(out, f"{called(word)}: {said(word) or 'no description.'}", depth)
     for one in inside(word):
         _print_word(out, one, depth + 2, known)
 
@@ -91,19 +91,19 @@ def weight(method: Method, config: Any, tokens: int, dtype: str) -> list[str]:
     try:
         held = sizes.nbytes(method)
     except (ValueError, InputError) as error:
-        return [f"This cannot be said: {error}."]
+        return [f"The bytes are unknown: {error}."]
     full, most = sizes.nbytes(Method()), "at most " if counted(method) else ""
     lines = [
         f"After {tokens} tokens: {most}{size(held)}, {share(held, full)} of the full cache's {size(full)}. "
-        "Codes, scales, positions and statistics are counted, room for more tokens is not."
+        "Codes, scales, positions and statistics are counted; capacity for more tokens is not."
     ]
     grown = sizes.nbytes(method, _WRITTEN), sizes.nbytes(Method(), _WRITTEN)
     lines.append(
-        f"With room for {_WRITTEN} more: {most}{size(grown[0])}, {share(*grown)} of the "
+        f"With capacity for {_WRITTEN} more tokens: {most}{size(grown[0])}, {share(*grown)} of the "
         f"full cache's {size(grown[1])}."
     )
     if heavy := heavier(held, full, "such a cache"):
-        why = "what comes beside the slots, such as statistics, pages and sums, is more than is saved"
+        why = "what is stored beside the slots, such as statistics, pages and sums, exceeds what is saved"
         lines.append(f"Note: {heavy}: {why}.")
     if method.read is not None and isinstance(sizes, CacheSizes):
         read = sizes.read_bytes(method)

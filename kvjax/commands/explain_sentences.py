@@ -78,7 +78,7 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
     told = []
     if method.make is not None:
         told.append(
-            Statement("Before anything is read, another model is made of the given one.", (method.make,))
+            Statement("Before any prompt is read, the weights of the model are rewritten.", (method.make,))
         )
     if method.reread is not None:
         told.append(Statement(method.reread.reads, (method.reread,)))
@@ -86,19 +86,21 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
     narrow = None if keep is None else keep.narrow
     if narrow is not None:
         told.append(
-            Statement("The layers read the prompt; the upper ones see some of its tokens.", (narrow,))
+            Statement("Lower layers read the whole prompt, upper layers only some of its tokens.", (narrow,))
         )
     elif method.reread is None:
-        left = "all before it" if hiding_of(keep) is None else "what it and those before it have not dropped"
-        told.append(Statement(f"The layers read all {tokens} tokens, each of which attends to {left}."))
+        left = "" if hiding_of(keep) is None else " that have not been dropped"
+        told.append(
+            Statement(
+                f"The layers read all {tokens} tokens; each attends to itself and to earlier tokens{left}."
+            )
+        )
     told += [] if keep is None else _kept(keep, tokens)
     if method.stack is not None:
-        told.append(Statement("Layers are stored together.", (method.stack,)))
+        told.append(Statement("Adjacent layers are stored together.", (method.stack,)))
     told += _stored(method.store, tokens)
     if method.read is not None:
-        told.append(
-            Statement("Nothing is left out by what steps read later; what they choose by is computed now.")
-        )
+        told.append(Statement("The summaries by which later steps select slots are computed now."))
     if method.host is not None:
         told.append(Statement("Keys and values move to host memory.", (method.host,)))
     return told
@@ -109,37 +111,40 @@ def _kept(keep: Keep, tokens: int) -> list[Statement]:
     if keep.score is not None:
         seen = observations(keep)
         if seen:
-            told.append(
-                Statement("While they attend, the layers record what scores will ask for.", tuple(seen))
-            )
+            told.append(Statement("While the layers attend, they record what the scores need.", tuple(seen)))
         traces = tuple(sorted(keep.score.traces, key=repr))
         if traces:
-            told.append(Statement("Every slot carries a number from now on.", traces))
+            told.append(
+                Statement("A number is stored with every slot, and updated as tokens follow.", traces)
+            )
         if keep.probe is not None:
             told.append(
                 Statement(
-                    "More tokens are read behind the prompt, only to see what they ask for.", (keep.probe,)
+                    "Further tokens are read after the prompt, only to observe what they attend to.",
+                    (keep.probe,),
                 )
             )
         if keep.restore is not None:
-            read = "Learned tokens are read behind the prompt over all of its slots, and theirs stay."
+            read = "Learned tokens then attend to all slots of the prompt, and their own slots stay."
             told.append(Statement(read, (keep.restore,)))
-        told.append(Statement("Every slot gets a score; the higher, the likelier it stays.", (keep.score,)))
+        told.append(Statement("Every slot gets a score; slots with high scores stay.", (keep.score,)))
         told.append(_counted(keep, tokens))
         if keep.protect:
             told.append(Statement("Some slots stay whatever their scores.", keep.protect))
         if keep.skip_layers:
             told.append(Statement(f"The first {_many(keep.skip_layers, 'layer')} keep everything."))
         if keep.reuse > 1:
-            told.append(Statement(f"{keep.reuse} layers in a row keep what the first of them chooses."))
+            told.append(
+                Statement(f"{keep.reuse} layers in a row keep the tokens that the first of them selects.")
+            )
         if merges_prompts(keep.merge):
             told.append(Statement(_MERGED, (keep.merge,)))
         elif keep.lower is not None:
-            told.append(Statement("What leaves stays in a second tier, in fewer bits.", _codecs(keep.lower)))
+            told.append(Statement("Evicted slots move to a second tier, in fewer bits.", _codecs(keep.lower)))
         else:
-            told.append(Statement("What leaves is dropped, and its memory is not kept."))
+            told.append(Statement("The other slots are evicted, and their memory is freed."))
     if keep.phase != BY_POSITION:
-        told.append(Statement("Keys and queries turn anew whenever they meet.", (keep.phase,)))
+        told.append(Statement("Keys and queries are rotated anew whenever they are used.", (keep.phase,)))
     return told
 
 
@@ -156,15 +161,13 @@ def _counted(keep: Keep, tokens: int) -> Statement:
 
 def _stored(store: Store | None, tokens: int) -> list[Statement]:
     if store is None:
-        return [Statement("What stays is stored as it was computed.")]
+        return [Statement("The slots that stay are stored as computed.")]
     told = []
     if store.sinks:
         told.append(Statement(f"The first {_many(store.sinks, 'token')} stay as computed."))
     if store.unrotated:
         told.append(
-            Statement(
-                "Keys are stored before their rotation, and turned by their positions when they are read."
-            )
+            Statement("Keys are stored before rotation, and rotated by their positions when they are read.")
         )
     if store.residual:
         told.append(Statement(f"The newest {_many(store.residual, 'token')} stay as computed."))
@@ -191,9 +194,9 @@ def _codecs(store: Store) -> tuple[Any, ...]:
 # --- steps --------------------------------------------------------------------------------------------
 
 
-_MERGED = "What leaves is not lost at once."
+_MERGED = "Evicted slots are merged, not dropped."
 _BROUGHT = "The slots of each layer come from host memory while the layer below computes."
-_FETCHED = "What its query picks comes from host memory where the device has no copy of it."
+_FETCHED = "The slots that its query selects come from host memory, unless the device has a copy."
 
 
 def at_each_step(method: Method) -> list[Statement]:
@@ -202,9 +205,9 @@ def at_each_step(method: Method) -> list[Statement]:
     told = [_written(store)]
     first = hiding_of(keep) is not None
     if keep is not None and first and keep.when.in_steps:
-        told.append(Statement("It says which older slots leave, before its query attends.", (keep.score,)))
+        told.append(Statement("Older slots are evicted before its query attends.", (keep.score,)))
     if keep is not None and keep.phase != BY_POSITION:
-        told.append(Statement("Its query and all keys turn anew.", (keep.phase,)))
+        told.append(Statement("Its query and all keys are rotated anew.", (keep.phase,)))
     if method.host is not None:
         told.append(Statement(_BROUGHT if read is None else _FETCHED))
     if read is None:
@@ -212,25 +215,23 @@ def at_each_step(method: Method) -> list[Statement]:
     else:
         told.append(
             Statement(
-                "Its query attends to the newest slots, and to those of the others that it picks.", (read,)
+                "Its query attends to the newest slots, and to those older slots that it selects.", (read,)
             )
         )
         if getattr(read, "skip_layers", 0):
             told.append(Statement(f"The first {_many(read.skip_layers, 'layer')} read every slot."))
         if isinstance(read, Resting):
-            told.append(Statement("What is left out is answered for by sums that are held of it."))
+            told.append(Statement("Attention to slots that are not read is estimated from sums over them."))
     if keep is not None and isinstance(keep.merge, Answering):
         told.append(
-            Statement(
-                "What left before is asked, too, as one more part of what is attended to.", (keep.merge,)
-            )
+            Statement("Its query also attends to what was accumulated from evicted slots.", (keep.merge,))
         )
     if keep is None or keep.score is None or not keep.when.in_steps:
-        told.append(Statement("No slot leaves: the cache grows by one slot for every token."))
+        told.append(Statement("No slot is evicted: the cache grows by one slot for every token."))
     else:
         if not first:
-            told.append(Statement("Then slots may leave.", (keep.when,)))
-            same = "Those of the lowest scores do, by the same words as at the end of a prompt."
+            told.append(Statement("Then slots may be evicted.", (keep.when,)))
+            same = "The slots with the lowest scores are evicted; the score is that of the end of a prompt."
             told.append(Statement(same, (keep.score,)))
         if keep.protect:
             told.append(Statement("Some stay whatever their scores.", keep.protect))

@@ -47,7 +47,7 @@ def check_store(method: Method, config: Config, facts: LayerFacts) -> None:
     kinds = [mixer_of(config, i).slots(config) for i in range(config.layers)]
     plain = all(s is not None and not (s.factors or s.ids or s.shared or s.fixed) for s in kinds)
     if below and (not plain or any(config.window(i) for i in range(config.layers)) or facts.lent):
-        why = "it encodes a token by the same one in the layer below, and layers keep other things"
+        why = "it encodes a token relative to the layer below, and layers keep other things"
         refuse(method, why, "kivi")
     if apart and learnt:
         refuse(

@@ -22,36 +22,36 @@ class Fact(enum.Enum):
     True
     """
 
-    EQUAL_LISTS = "all heads of a layer have the same number of slots"
-    ONE_TIER = "all slots of a list are stored alike"
-    WRITTEN_ONCE = "what a slot holds stays as it was written"
+    EQUAL_HEADS = "all heads of a layer have the same number of slots"
+    ONE_TIER = "all slots of a KV head are stored alike"
+    WRITTEN_ONCE = "a slot does not change once it is written"
     ALL_TOKENS = "every token has a slot in every layer"
     OWN_SLOTS = "every layer stores slots of its own"
-    TURNED_KEYS = "keys are stored turned by their positions"
-    STEADY_KEYS = "a key meets all queries turned by its position"
-    MET_KEYS = "the stored keys are those that queries meet"
-    MET_VALUES = "the stored values are those that the output matrix meets"
-    KV_HEADS = "there is a list of slots for each KV head"
+    ROTATED_KEYS = "keys are stored rotated by their positions"
+    KEYS_BY_POSITION = "a key is rotated by its position for all queries"
+    STORED_KEYS = "the cache stores the keys that attention uses"
+    STORED_VALUES = "the cache stores the values that the output matrix multiplies"
+    KV_HEADS = "every KV head has slots of its own"
     ONE_BY_ONE = "tokens are encoded one by one"
-    ONE_CODE = "codes are read alike in all layers"
-    FIRST_TOKENS = "first tokens lie among the others"
-    ALL_ATTENDED = "every slot is attended to in a step"
-    SUMMARIES = "slots are picked in each layer by summaries of them"
-    OBSERVED = "what a reading of a prompt shows of its slots is recorded"
+    ONE_CODE = "all layers use the same codes"
+    FIRST_TOKENS = "the first tokens are stored like all others"
+    ALL_ATTENDED = "a step attends to every slot"
+    SUMMARIES = "every layer selects slots by its own summaries"
+    OBSERVED = "the layers record statistics while they read a prompt"
     WHOLE_PROMPTS = "all tokens of a prompt are read at their positions"
-    PLAIN_READING = "what stays of a prompt is what was read of it, without marks"
-    GIVEN_WEIGHTS = "the weights are those of the model that is given"
+    PLAIN_READING = "the slots of a prompt are computed by the model's own weights"
+    GIVEN_WEIGHTS = "the model keeps the weights that were given"
 
 
 Reasons = Mapping[Fact, str]
 # For an error message: by part of the method, a method of the catalogue that does not break a fact.
 INTACT = {
-    (Fact.EQUAL_LISTS, "keep"): "snapkv",
+    (Fact.EQUAL_HEADS, "keep"): "snapkv",
     (Fact.ONE_TIER, "keep"): "snapkv",
     (Fact.WRITTEN_ONCE, "keep"): "h2o",
-    (Fact.TURNED_KEYS, "keep"): "snapkv",
-    (Fact.STEADY_KEYS, "keep"): "snapkv",
-    (Fact.TURNED_KEYS, "store"): "int8",
+    (Fact.ROTATED_KEYS, "keep"): "snapkv",
+    (Fact.KEYS_BY_POSITION, "keep"): "snapkv",
+    (Fact.ROTATED_KEYS, "store"): "int8",
     (Fact.ONE_BY_ONE, "store"): "int8",
     (Fact.ONE_CODE, "store"): "int8",
     (Fact.FIRST_TOKENS, "store"): "int8",
@@ -63,8 +63,8 @@ INTACT = {
 
 # For an error message: a method of the catalogue that does not need a fact.
 NEEDLESS = {
-    (Fact.MET_KEYS, "keep"): "sink-recent",
-    (Fact.MET_VALUES, "keep"): "sink-recent",
+    (Fact.STORED_KEYS, "keep"): "sink-recent",
+    (Fact.STORED_VALUES, "keep"): "sink-recent",
     (Fact.KV_HEADS, "keep"): "h2o",
     (Fact.ONE_BY_ONE, "keep"): "h2o",
     (Fact.OBSERVED, "keep"): "l2compress",
@@ -102,8 +102,8 @@ class ReadFacts(Stating):
     def requires(self) -> Reasons:
         return {
             Fact.ONE_TIER: "picks among the slots of one body",
-            Fact.STEADY_KEYS: "ranks keys at their positions",
-            Fact.MET_KEYS: "compares queries with stored keys",
+            Fact.KEYS_BY_POSITION: "ranks keys at their positions",
+            Fact.STORED_KEYS: "compares queries with stored keys",
         }
 
     @property

@@ -21,36 +21,36 @@ class KeepFacts(Stating):
     def requires(self: Keep) -> Reasons:  # type: ignore[misc]
         found = _looked_at(self)
         if _observes_prompts(self):
-            found[Fact.OBSERVED] = "chooses by more than the slots themselves"
+            found[Fact.OBSERVED] = "selects slots by what the layers record"
         if self.merge is not None:
-            found[Fact.TURNED_KEYS] = f"merges keys by {self.merge!r}"
+            found[Fact.ROTATED_KEYS] = f"merges keys by {self.merge!r}"
             if self.when.in_steps:
                 found[Fact.ONE_BY_ONE] = f"writes slots one by one while decoding ({self.merge!r})"
         if self.lower is not None:
             found |= dict.fromkeys((Fact.ONE_BY_ONE, Fact.FIRST_TOKENS), "moves slots to a second tier")
         if not self.phase.first_alike:
-            found[Fact.WHOLE_PROMPTS] = f"says where the contexts of a prompt lie ({self.phase!r})"
+            found[Fact.WHOLE_PROMPTS] = f"sets the positions of the contexts of a prompt ({self.phase!r})"
         if self.restore is not None:
-            found[Fact.GIVEN_WEIGHTS] = "reads with weights that lie beside the model's"
+            found[Fact.GIVEN_WEIGHTS] = "reads with weights beside the model's"
         return found
 
     @property
     def breaks(self: Keep) -> Reasons:  # type: ignore[misc]
         found = {
-            Fact.ALL_TOKENS: "leaves tokens out, others in each layer",
+            Fact.ALL_TOKENS: "evicts other tokens in each layer",
         }
         if self.when.in_steps:
             if self.merge is not None:
                 found[Fact.WRITTEN_ONCE] = "merges slots while decoding"
         if not self.allocate.uniform:
-            found[Fact.EQUAL_LISTS] = "gives heads unequal numbers, which lie in pages"
+            found[Fact.EQUAL_HEADS] = "gives heads unequal numbers of slots, which are stored in pages"
         if self.lower is not None:
             found |= dict.fromkeys((Fact.ONE_TIER, Fact.WRITTEN_ONCE), "moves slots to a second tier")
         if not self.phase.steady:
-            anew = f"turns keys anew whenever they are read ({self.phase!r})"
-            found |= dict.fromkeys((Fact.TURNED_KEYS, Fact.STEADY_KEYS), anew)
+            anew = f"rotates keys anew whenever they are read ({self.phase!r})"
+            found |= dict.fromkeys((Fact.ROTATED_KEYS, Fact.KEYS_BY_POSITION), anew)
         if self.restore is not None:
-            found[Fact.PLAIN_READING] = f"has {self.restore!r} read with marks"
+            found[Fact.PLAIN_READING] = f"reads {self.restore!r} with weights beside the model's"
         return found
 
 
@@ -66,7 +66,7 @@ def _looked_at(keep: Keep) -> dict[Fact, str]:
     """The facts that a keep requires of stored keys and values."""
     found = {}
     if getattr(keep.score, "weights", False):
-        found[Fact.MET_VALUES] = "weighs values by the output matrix"
+        found[Fact.STORED_VALUES] = "weighs values by the output matrix"
     if any(lacks_fit(word) or word.fitted is not None for word in fitted_words(keep)):
         found[Fact.KV_HEADS] = "was fitted to KV heads"
     return found | _met(keep)
@@ -74,18 +74,18 @@ def _looked_at(keep: Keep) -> dict[Fact, str]:
 
 def _met(keep: Keep) -> dict[Fact, str]:
     if keep.narrow is not None and getattr(keep.narrow, "looks", True):
-        return {Fact.MET_KEYS: "chooses tokens by stored keys"}
+        return {Fact.STORED_KEYS: "chooses tokens by stored keys"}
     if not keep.phase.steady:
-        return {Fact.MET_KEYS: f"turns stored keys anew ({keep.phase!r})"}
+        return {Fact.STORED_KEYS: f"rotates stored keys anew ({keep.phase!r})"}
     if keep.merge is not None or keep.per_query_head:
-        return {Fact.MET_KEYS: "merges stored keys" if keep.merge is not None else "repeats stored keys"}
+        return {Fact.STORED_KEYS: "merges stored keys" if keep.merge is not None else "repeats stored keys"}
     if keep.score is None or not getattr(keep.score, "looks", True):
         return {}
     # If only queries are observed, the scores of a prompt's keys are computed once.
     once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
     if once and all(getattr(o, "queries_alone", False) for o in observations(keep)):
         return {}
-    return {Fact.MET_KEYS: "scores stored keys by what it observes of them"}
+    return {Fact.STORED_KEYS: "scores stored keys by what it observes of them"}
 
 
 class StoreFacts(Stating):
@@ -95,26 +95,26 @@ class StoreFacts(Stating):
     def requires(self: Store) -> Reasons:  # type: ignore[misc]
         if not sees_below((self.keys, self.values)):
             return {}
-        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_LISTS, Fact.GIVEN_WEIGHTS)
-        return dict.fromkeys(whole, "encodes a token by the same one in the layer below")
+        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_HEADS, Fact.GIVEN_WEIGHTS)
+        return dict.fromkeys(whole, "encodes a token relative to the layer below")
 
     @property
     def breaks(self: Store) -> Reasons:  # type: ignore[misc]
         found: dict[Fact, str] = {}
         if self.granule > 1 or self.residual > 0:
             found[Fact.ONE_BY_ONE] = (
-                f"encodes {self.granule} tokens together behind a residual of {self.residual}"
+                f"encodes {self.granule} tokens together after a residual of {self.residual}"
             )
         if self.sinks > 0:
-            found[Fact.FIRST_TOKENS] = f"holds the first {self.sinks} tokens apart"
+            found[Fact.FIRST_TOKENS] = f"stores the first {self.sinks} tokens as computed"
         if self.unrotated:
-            found[Fact.TURNED_KEYS] = "holds keys unrotated"
+            found[Fact.ROTATED_KEYS] = "stores keys unrotated"
         if any(word.fitted is not None or lacks_fit(word) for word in _fitted(self)):
             found[Fact.ONE_CODE] = "has codes that were fitted to each layer"
         if at_layer(self.keys, 0) != self.keys or at_layer(self.values, 0) != self.values:
             found[Fact.ONE_CODE] = "has other codes in other layers"
         if sees_below((self.keys, self.values)):
-            found[Fact.SUMMARIES] = "decodes a layer only over the one below it"
+            found[Fact.SUMMARIES] = "decodes a layer only after the one below it"
         if learns((self.keys, self.values)):
             found[Fact.ONE_CODE] = "has codes that learn from each row's prompts"
         return found

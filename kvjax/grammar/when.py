@@ -63,7 +63,7 @@ class Every:
     @property
     def says(self) -> str:
         often = "every token" if self.tokens == 1 else f"every {self.tokens} tokens"
-        return f"Behind {often}, each list comes back to its budget."
+        return f"After {often}, each KV head evicts slots down to its budget."
 
     @property
     def at_once(self) -> bool:

@@ -61,8 +61,10 @@ class GroupedLowRank(Stating):
 
     @property
     def breaks(self) -> Reasons:
-        latents = dict.fromkeys((Fact.MET_KEYS, Fact.MET_VALUES), "stores latents of keys and values")
-        lists = {Fact.KV_HEADS: f"stores one list for {self.heads} KV heads"} if self.heads > 1 else {}
+        latents = dict.fromkeys((Fact.STORED_KEYS, Fact.STORED_VALUES), "stores latents of keys and values")
+        lists = (
+            {Fact.KV_HEADS: f"stores the slots of {self.heads} KV heads together"} if self.heads > 1 else {}
+        )
         return {Fact.GIVEN_WEIGHTS: "rewrites them", **latents, **lists}
 
     def __post_init__(self):

@@ -47,7 +47,7 @@ class Host(Stating):
     @property
     def requires(self) -> Reasons:
         return {
-            Fact.EQUAL_LISTS: "brings lists of equal length to the device",
+            Fact.EQUAL_HEADS: "brings equally many slots of every KV head to the device",
             Fact.WRITTEN_ONCE: "sends new tokens back to host memory, and nothing else",
             Fact.OWN_SLOTS: "brings one layer after the other",
             Fact.SUMMARIES: "brings what is picked to the device",

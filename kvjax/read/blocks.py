@@ -140,7 +140,7 @@ class RepresentativeKeys(BestBlocks):
     def requires(self) -> Reasons:
         return {
             **super().requires,
-            Fact.PLAIN_READING: "remembers what tokens of a prompt are asked for",
+            Fact.PLAIN_READING: "records how later tokens of a prompt attend to each slot",
         }
 
     @property

@@ -40,7 +40,7 @@ class PlacedSegments(BestBlocks):
 
     @property
     def requires(self) -> Reasons:
-        return {**super().requires, Fact.EQUAL_LISTS: "places what it picks from one body"}
+        return {**super().requires, Fact.EQUAL_HEADS: "places what it picks from one body"}
 
     def looks_at(self, width: int) -> int:
         """All `width` channels of every key are compared."""

@@ -40,7 +40,7 @@ class StaticAffine:
 
     @property
     def says(self) -> str:
-        return f"{self.bits} bits a number, in a range of each head that is found once."
+        return f"{self.bits} bits a number, in a range that a fit found for each head."
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""

@@ -40,7 +40,7 @@ class LayerBits:
 
     @property
     def says(self) -> str:
-        return "Each layer in the number of bits that was found for it."
+        return "Each layer has the number of bits that a fit found for it."
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if each of the model's layers does not have 1, 2, 4 or 8 bits."""

@@ -89,7 +89,7 @@ class MergedLayers(Stating):
     def requires(self) -> Reasons:
         merges = "merges the tokens of two layers one by one"
         whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.ONE_BY_ONE)
-        return dict.fromkeys((*whole, Fact.TURNED_KEYS, Fact.ONE_CODE, Fact.FIRST_TOKENS), merges)
+        return dict.fromkeys((*whole, Fact.ROTATED_KEYS, Fact.ONE_CODE, Fact.FIRST_TOKENS), merges)
 
     @property
     def breaks(self) -> Reasons:

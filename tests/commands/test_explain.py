@@ -60,8 +60,8 @@ def test_every_word_of_a_sentence_has_its_say(id):
     [
         (Recent(64), "The newest 64 tokens."),
         (Recent(0.5), "The newest share 0.5 of the budget."),
-        (Every(1), "Behind every token, each list comes back to its budget."),
-        (Every(128), "Behind every 128 tokens, each list comes back to its budget."),
+        (Every(1), "After every token, each KV head evicts slots down to its budget."),
+        (Every(128), "After every 128 tokens, each KV head evicts slots down to its budget."),
         (Budget(0.25), "0.25 of all slots."),
         (Budget(64), "64 slots."),
         (
@@ -121,7 +121,7 @@ def test_the_bytes_that_are_told_are_those_of_a_real_cache(text):
     _, cache = kvjax.prefill(m, [list(range(64))], method=method, room=0)
     first, grown = weight(method, m.config, 64, "float32")
     assert first.startswith(f"After 64 tokens: {nbytes(cache) / 1024:.1f} KiB, ")
-    assert grown.startswith("With room for 256 more: ")
+    assert grown.startswith("With capacity for 256 more tokens: ")
 
 
 def test_what_steps_read_and_what_cannot_be_weighed_is_said():
@@ -129,7 +129,7 @@ def test_what_steps_read_and_what_cannot_be_weighed_is_said():
     shares = [float(x) for x in re.findall(r"([\d.]+)% of the full cache", " ".join(quest))]
     assert quest[-1].startswith("A step reads") and shares[-1] < 75 < 100 <= shares[0]
     (told,) = weight(shown("less"), model("4/2").config, 64, "float32")
-    assert told.startswith("This cannot be said: less was never fitted") and "kvjax fit less" in told
+    assert told.startswith("The bytes are unknown: less was never fitted") and "kvjax fit less" in told
 
 
 def test_explain_prints_both_parts_and_the_weight(capsys, monkeypatch):

@@ -217,7 +217,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         with pytest.raises(ValueError, match="merges the tokens of two layers one by one, which needs that"):
             kvjax.chain(METHOD, other)
     with pytest.raises(
-        ValueError, match="encodes 32 tokens together behind a residual of 128: use int8 for this store"
+        ValueError, match="encodes 32 tokens together after a residual of 128: use int8 for this store"
     ):
         kvjax.chain(METHOD, kvjax.method("kivi"))
     with pytest.raises(ValueError, match="at most one stack"):

@@ -222,7 +222,9 @@ def test_what_memory_tokens_cannot_do_is_said():
     windowed, ccm = model("windowed"), BY_LABEL["ccm"].method()
     with pytest.raises(InputError, match=r"ccm does not fit this model: (.*) layer 0 is .* the window"):
         kvjax.prefill(windowed, MAIN.first, method=method_of("ccm", three_layers(ccm)), room=1)
-    with pytest.raises(InputError, match=r"turns memory tokens to where they are stored, .* and this store"):
+    with pytest.raises(
+        InputError, match=r"rotates memory tokens to the positions where they are stored, .* and this store"
+    ):
         store = Store(unrotated=True)
         kvjax.prefill(model("4/2"), MAIN.first, method=dataclasses.replace(ccm, store=store), room=1)
     with pytest.raises(InputError, match=r"\(one, tokens, width\) of its memory tokens are \(1, 2, 32\)"):

@@ -41,9 +41,10 @@ def test_a_message_has_the_fact_who_needs_it_who_breaks_it_and_what_helps():
     with pytest.raises(ValueError) as error:
         kvjax.chain(kvjax.method("adakv", budget=0.5), kvjax.method("offloaded"))
     assert str(error.value) == (
-        "adakv + offloaded cannot work: Host(resident=0.0) brings lists of equal length to the device, which "
-        "needs that all heads of a layer have the same number of slots, and this keep gives heads unequal "
-        "numbers, which lie in pages: use snapkv for this keep, or leave one out"
+        "adakv + offloaded cannot work: Host(resident=0.0) brings equally many slots of every KV head to the "
+        "device, which needs that all heads of a layer have the same number of slots, and this keep gives "
+        "heads unequal numbers of slots, which are stored in pages: use snapkv for this keep, or leave "
+        "one out"
     )
 
 
@@ -54,12 +55,12 @@ def test_a_word_of_ones_own_says_what_it_needs():
 
         @property
         def requires(self):
-            return {fact: why for fact, why in super().requires.items() if fact is not Fact.STEADY_KEYS}
+            return {fact: why for fact, why in super().requires.items() if fact is not Fact.KEYS_BY_POSITION}
 
     keep = kvjax.method("streamingllm", budget=0.5).keep
     mine, theirs = (
         kvjax.grammar.Method(keep, read=word(kvjax.grammar.Budget(0.5))) for word in (Steadfast, PageBounds)
     )
     assert {clash.fact for clash in clashes(theirs)} - {clash.fact for clash in clashes(mine)} == {
-        Fact.STEADY_KEYS
+        Fact.KEYS_BY_POSITION
     }

@@ -153,7 +153,7 @@ REFUSED = {
     "no distance": (lambda: keep(Clamped(0)), "the largest distance must be a whole number .* got 0"),
     "a read": (
         lambda: chain(kvjax.method("quest", budget=0.5), kvjax.method("renumbered")),
-        r"ranks keys at their positions, .* this keep turns keys anew whenever they are read \(ByRank\(\)\)",
+        r"ranks keys at their positions, .* this keep rotates keys anew whenever they are read \(ByRank",
     ),
     "a merge": (
         lambda: chain(keep(ByRank(), AccumulatedAttention(), merge=ValueMerge())),

@@ -148,9 +148,7 @@ def test_a_score_of_what_is_known_later_is_refused():
 def test_a_keep_beside_words_that_choose_all_slots_is_refused():
     """GemFilter's tokens are read as others are; while memory tokens are read, nothing is recorded."""
     assert kvjax.chain(GEMS, kvjax.method("snapkv", budget=0.5)).keep is not None
-    with pytest.raises(
-        ValueError, match="needs that what a reading of a prompt shows of its slots is recorded"
-    ):
+    with pytest.raises(ValueError, match="needs that the layers record statistics while they read a prompt"):
         kvjax.chain(kvjax.method("gisting"), kvjax.method("snapkv", budget=0.5))
 
 

@@ -147,9 +147,9 @@ MERGES = dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, merge=ZipM
         (
             dataclasses.replace(kvjax.method("snapkv", budget=0.5).keep, lower=Store(Affine(4))),
             KVQUANT,
-            "this store holds the first 1 tokens apart: use int8 for this store",
+            "this store stores the first 1 tokens as computed: use int8 for this store",
         ),
-        (MERGES, BARE, r"merges keys by ZipMerge\(.* and this store holds keys unrotated"),
+        (MERGES, BARE, r"merges keys by ZipMerge\(.* and this store stores keys unrotated"),
     ],
 )
 def test_what_unrotated_or_fitted_slots_cannot_do_is_refused(other, store, message):

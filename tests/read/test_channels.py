@@ -263,7 +263,7 @@ def test_a_smaller_budget_reads_other_numbers():
 
 def test_what_the_method_cannot_do_is_refused_with_the_reason():
     method = kvjax.method("sparq", budget=0.5, channels=5, newest=4)
-    with pytest.raises(ValueError, match="a key meets all queries turned by its position"):
+    with pytest.raises(ValueError, match="a key is rotated by its position for all queries"):
         kvjax.chain(kvjax.method("streamingllm", budget=0.5), method)
     with pytest.raises(InputError, match="what is not read counts apart, and layers clip"):
         kvjax.prefill(conversation.model("lckv"), conversation.TEXTS[:2, :13], method=method, room=8)

@@ -228,7 +228,7 @@ def test_half_precision_stays_near_the_full_one():
 
 
 def test_what_the_method_cannot_do_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="a key meets all queries turned by its position"):
+    with pytest.raises(ValueError, match="a key is rotated by its position for all queries"):
         kvjax.chain(kvjax.method("streamingllm", budget=0.5), METHOD)
     with pytest.raises(ValueError, match="4 tables of 33 hyperplanes were given"):
         HashSampling(Budget(0.5), planes=33, tables=4)

@@ -74,7 +74,7 @@ def test_a_fit_leaves_less_of_the_texts_numbers_than_they_are():
 def test_what_cannot_be_decoded_over_the_layer_below_is_refused():
     m = model("4/2")
     for other in ("snapkv(budget=0.5, window=4)", "quest(budget=0.5)", "h2o(budget=0.5)"):
-        with pytest.raises(ValueError, match="encodes a token by the same one in the layer below"):
+        with pytest.raises(ValueError, match="encodes a token relative to the layer below"):
             kvjax.method(f"{other} + aqua-kv")
     with pytest.raises(InputError, match="layers keep other things"):
         three = Fitted({n: np.repeat(x[:1], 3, 0) for n, x in MAPS.arrays.items()}, "Predicted", "")

@@ -75,13 +75,13 @@ class Distilled(Reread):
 
     @property
     def requires(self) -> Reasons:
-        return {Fact.GIVEN_WEIGHTS: "reads with weights that lie beside the model's"}
+        return {Fact.GIVEN_WEIGHTS: "reads with weights beside the model's"}
 
     @property
     def breaks(self) -> Reasons:
-        own = "says itself which slots stay of a prompt"
+        own = "selects the slots of a prompt itself"
         alone = dict.fromkeys((Fact.OBSERVED, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
-        return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
+        return {**alone, Fact.PLAIN_READING: "reads tokens with weights beside the model's"}
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""

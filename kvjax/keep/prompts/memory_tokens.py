@@ -48,15 +48,15 @@ class MemoryTokens(Stating):
     @property
     def requires(self) -> Reasons:
         return {
-            Fact.GIVEN_WEIGHTS: "reads with weights that lie beside the model's",
-            Fact.TURNED_KEYS: "turns memory tokens to where they are stored",
+            Fact.GIVEN_WEIGHTS: "reads with weights beside the model's",
+            Fact.ROTATED_KEYS: "rotates memory tokens to the positions where they are stored",
         }
 
     @property
     def breaks(self) -> Reasons:
-        own = "says itself which slots stay of a prompt"
+        own = "selects the slots of a prompt itself"
         alone = dict.fromkeys((Fact.OBSERVED, Fact.ALL_TOKENS, Fact.WHOLE_PROMPTS), own)
-        return {**alone, Fact.PLAIN_READING: "reads tokens with marks"}
+        return {**alone, Fact.PLAIN_READING: "reads tokens with weights beside the model's"}
 
     def __post_init__(self):
         for name in ("tokens", "every"):
@@ -68,7 +68,7 @@ class MemoryTokens(Stating):
     def says(self) -> str:
         where = "a whole prompt" if self.every is None else f"every {self.every} tokens of a prompt"
         held = ", of which the mean over chunks stays" if self.mean else ", which alone stay"
-        return f"Behind {where} {self.tokens} learned tokens are read{held}."
+        return f"After {where}, {self.tokens} learned tokens are read{held}."
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the arrays do not fit the model's sizes or the number of memory tokens."""

@@ -41,7 +41,7 @@ class Reread(Stating):
 
     @property
     def requires(self) -> Reasons:
-        return {Fact.MET_KEYS: "chooses tokens by stored keys"} if self.looks else {}
+        return {Fact.STORED_KEYS: "chooses tokens by stored keys"} if self.looks else {}
 
     @property
     def breaks(self) -> Reasons:

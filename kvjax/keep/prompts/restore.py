@@ -36,7 +36,7 @@ class RestoreTokens:
 
     @property
     def says(self) -> str:
-        return f"{self.tokens} learned tokens read the whole prompt before any slot leaves, and stay."
+        return f"{self.tokens} learned tokens read the whole prompt before any slot is evicted, and stay."
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the arrays do not fit the model's sizes or the number of restore tokens."""
