@@ -310,11 +310,11 @@ def table(found: dict[str, Any]) -> str:
     less = f", with * on {' or '.join(f'{n:,}' for n in fewer)}" if fewer else ""
     notes = [
         f"Trained on {most:,} bytes of text{less}.",
-        "A text read once / again: bits per byte of 120 held-out bytes, and of the same bytes behind them,",
-        "which a model could look up in its state. State: bytes of one",
-        "row, keys and values in bfloat16. Recall: the share of 2048 unseen questions for the value of a key",
-        "that a model answers, each trained on such rows apart from the text. What is empty was not",
-        "measured: `python -m scripts.studies.architecture_table recall` fills it, and `... speed` on an",
+        "*A text read once / again*: bits per byte of 120 held-out bytes, and of the same bytes when they",
+        "follow a second time, so that a model can look them up in its state. *State*: bytes of one",
+        "row, with keys and values in bfloat16. *Recall*: the share of 2048 unseen questions for the value",
+        "of a key that a model answers after training on such questions alone. Empty cells were not",
+        "measured: `python -m scripts.studies.architecture_table recall` fills them, and `... speed` on an",
         "idle machine.",
     ]
     return "\n".join([*lines, "", *notes])

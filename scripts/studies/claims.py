@@ -30,10 +30,10 @@ from scripts.studies.runner import Page, parser
 from scripts.studies.surprises_table import BELOW_SINK_RECENT, SURPRISES
 
 LONGER_TEXTS = (
-    "Bits per byte of models that learned on rows of 256 bytes, one beside the other, behind a prompt and "
-    "one byte at a time. Where positions grow beyond those rows, the full cache expects worse and worse. "
-    "Methods that keep tokens at places which the model knows go on as within the rows. The first tokens "
-    "are no help to these small models: without them the window does as well. `python "
+    "Bits per byte of several models that were trained on rows of 256 bytes; they read a prompt, and then "
+    "one byte at a time. At positions beyond 256 the full cache predicts worse and worse. "
+    "Methods that rotate keys to positions that the model knows predict as well as within the rows. The "
+    "first tokens do not help these small models: a window without them does as well. `python "
     "scripts/studies/longer_texts.py run --out runs/longer --seed N` adds a model."
 )
 YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "not testable"

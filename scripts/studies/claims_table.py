@@ -124,7 +124,7 @@ CLAIMS = (
     Claim("curdkv", "better than SnapKV at aggressive budgets", Better("snapkv", SMALL)),
     Claim("curdkv", "better than ChunkKV at aggressive budgets", Better("chunkkv", SMALL)),
     Claim("capkv", "consistently better than earlier methods", Better("snapkv")),
-    Claim("compactor", "half of the cache suffices, whatever is asked", Near((0.5,), protocol=AGNOSTIC)),
+    Claim("compactor", "half of the cache suffices, whatever the question", Near((0.5,), protocol=AGNOSTIC)),
     Claim(
         "compactor", "better than SnapKV where the question is not known", Better("snapkv", protocol=AGNOSTIC)
     ),
@@ -144,11 +144,11 @@ CLAIMS = (
         Untestable("it acts here at the end of a prompt, and the claim is about what is written"),
     ),
     Claim("kvzap", "two to four times less cache with negligible loss", Near(protocol=AGNOSTIC)),
-    Claim("fast-kvzip", "most of the cache leaves with next to no loss", Near((0.5,), protocol=AGNOSTIC)),
+    Claim("fast-kvzip", "most of the cache can go with next to no loss", Near((0.5,), protocol=AGNOSTIC)),
     Claim("locret", "better than SirLLM at equal budgets", Better("sirllm", protocol=AGNOSTIC)),
     Claim("wg-kv", "half of the memory is saved with negligible loss", Near(protocol=AGNOSTIC)),
-    Claim("dms", "half of the cache leaves with next to no loss", Near(protocol=AGNOSTIC)),
-    Claim("attention-gate", "half of the tokens leave and answers stay as good", Near(protocol=AGNOSTIC)),
+    Claim("dms", "half of the cache can go with next to no loss", Near(protocol=AGNOSTIC)),
+    Claim("attention-gate", "half of the tokens can go, and answers stay as good", Near(protocol=AGNOSTIC)),
     Claim(
         "kv-distill",
         "a tenth of the cache answers nearly as all of it does",
@@ -160,7 +160,7 @@ CLAIMS = (
     Claim("loma", "a quarter of the memory answers as well as the full context", Learned()),
     Claim("homer", "a model reads texts several times as long as its positions", Longer()),
     Claim("dmc", "half of the cache is merged with next to no loss", Near(protocol=AGNOSTIC)),
-    Claim("dcp", "up to 80% of the context leaves with next to no loss", Near(protocol=AGNOSTIC)),
+    Claim("dcp", "up to 80% of the context can go with next to no loss", Near(protocol=AGNOSTIC)),
     Claim("lococo", "better than dropping what has the least attention", Better("h2o")),
     Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),
     Claim("lagkv", "half of the cache costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),
@@ -172,7 +172,7 @@ CLAIMS = (
     Claim("nacl", "half of the cache keeps 95% of the quality", Near((0.5,))),
     Claim("nacl", "better than H2O", Better("h2o")),
     Claim("kvcrush", "a quarter of the cache costs less than one percent", Near((0.25,), 0.01)),
-    Claim("kvcrush", "representatives improve the selection that they stand beside", Better("snapkv", SMALL)),
+    Claim("kvcrush", "representatives improve the selection that they are added to", Better("snapkv", SMALL)),
     Claim("compresskv", "heads that retrieve choose better than all heads do", Better("snapkv", SMALL)),
     Claim("fastkv", "prompts are read faster", Faster()),
     Claim("fastkv", "as accurate as SnapKV, though upper layers read less", Near((0.25,), other="snapkv")),
@@ -215,10 +215,10 @@ CLAIMS = (
     ),
     Claim("lazyllm", "upper layers answer as well when they read a part of the prompt", Near()),
     Claim("lazyllm", "prompts are read faster", Faster()),
-    Claim("dbudgetkv", "a quarter of the cache leaves without loss, whatever the text", Near(percent=75)),
+    Claim("dbudgetkv", "a quarter of the cache can go without loss, whatever the text", Near(percent=75)),
     Claim("epicache", "a quarter to a sixth of the cache answers nearly as all of it does", Near((0.25,))),
     Claim("epicache", "better than other methods in bounded memory", Better("infinipot")),
-    Claim("fastgen", "half of the cache leaves with next to no loss", Near(percent=50)),
+    Claim("fastgen", "half of the cache can go with next to no loss", Near(percent=50)),
     Claim("intactkv", "4 bits cost less where the first tokens keep all", Better("int4", (None,))),
     Claim(
         "ape",
@@ -262,7 +262,7 @@ CLAIMS = (
     ),  # fmt: skip
     Claim("duoattention", "half of the heads may stream without loss", Near(protocol=AGNOSTIC)),
     Claim(
-        "razorattention", "70% of the cache leave with next to no loss", Near(protocol=AGNOSTIC, percent=50)
+        "razorattention", "70% of the cache can go with next to no loss", Near(protocol=AGNOSTIC, percent=50)
     ),
     Claim(
         "retrieval-head",
@@ -277,10 +277,10 @@ CLAIMS = (
     ),
     Claim("keepkv", "merging is better than dropping by the same scores, as H2O does", Better("h2o")),
     Claim("keepkv", "better than D2O's merge", Better("d2o")),
-    Claim("d2o", "merging what leaves is better than dropping it", Better("h2o")),
+    Claim("d2o", "merging evicted slots is better than dropping them", Better("h2o")),
     Claim("cam", "merging values is better than dropping them", _AT_THE_END),
     Claim("zeromerge", "a twentieth of the cache answers as well as all of it", Near(SMALL)),
-    Claim("zeromerge", "merging what leaves is better than dropping it", Better("h2o")),
+    Claim("zeromerge", "merging evicted slots is better than dropping them", Better("h2o")),
     Claim("ems", "better than SnapKV at small budgets", Better("snapkv", SMALL)),
     Claim("kvmerger", "merging is better than dropping, as H2O does", Better("h2o", (0.5,))),
     Claim(
@@ -301,7 +301,7 @@ CLAIMS = (
     Claim(
         "neurocache",
         "a cache of states does better than windows of the same length alone",
-        Untestable("nothing here leaves windows alone in all layers of a model"),
+        Untestable("kvjax has no method with windows alone in all layers"),
     ),
     Claim("mustafar", "half of all numbers can go without loss", Near()),
     Claim("think", "two fifths of the channels of keys can go with next to no loss", Near()),
@@ -311,7 +311,7 @@ CLAIMS = (
         Near(within=0.02),
         "Heads of 32 channels, where a rotation concentrates less than in the paper's of 128",
     ),  # fmt: skip
-    Claim("quarot", "4 bits cost next to nothing behind a rotation", Near()),
+    Claim("quarot", "4 bits cost next to nothing after a rotation", Near()),
     Claim("quarot", "better than 4 bits without a rotation", Better("int4", (None,))),
     Claim("qjl", "signs of a sketch cost next to nothing", Near()),
     Claim("kivi", "2 bits cost next to nothing", Near()),
