@@ -56,7 +56,7 @@ class Search:
         return self.weights + cache + round(self.measured.bytes * cache / max(then, 1))
 
     def rows(self, context: int) -> int:
-        """The most rows of that context that fit, equally many on every device."""
+        """The largest number of rows of `context` tokens that fit, with equally many on every device."""
         each = self.on.devices("batch")
         return each * last(lambda n: self.needs(each * n, context) <= self.memory, MOST_ROWS // each)
 

@@ -138,7 +138,7 @@ def _sent(way: Way, held: int, asked: int, parts: int) -> int:
 
 
 def in_words(config: Config, on: OnMesh, rows: int, tokens: int, past: int, dtype: Any) -> Iterator[str]:
-    """`meetings` in lines."""
+    """A line for each group of layers: how queries and slots come together on the mesh, and bytes sent."""
     for one in meetings(config, on, rows, tokens, past, dtype):
         before = f"; of what was read before, {one.past}" if one.past else ""
         first, *rest = one.layers

@@ -27,7 +27,7 @@ _STATES: dict[str, Axes] = {}
 
 
 def say_state_axes(name: str, axes: Axes) -> None:
-    """Registers the logical axes of the recurrent states of a name, those after layers and rows.
+    """Registers the logical axes, after layers and rows, of the recurrent states called `name`.
 
     A cache knows its states by name alone, so a name has the same axes in all mixers.
     Raises InputError for a name that has others.

@@ -65,7 +65,10 @@ class OutliersCodec(WrappedCodec):
 def _put(
     rows: Float[Array, "*b H"], channels: Int[Array, "*b k"], values: Float[Array, "*b k"]
 ) -> Float[Array, "*b H"]:
-    """The rows with a few channels of each replaced, one by one. A TPU would scatter through gigabytes."""
+    """The rows with the values of k channels each replaced.
+
+    A loop over k masks, because XLA implements a scatter of single numbers on TPUs by copies of gigabytes.
+    """
     at = jax.lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
     for i in range(channels.shape[-1]):
         rows = jnp.where(at == channels[..., i : i + 1], values[..., i : i + 1], rows)

@@ -263,7 +263,7 @@ def _reference(
 
 
 def _plain(x: Array | Coded, size: Array | None, layer: Array, dtype: Any) -> Array:
-    """Rows [B, K, S, W] of a layer."""
+    """Decodes one layer's rows [B, K, S, W], and multiplies each row by its factor in `size`."""
     rows = rows_of(x)[layer].astype(dtype)
     if isinstance(x, Coded):
         scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))

@@ -131,7 +131,7 @@ def _parts(
         products = unreadable.products if x.extra is None else None
         q, sets = unreadable.queries(q), sets if products is not None else unreadable.sets(sets)
     if resting is not None and x.extra is not None:
-        # `rest` weights the slots that were left out relative to the slots that were read, without these.
+        # `read.rest` gets the lse of slots that were read; extra keys are no slots, and are attended apart.
         more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
         x = x._replace(extra=None)
     sets, scores = sets if x.extra is None else [x.extra, *sets], ()

@@ -132,7 +132,7 @@ def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> FoundPicks:
 def _in_order(
     bias: Float[Array, "B N P"] | None, order: Int[Array, "B K m"], granule: int
 ) -> Float[Array, "B N p"] | None:
-    """The biases of picked slots when their pages are in another order."""
+    """The biases of picked slots, with their pages permuted by `order`."""
     if bias is None:
         return None
     (b, n, _), heads = bias.shape, order.shape[1]
