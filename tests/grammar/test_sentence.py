@@ -36,7 +36,7 @@ def test_a_chain_joins_the_verbs_of_its_parts():
         (("h2o", "snapkv"), "the first evicts while decoding, too"),
         (("int8", "kivi"), "at most one store"),
         (("keepkv", "kivi"), "writes slots one by one"),
-        (("streamingllm", "quest"), "a key is rotated by its position for all queries, and this keep turns"),
+        (("streamingllm", "quest"), "a key is rotated by its position for all queries, and this keep"),
     ],
 )
 def test_sentences_that_cannot_work_are_refused_when_they_are_built(parts, message):

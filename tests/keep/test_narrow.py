@@ -59,7 +59,7 @@ def test_a_share_of_the_layers_is_rounded_down_and_at_least_one():
         ((1.0, KeyNorm(), 0.2), "layer must be a layer's number >= 0, or a share between 0 and 1, got 1.0"),
         ((-1, KeyNorm(), 0.2), "layer must be .*, got -1"),
         ((0, KeyNorm(), 1.5), "share of the tokens must be from 0 to 1, got 1.5"),
-        ((0, KeyNorm(), 0.2, 0), "window must be a whole number >= 1, as the last token answers, got 0"),
+        ((0, KeyNorm(), 0.2, 0), "window must be a whole number >= 1, because the last token answers, got 0"),
         ((0, KeyNorm, 0.2), "the score is the class KeyNorm"),
         ((0, AccumulatedAttention(), 0.2), r"asks for AccumulatedMass\(.*, which is known later"),
         ((0, OfNow(), 0.2), r"asks for Mass\(.*, which is known later"),
