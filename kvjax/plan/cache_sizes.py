@@ -49,7 +49,8 @@ class CacheSizes:
 
     def __init__(self, config: Config, dtype: DTypeLike, tokens: int, methods: list[Method], rows: int = 1):
         self.config, self.tokens, self.rows = config, bucket(tokens), rows
-        # Stacked layers trace in the time of one layer; the bytes are the same.
+        # Stacked layers trace in the time of one layer. The bytes are the same, up to a page for each list
+        # where layers in pages keep different numbers of slots.
         self.params = abstract_params(config, dtype)
         methods = [with_any_ids(m) for m in methods]
         shared = [m for m in methods if m.make is None and not self._by_itself(m)]

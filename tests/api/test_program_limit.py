@@ -47,3 +47,26 @@ def test_every_compilation_is_counted(monkeypatch):
     monkeypatch.setattr(program_limit, "_compiled", 0)
     jax.jit(lambda x: x * 3)(jnp.arange(5))
     assert program_limit._compiled >= 1
+
+
+@here
+@pytest.mark.rotating
+def test_regions_stay_bounded_over_methods_and_lengths(monkeypatch):
+    """Programs that are dropped give their regions back: without it, this process would map ever more."""
+    before = mapped()
+    monkeypatch.setattr(program_limit, "_EVERY", 1)
+    monkeypatch.setattr(program_limit, "_MOST", (before + 50) / int(program_limit._LIMIT.read_text()))
+    model, found, dropped = kvjax.load("recall-tiny"), [], []
+    forget = program_limit.forget_if_crowded
+    monkeypatch.setattr(program_limit, "forget_if_crowded", lambda: dropped.append(forget()) or dropped[-1])
+    for method in ("h2o(budget=0.5)", "int8", "quest(budget=0.5, page=4)", "kivi(group=4, residual=4)"):
+        for length in (16, 40, 80):
+            kvjax.prefill(model, [[3] * length], method=method)
+            found.append(mapped())
+    assert sum(dropped) >= 3
+    # What one method compiles comes on top; later ones begin where the first did.
+    assert max(found[6:]) <= max(found[:6]) + 200
+
+
+def mapped():
+    return program_limit._MAPS.read_bytes().count(b"\n")

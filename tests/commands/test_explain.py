@@ -124,6 +124,14 @@ def test_the_bytes_that_are_told_are_those_of_a_real_cache(text):
     assert grown.startswith("With capacity for 256 more tokens: ")
 
 
+def test_a_cache_that_would_weigh_more_than_the_full_one_says_so():
+    """CORM carries the last 256 queries."""
+    note = "Note: such a cache weighs more than the full cache"
+    for text, heavy in (("corm(budget=0.5, newest=4)", True), ("h2o(budget=0.5)", False)):
+        told = weight(kvjax.method(text), model("4/2").config, 40, "float32")
+        assert any(line.startswith(note) for line in told) == heavy
+
+
 def test_what_steps_read_and_what_cannot_be_weighed_is_said():
     quest = weight(shown("quest"), kvjax.load("recall-tiny").config, 1024, "float32")
     shares = [float(x) for x in re.findall(r"([\d.]+)% of the full cache", " ".join(quest))]

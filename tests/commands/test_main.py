@@ -183,6 +183,14 @@ def test_generate_streams_text_and_reports_the_cache(capsys):
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize(("method", "heavy"), [("corm(newest=4)", True), ("h2o", False)])
+def test_generate_says_where_a_cache_weighs_more_than_the_full_one(method, heavy, capsys):
+    words = ["--tokens", ",".join(map(str, range(3, 36))), "--method", method, "--budget", "0.5"]
+    assert main(["generate", *words, "--max-new-tokens", "2"]) == 0
+    assert ("weighs more than the full cache" in capsys.readouterr().err.replace("\n", " ")) == heavy
+
+
+@pytest.mark.rotating
 def test_generate_ends_behind_a_text_and_takes_penalties(capsys):
     words = ["generate", "--prompt", SAMPLE, "--max-new-tokens", "8", "--stop", "nowhere"]
     assert main([*words, "--stop", "4 52"]) == 0

@@ -1,14 +1,18 @@
 """Pages by default: how long they are, that what is kept stays the same, and that bytes follow budgets."""
 
 import dataclasses
+import io
+import re
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import kvjax
+from kvjax.commands.explain_print import weight
 from kvjax.compat.shipped_fits import ready
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.pages import page_of
@@ -113,6 +117,36 @@ def shipped():
 
 
 ALL = [i.id for i in in_pages() if takes_budget(i.id)]
+
+
+SAME = ("kvzip(budget=0.25)", "adakv(budget=0.25, window=16)", "pyramidkv(budget=0.5, window=16)")
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("text", SAME)
+def test_every_verb_holds_the_bytes_of_the_budget(text, tmp_path):
+    """A prefill, generating, explaining and a comparison, of 512 tokens."""
+    one, tokens = shipped(), 512
+    row = np.random.default_rng(0).integers(3, 200, (1, tokens))
+    method = kvjax.method(text)
+    _, cache = kvjax.prefill(one, row, method=method, room=0)
+    full = nbytes(kvjax.prefill(one, row, room=0)[1])
+    slot = full / tokens
+    want = method.keep.budget.amount * full
+    # One slot of a list is for the next token.
+    assert abs(nbytes(cache) - slot - want) <= 0.02 * want
+    (told, *_) = weight(ready(one, method), one.config, tokens, "float32")
+    share = float(re.search(r", ([\d.]+)% of the full cache's", told)[1]) / 100
+    assert abs(share * full - slot - want) <= 0.02 * want
+    written = kvjax.generate(one, row, method=text, max_new_tokens=1, stop=()).cache
+    assert [pool.page_tokens for pool in written.pools] == [pool.page_tokens for pool in cache.pools]
+    assert abs(nbytes(written) - 2 * slot - want) <= 0.02 * want
+    found = kvjax.compare(
+        one, [text], tasks=["get"], samples=1, length=tokens, protocols=["agnostic"], baselines=False,
+        out=tmp_path / "run", console=Console(file=io.StringIO()),
+    )  # fmt: skip
+    (cell,) = found.cells
+    assert abs(cell.kept_bytes - slot - want) <= 0.02 * want
 
 
 @pytest.mark.parametrize("id", sweep(ALL, "kvzip", "adakv"))

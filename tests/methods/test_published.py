@@ -21,6 +21,7 @@ from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMas
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.drawn import GumbelTopK
 from kvjax.keep.scores.keyformer import NoisyMass
+from kvjax.methods import takes_budget
 from kvjax.ops.attention.union import Keys, attend
 from tests.float64.reference import softmax
 from tests.keep.test_score import seen_by
@@ -232,6 +233,32 @@ def test_l2compress_in_steps_lets_the_largest_key_go_after_every_token():
         _, cache = kvjax.step(model(), cache, np.array([tokens()[3][length - 1]], np.int32))
         for held, size in zip(np.asarray(kvjax.kept_positions(cache)[0])[0], sizes, strict=True):
             assert set(held[held >= 0].tolist()) == set(np.argsort(size[:length])[:12].tolist())
+
+
+DEFAULTS = {
+    "snapkv": dict(window=64, kernel=5, variant="grouped"),
+    "a2sf": dict(forgetting=0.2, newest=0, variant="paper"),
+    "a2sf:variant=prefill": dict(forgetting=0.95, newest=16),
+    "simlayerkv:variant=prefill": dict(last=32),
+    "nacl": dict(share=0.632, sinks=4),
+    "roco": dict(sinks=4),
+    "sirllm": dict(decay=1.0),
+    "cam": dict(following=16),
+    "cam:variant=window": dict(following=32),
+    "zeromerge": dict(fading=0.98, bonus=0.6, recent=0.4),
+    "chunkkv": dict(reuse=1),
+}
+
+
+@pytest.mark.parametrize("text", DEFAULTS)
+def test_defaults_are_those_of_the_authors_code(text):
+    """As read in the repositories at the commits that docs and recordings name."""
+    id = text.partition(":")[0]
+    given = {"budget": 1024} if takes_budget(id) else {}
+    plain = kvjax.method(text, **given)
+    told = dataclasses.replace(plain, spec=())
+    written = kvjax.method(text, **given, **DEFAULTS[text])
+    assert dataclasses.replace(written, spec=()) == told
 
 
 def test_a_lost_share_is_a_variant_of_headkv():

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models
 from kvjax.base.errors import InputError
 from kvjax.io.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.io.load import load
-from kvjax.models.tokenizer import read_text
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import chat, read_text
 from kvjax.train.data.sources import words_of
 from kvjax.train.settings import Data
 from tests.models.tokenizer_cases import CASES, TEXT, Files, entry, write
@@ -24,6 +25,16 @@ def test_training_texts_are_not_cut(tmp_path):
     files = CASES["truncation and padding"]._replace(tokenizer_config={"eos_token": "<s>"})
     made = words_of(Data(tokenizer=str(write(files, tmp_path)))).tokenizer
     assert len(made.encode("hi" * 50).ids) == 100 and len(made.encode("hi").ids) == 2
+
+
+def test_chats_are_not_cut(tmp_path):
+    text = read_text(write(CASES["truncation and padding"], tmp_path))
+    given = load("recall-tiny")
+    made = Model(
+        given.config, given.params, tokenizer=text.tokenizer, chat_template="{{ messages[0].content }}"
+    )
+    for content, length in (("hi" * 50, 100), ("hi", 2)):
+        assert len(chat(made, [{"role": "user", "content": content}])) == length
 
 
 def test_merges_that_drop_out_are_switched_off(tmp_path):
