@@ -34,10 +34,12 @@ import pytest
 
 from tests import checked
 from tests.kept_programs import pytest_configure  # noqa: F401
+from tests.small_programs import lighten
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+lighten()
 jaxtyping.jaxtyped = checked
 jaxtyping.install_import_hook("kvjax", None)
 # Tracing makes many long-lived objects: Python's default garbage collection takes a tenth of the time.

@@ -46,10 +46,16 @@ def kv_lists(prompt):
 
 
 def random_score(prompt, layer):
+    # As many as the longest prompt has: one program draws for all.
+    heads, slots = np.indices((kv_lists(prompt), max(128, prompt.length)))
+    return np.asarray(_uniform(layer, heads, slots))[:, : prompt.length]
+
+
+@jax.jit
+def _uniform(layer, heads, slots):
     key = jax.random.fold_in(jax.random.key(0), layer)
     draw = lambda h, j: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, h), j))  # noqa: E731
-    heads, slots = np.indices((kv_lists(prompt), prompt.length))
-    return np.asarray(jax.vmap(draw)(heads.reshape(-1), slots.reshape(-1))).reshape(heads.shape)
+    return jax.vmap(jax.vmap(draw))(heads, slots)
 
 
 def position_score(prompt, layer):

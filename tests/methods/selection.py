@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from kvjax.grammar.fitted import Fitted
@@ -90,6 +90,17 @@ def sirllm_score(prompt, layer, decay=0.5, turn=9):
     return np.broadcast_to(aged, (kv_lists(prompt), prompt.length))
 
 
+_draws = jax.jit(NoisyMass.draws, static_argnames=("self", "heads"))
+
+
+def drawn(noise, at, pos, heads, layer):
+    """The library's noise [heads, T, S], of one program for many lengths: a draw depends on no other."""
+    longer = lambda x, of: np.pad(np.asarray(x, np.int32), (0, -len(x) % of))  # noqa: E731
+    lists = np.tile(longer(pos, 32), (1, heads, 1))
+    z = _draws(noise, longer(at, 1 if len(at) == 1 else 32)[None], lists, heads, np.int32(layer))
+    return np.asarray(z[0], np.float64)[:, : len(at), : len(pos)]
+
+
 class Keyformer:
     """Keyformer over explicit slots, which remember all the noisy attention that they received.
 
@@ -103,9 +114,7 @@ class Keyformer:
 
     def given(self, q, at, k, pos, layer, head):
         """What the queries q [G, T, H] at positions `at` give slots: [S]."""
-        lists = jnp.asarray(pos)[None, None].repeat(head + 1, 1)
-        noise = self.noise.draws(jnp.asarray(at)[None], lists, (head + 1) * len(q), layer)
-        z = np.asarray(noise[0, -len(q) :], np.float64)
+        z = drawn(self.noise, at, pos, (head + 1) * len(q), layer)[-len(q) :]
         s = (q @ k.T / np.sqrt(k.shape[-1]) + z) / self.tau(at)[:, None]
         return softmax(np.where(pos[None] > at[:, None], -np.inf, s)).sum((0, 1))
 

@@ -87,17 +87,23 @@ def adversary(monkeypatch, seed):
     return System(words.Blocks(PAGE), words.Tree(), words.LRU(), preempt=preempt)
 
 
+@jax.jit
+def _spoiled(words, free):
+    """NaN in the free pages of a pool; by a mask, so that their number is no shape."""
+    bits = jnp.int32(np.float32(np.nan).view(np.int32))
+    return jnp.where(free.reshape(1, -1, *[1] * (words.ndim - 2)), bits, words)
+
+
 def poisoned(monkeypatch):
     """Pages that nobody holds hold NaN, before every effect."""
     carry_out = engines.Engine.carry_out
 
     def poison(self, effect):
-        free = np.array(self.loop.ledger.free_list, int)
-        bits = np.float32(np.nan).view(np.int32)
         for pages in () if isinstance(effect, engines.Move) else self.pages.values():
-            at = (np.arange(pages.heads)[:, None] * pages.blocks + free).reshape(-1)
+            free = np.zeros((pages.heads, pages.blocks), bool)
+            free[:, np.array(self.loop.ledger.free_list, int)] = True
             pages.pools = tuple(
-                paged_step.PagePool(p.words.at[:, at].set(bits), p.page, p.payload, p.names)
+                paged_step.PagePool(_spoiled(p.words, free.reshape(-1)), p.page, p.payload, p.names)
                 for p in pages.pools
             )
         return carry_out(self, effect)
@@ -329,7 +335,8 @@ def test_the_likeliest_tokens_are_named_beside_each_that_is_written():
     done = run(model, prompts, SYSTEMS["iterations"])
     want = np.array(alone(text))
     whole = jnp.array([[*text, *want[:-1]]])
-    logits = np.float64(forward(model.params, whole, model.config, jnp.array([whole.shape[1]])))[0]
+    read = jax.jit(forward, static_argnums=2)
+    logits = np.float64(read(model.params, whole, model.config, jnp.array([whole.shape[1]])))[0]
     logits = logits[len(text) - 1 :]
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     for answer, (top, method) in zip(done.answers, asked, strict=True):
