@@ -140,7 +140,7 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
     left = positions_left(model, cache) if grown else 0
     if left < grown:
         raise InputError(
-            f"{longest} tokens were given and the model has {left} positions behind this cache: verify "
+            f"{longest} tokens were given and the model has {left} positions after this cache: verify "
             "fewer, or use a model with a longer context"
         )
     return min(int((fit - lengths).min()), left - grown)
@@ -154,7 +154,7 @@ def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) 
     elif any(gm.read is not None for gm in gms):
         why = "a step reads the slots that its own token picks, and a pass reads all of them"
     elif any(isinstance(x, Codes) for g in cache.groups if g.state for x in g.state.data.values()):
-        why = "a step encodes the states of recurrent layers behind every token, and a pass once"
+        why = "a step encodes the states of recurrent layers after every token, and a pass once"
     ropes = [mixer_of(config, i).rope(config, i) for i in range(config.layers)]
     short = min((r.original_max for r in ropes if r.kind == "dynamic"), default=None)
     if not why and short is not None and int(np.max(fetch(cache.next) + lengths)) > short:

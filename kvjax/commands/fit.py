@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=whole(1), metavar="R", help="of LESS's kernels (default: 8)")
     parser.add_argument("--epochs", type=whole(1), metavar="N", help="readings, where one is not enough")
-    parser.add_argument("--budget", metavar="B", help="for methods that learn from what leaves")
+    parser.add_argument("--budget", metavar="B", help="for methods that learn from evicted slots")
     parser.add_argument(
         "--set",
         nargs="+",

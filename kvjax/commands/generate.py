@@ -96,7 +96,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end behind TEXT; may be given several times",
+        help="end after TEXT; may be given several times",
     )
 
 

@@ -54,8 +54,8 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
     return [
         (
             isinstance(keep.when, WhenFull) and not 0 < whole < keep.when.slots,
-            f"{keep.when!r} evicts where a list holds so many slots, and the budget is "
-            f"{keep.budget.amount!r}: give a smaller number of slots",
+            f"{keep.when!r} evicts when a KV head holds that many slots, and the budget is "
+            f"{keep.budget.amount!r}: give a smaller budget",
         ),
         (
             in_steps and not keep.allocate.uniform and not (threshold and keep.when.at_once),
@@ -63,8 +63,8 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
         ),
         (
             in_steps and threshold and not (_by_one(keep.merge) and all(map(_of_tokens, keep.protect))),
-            "evicting by a threshold merges nothing but what joins one slot at a time, and protects whole "
-            "numbers of tokens",
+            "evicting by a threshold works only with merges of one slot at a time, and with patterns of "
+            "whole numbers of tokens",
         ),
         (
             in_steps
@@ -73,25 +73,25 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             and keep.allocate.uniform
             and keep.budget.ratio != 1
             and not getattr(score, "bounded", False),
-            f"{keep.allocate!r} lets slots leave by their own score, and {score!r} gives more than fit "
-            "a high one: use a score that is `bounded`, such as Votes(256, 256)",
+            f"{keep.allocate!r} keeps all slots with high scores, and {score!r} can give "
+            "high scores to more slots than fit: use a `bounded` score, such as Votes(256, 256)",
         ),
         (
             in_steps and bool(absent),
-            "evicting while decoding needs what is observed in steps too, and "
-            f"{', '.join(map(repr, absent))} exists in prefills only: use when=PREFILL_END",
+            "evicting while decoding needs observations of steps, and "
+            f"{', '.join(map(repr, absent))} observes prefills only: use when=PREFILL_END",
         ),
         (
             hiding_of(keep) is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
-            "what newer tokens drop leaves where the next one comes, from lists of equal heads: use "
-            "UpTo(0.0), and when=STEP or PREFILL_END",
+            "slots that newer tokens drop are evicted in every step or at the end of prompts, with equal "
+            "budgets of all heads: use UpTo(0.0), and when=STEP or PREFILL_END",
         ),
         (
             hiding_of(keep) is not None
             and in_steps
             and (len(observations(keep)) > 1 or keep.merge is not None),
-            f"{hiding_of(keep)!r} decides before a token attends, and merges or other observations ask what "
-            "it attends to: leave them out",
+            f"{hiding_of(keep)!r} evicts before a token attends, and merges and other observations need "
+            "what it attends to: leave them out",
         ),
         *_at_once(keep, score),
     ]
@@ -107,8 +107,8 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
     return [
         (
             in_steps and not at_once and bool(masses),
-            f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
-            "receive of the newest one: name traces, such as AccumulatedMass(Mass()), in its score",
+            f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} has the "
+            "attention of the newest query alone: name traces, such as AccumulatedMass(Mass()), in its score",
         ),
         (
             in_steps and at_once and any(isinstance(t, Judging) for t in score.traces),
@@ -117,7 +117,7 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
         ),
         (
             in_steps and at_once and getattr(keep.merge, "ordered", False),
-            f"{keep.when!r} sees slots in any order, and {keep.merge!r} asks which are neighbours: evict "
+            f"{keep.when!r} sees slots in any order, and {keep.merge!r} merges neighbours: evict "
             "after several tokens, as in Every(128)",
         ),
     ]
@@ -131,12 +131,12 @@ def _lower(keep: Keep) -> Refusals:
     return [
         (
             hasattr(keep.allocate, "threshold") and keep.allocate.uniform,
-            f"a second tier has room for what a budget leaves out, and {keep.allocate!r} may leave out more: "
+            f"a second tier has as many slots as a budget evicts, and {keep.allocate!r} may evict more: "
             "use the uniform allocation",
         ),
         (
             lower.granule > 1 or lower.residual > 0,
-            "what leaves for a second tier is encoded token by token: use int8, int4 or turboquant's codecs",
+            "slots of a second tier are encoded token by token: use int8, int4 or turboquant's codecs",
         ),
         (
             keep.merge is not None or not keep.phase.steady,
@@ -144,8 +144,8 @@ def _lower(keep: Keep) -> Refusals:
         ),
         (
             in_steps and not (keep.when.at_once and keep.allocate.uniform),
-            "a second tier takes what leaves at the end of prompts or, with the uniform allocation, after "
-            "every token",
+            "a second tier takes slots that are evicted at the end of prompts or, with the uniform "
+            "allocation, after every token",
         ),
     ]
 
@@ -160,11 +160,11 @@ def _per_query_head(keep: Keep, score: Score) -> Refusals:
     return [
         (
             bool(masses or score.traces),
-            "what slots receive is recorded per KV head, and this keep selects per query head",
+            "received attention is recorded per KV head, and this keep selects per query head",
         ),
         (
             keep.probe is not None or bool(of_kv_heads),
-            f"{of_kv_heads[0] if of_kv_heads else keep.probe!r} says something of every KV head, and this "
+            f"{of_kv_heads[0] if of_kv_heads else keep.probe!r} is about KV heads, and this "
             "keep selects per query head: leave out per_query_head",
         ),
         (
@@ -180,12 +180,12 @@ def _merged(keep: Keep, score: Score) -> Refusals:
     return [
         (
             bool(unknown),
-            f"{keep.merge!r} asks for {', '.join(map(repr, unknown))}, which its score does not remember: "
+            f"{keep.merge!r} needs {', '.join(map(repr, unknown))}, which its score does not record: "
             "use a score that names it in `traces`, such as AccumulatedAttention()",
         ),
         (
             keep.merge is not None and not keep.phase.steady,
-            f"{keep.merge!r} merges keys that stand at their positions, and {keep.phase!r} turns them anew "
+            f"{keep.merge!r} merges keys rotated by their positions, and {keep.phase!r} rotates them anew "
             "whenever they are read: leave one of both out",
         ),
     ]
@@ -198,8 +198,8 @@ def _phased(keep: Keep, score: Score) -> Refusals:
     return [
         (
             not keep.phase.alike and looks,
-            f"its score looks at keys or at what they receive, and under {keep.phase!r} a key meets every "
-            "query otherwise: use a score of positions",
+            f"its score depends on keys or on attention, and under {keep.phase!r} a key is rotated in "
+            "another way for every query: use a score of positions",
         ),
     ]
 
@@ -220,12 +220,13 @@ def _probed(keep: Keep, score: Score) -> Refusals:
         ),
         (
             keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in score.traces),
-            f"{keep.narrow!r} leaves tokens out of the upper layers, and its score asks how likely they were",
+            f"{keep.narrow!r} leaves tokens out of the upper layers, and its score needs their probabilities",
         ),
         (
             keep.reuse > 1 and (in_steps or not keep.allocate.uniform),
-            f"{keep.reuse} layers keep what one of them chooses, and while decoding, or by budgets of their "
-            "own, they would choose apart: use the uniform allocation at the end of prompts",
+            f"{keep.reuse} layers keep the tokens that one of them selects, and while decoding, or by "
+            "budgets of their own, each would select by itself: use the uniform allocation at the end of "
+            "prompts",
         ),
     ]
 
@@ -237,7 +238,7 @@ def _restored(keep: Keep, score: Score) -> Refusals:
     return [
         (
             keep.restore is not None and (keep.when.in_steps or bool(score.traces) or not plain),
-            f"{keep.restore!r} reads whole prompts, and what stays of them is not moved, merged or counted "
+            f"{keep.restore!r} reads whole prompts, whose slots are then not moved, merged or counted "
             "again: use it with a keep that acts at the end of prompts alone, such as kvzip",
         ),
     ]
@@ -256,11 +257,11 @@ def _narrowed(keep: Keep) -> Refusals:
         (
             not keep.allocate.uniform,
             f"{keep.narrow!r} gives layers unequal numbers of tokens, among which {keep.allocate!r} cannot "
-            "share out a budget: use the uniform allocation",
+            "divide a budget: use the uniform allocation",
         ),
         (
             not keep.phase.steady and keep.phase != getattr(keep.narrow, "phase", None),
-            f"{keep.narrow!r} leaves tokens at their own positions, and {keep.phase!r} turns them by others",
+            f"{keep.narrow!r} keeps tokens at their own positions, and {keep.phase!r} rotates them by others",
         ),
         (
             keep.probe is not None,

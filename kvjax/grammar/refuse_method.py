@@ -54,16 +54,15 @@ def _in_layers(method: Method) -> Refusals:
     keeps = [one.keep for one in method.sentences if one.keep is not None]
     whole = [k for k in keeps if not k.phase.steady or k.per_query_head or k.probe or k.narrow or k.restore]
     return [
-        (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
+        (not alone or any(one.layers for one in method.sentences), "its layers already say all that it does"),
         (
             bool(parts or whole or stores),
-            "phases, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
-            "prompt out, and what merges layers, "
-            "concern all layers together: give layers sentences without them",
+            "phases, per_query_head, unrotated keys, probes, rewritten weights, selections of a prompt's "
+            "tokens and merges of layers concern all layers together: give layers methods without them",
         ),
         (
             len({k for k in keeps if not k.allocate.uniform}) > 1,
-            "heads of unequal budgets lie in pages of one keep, and its layers have several: give those that "
-            "have unequal heads the same keep",
+            "heads of unequal budgets share the pages of one keep, and its layers have several: give those "
+            "that have unequal heads the same keep",
         ),
     ]

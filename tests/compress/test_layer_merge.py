@@ -222,7 +222,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         kvjax.chain(METHOD, kvjax.method("kivi"))
     with pytest.raises(ValueError, match="at most one stack"):
         kvjax.chain(METHOD, kvjax.method("minicache"))
-    with pytest.raises(InputError, match="and what merges layers, concern all layers together"):
+    with pytest.raises(InputError, match="and merges of layers concern all layers together"):
         kvjax.by_layer([METHOD, None])
     with pytest.raises(ValueError, match="the stack word is the class MergedLayers, not one of its words"):
         Method(stack=MergedLayers)  # type: ignore[arg-type]

@@ -142,11 +142,11 @@ REFUSED = {
     ),
     "masses of what is attended in turns": (
         lambda: chain(kvjax.method("snapkv", budget=0.5), kvjax.method("ape")),
-        "its score looks at keys or at what they receive",
+        "its score depends on keys or on attention",
     ),
     "a probe's masses": (
         lambda: chain(kvjax.method("kvzip", budget=0.5, prefix=(1, 2)), kvjax.method("ape")),
-        "its score looks at keys or at what they receive",
+        "its score depends on keys or on attention",
     ),
     "a class": (lambda: keep(ByRank), "the phase is the class ByRank, not one of its words: write ByRank"),
     "no phase": (lambda: keep(3), "int is no phase, it has no `steady`: see kvjax.grammar.phase"),
@@ -157,7 +157,7 @@ REFUSED = {
     ),
     "a merge": (
         lambda: chain(keep(ByRank(), AccumulatedAttention(), merge=ValueMerge())),
-        r"merges keys that stand at their positions, and ByRank\(\) turns them anew",
+        r"merges keys rotated by their positions, and ByRank\(\) rotates them anew",
     ),
     "keys that every query meets otherwise": (
         lambda: chain(keep(Clamped(4), KeyNorm())),

@@ -52,19 +52,21 @@ def test_words_that_cannot_work_together_are_refused():
     with pytest.raises(ValueError, match="must be a multiple of the 32"):
         chain(PageBounds(half, page=16), coded, Host())
     chain(PageBounds(half, page=64), coded, Host())
-    with pytest.raises(ValueError, match=r"asks for AccumulatedMass\(.*which its score does not remember"):
+    with pytest.raises(ValueError, match=r"needs AccumulatedMass\(.*which its score does not record"):
         chain(Keep(Position(), half, Uniform(), merge=ValueMerge()))
     chain(Keep(AccumulatedAttention(), half, Uniform(), merge=ValueMerge()))
-    with pytest.raises(ValueError, match=r"asks for AccumulatedMass\(.*which its score does not remember"):
+    with pytest.raises(ValueError, match=r"needs AccumulatedMass\(.*which its score does not record"):
         chain(Keep(DecayedAttention(0.7), half, Uniform(), merge=GaussianMerge()))
-    with pytest.raises(ValueError, match="asks which are neighbours: evict after several tokens"):
+    with pytest.raises(ValueError, match="merges neighbours: evict after several tokens"):
         chain(Keep(AccumulatedAttention(), half, Uniform(), merge=GaussianMerge(), when=STEP))
     chain(Keep(AccumulatedAttention(), half, Uniform(), merge=GaussianMerge(), when=Every(128)))
     # A step has room for n slots and one more, however many are above a threshold.
-    with pytest.raises(ValueError, match="gives more than fit a high one: use a score that is `bounded`"):
+    with pytest.raises(
+        ValueError, match="can give high scores to more slots than fit: use a `bounded` score"
+    ):
         chain(Keep(AccumulatedAttention(), half, UpTo(1.0), when=STEP))
     chain(Keep(Votes(8, 8), half, UpTo(1.0), when=STEP), Store(Affine(8)))
-    with pytest.raises(ValueError, match="may leave out more: use the uniform allocation"):
+    with pytest.raises(ValueError, match="may evict more: use the uniform allocation"):
         chain(Keep(Position(), half, UpTo(1.0), lower=Store(Affine(4))))
 
 
@@ -78,7 +80,7 @@ def test_words_that_cannot_work_together_are_refused():
     ],
 )
 def test_what_speaks_of_kv_heads_selects_no_query_heads(word, keep):
-    with pytest.raises(ValueError, match=rf"{word}.* says something of every KV head"):
+    with pytest.raises(ValueError, match=rf"{word}.* is about KV heads"):
         chain(dataclasses.replace(keep(), per_query_head=True))
     # What looks at query heads may.
     chain(dataclasses.replace(make("compresskv").keep, per_query_head=True))

@@ -79,7 +79,10 @@ NARROW = SelectivePropagation(0, KeyNorm(), 0.5)
     ("keep", "message"),
     [
         (Keep(KeyNorm(), HALF, AcrossHeads(), narrow=NARROW), r"among which AcrossHeads\(.*use the uniform"),
-        (Keep(Position(), HALF, Uniform(), phase=ByRank(), narrow=NARROW), r"ByRank.* turns them by others"),
+        (
+            Keep(Position(), HALF, Uniform(), phase=ByRank(), narrow=NARROW),
+            r"ByRank.* rotates them by others",
+        ),
         (
             Keep(ProbeAttention(PROBE), HALF, Uniform(), probe=PROBE, narrow=NARROW),
             r"the probe RepeatContext\(.* would attend to all of them",

@@ -69,13 +69,13 @@ REFUSED = {
     ),
     "lists that are full before they hold their budget": (
         Keep(KeyNorm(), Budget(16), Uniform(), when=WhenFull(16)),
-        r"evicts where a list holds so many slots, and the budget is 16: give a smaller number of slots",
+        r"evicts when a KV head holds that many slots, and the budget is 16: give a smaller budget",
     ),
     "lists that are full and hold a share": (
         Keep(KeyNorm(), HALF, Uniform(), when=WhenFull(16)),
-        r"and the budget is 0.5: give a smaller number of slots",
+        r"and the budget is 0.5: give a smaller budget",
     ),
-    "a user's observation in a step": (step(OfMine()), r"SinceTheMiddle\(\) exists in prefills only"),
+    "a user's observation in a step": (step(OfMine()), r"SinceTheMiddle\(\) observes prefills only"),
     "protected slots beyond the budget": (
         Keep(KeyNorm(), Budget(16), Uniform(), (Sink(4), Recent(16))),
         r"20 of .* must stay \(Sink\(tokens=4\), Recent\(tokens=16\)\), more than the budget of 16 slots",
@@ -90,15 +90,15 @@ REFUSED = {
     ),
     "layers that keep alike and evict apart": (
         step(KeyNorm(), reuse=2),
-        r"2 layers keep what one of them chooses, and while decoding, .* they would choose apart",
+        r"2 layers keep the tokens that one of them selects, and while decoding, .* select by itself",
     ),
     "layers that keep alike by budgets of their own": (
         Keep(KeyNorm(), HALF, AcrossHeads(), reuse=2),
-        r"or by budgets of their own, they would choose apart: use the uniform allocation",
+        r"or by budgets of their own, each would select by itself: use the uniform allocation",
     ),
     "surprise of tokens that upper layers do not see": (
         Keep(Novelty(), HALF, Uniform(), narrow=SelectivePropagation(0, KeyNorm(), 0.5)),
-        r"leaves tokens out of the upper layers, and its score asks how likely they were",
+        r"leaves tokens out of the upper layers, and its score needs their probabilities",
     ),
     "a probe that is not read": (
         Keep(ProbeAttention(MIDDLE) >> Pool(3), HALF, Uniform()),
