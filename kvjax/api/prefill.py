@@ -306,7 +306,7 @@ def _check_phases(model: Model, method: Method, held: int, last: int, new: int) 
     held = phase.most_behind(max(held, method.keep.budget.capacity(last), *windows, 0))
     if held + new > most:
         raise InputError(
-            f"{new} tokens at once behind up to {held} {phase.counts} reach beyond the model's last "
+            f"{new} tokens at once after up to {held} {phase.counts} reach beyond the model's last "
             f"position, {most}: "
             + (f"read at most {most - held} at a time with chunk=" if held < most else "lower the budget")
         )

@@ -193,12 +193,12 @@ def q_int4(*, bits: Bits = 4, block: Group = 16, seed: Seed = 0, fitted: Fit | N
     exact="deviates",
 )
 def prefixquant(*, bits: Bits = 4, sinks: Tokens = 1, seed: Seed = 0, fitted: Fit | None = None) -> Method:
-    """The KV cache of PrefixQuant (Chen et al., 2024, arXiv:2410.05265), section 5: static behind a prefix.
+    """The KV cache of PrefixQuant (Chen et al., 2024, arXiv:2410.05265), section 5: static codes, a prefix.
 
     Tokens that draw outliers stand at the start of every text, where they stay unencoded, so that later
     tokens draw none and one scale for each head is enough: a token stores no scale. Keys and values are
     rotated by a Hadamard matrix, keys after RoPE. sinks: how many tokens these are. fitted: the scales of
-    least error for the tokens behind them, as `kvjax fit prefixquant` finds them. Deviation: the prefix
+    least error for the tokens after them, as `kvjax fit prefixquant` finds them. Deviation: the prefix
     is what the caller's texts begin with, such as the tokenizer's token for the start of a text, where the
     authors search for its ids and prepend them; scales of keys are those of least error of keys, and not of
     attention; nothing is fine-tuned; weights and other activations are not quantised; the Hadamard matrix has

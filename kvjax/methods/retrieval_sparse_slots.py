@@ -341,11 +341,11 @@ def retroinfer(
     of keys and sums of values, and the others not at all (`EstimatedClusters`). The first `sinks` and the
     `newest` tokens are always read. budget is the share (or number) of older tokens that a query reads at
     most, and `estimate` the share of the clusters that are estimated. Deviation: all is in device memory,
-    where the paper has keys and values on the host behind a cache of blocks; a prompt is clustered as one,
-    where the authors cluster segments of it, and generated tokens join the nearest cluster, where they
-    cluster every 1024; there are `clusters` of them, where they have one for every 16 keys; the query heads
-    of a group share clusters, by the sum of their products. Prompts and several tokens at once are read in
-    full.
+    where the paper has keys and values on the host and a cache of blocks on the device; a prompt is
+    clustered as one, where the authors cluster segments of it, and generated tokens join the nearest
+    cluster, where they cluster every 1024; there are `clusters` of them, where they have one for every 16
+    keys; the query heads of a group share clusters, by the sum of their products. Prompts and several
+    tokens at once are read in full.
     """
     read = EstimatedClusters(Budget(budget), newest, skip_layers, clusters, turns, sinks, estimate)
     return Method(read=read)

@@ -82,7 +82,7 @@ def topology_of(name: str) -> Topology:
         raise InputError(f"unknown topology {name!r}: {hint}")
     if not re.fullmatch(r"[1-9]\d*", shape):
         raise InputError(
-            f"topology {name!r} has no number of devices, expected one behind the colon: did you mean "
+            f"topology {name!r} has no number of devices, expected one after the colon: did you mean "
             f"{family}:8?"
         )
     if family == "cpu":

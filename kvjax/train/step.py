@@ -319,7 +319,9 @@ def _fault_ahead(
     if beside.compressor is not None:
         said = _compressed(params, part, config, loop, beside.compressor)
         finite = all(bool(jnp.isfinite(x).all()) for x in said)
-        return None if finite else f"what is said behind contexts that {beside.compressor.method.id} read"
+        return (
+            None if finite else f"the loss of tokens after contexts that {beside.compressor.method.id} read"
+        )
     read, low = told(part, loop), computed(params, loop)
     segments = None if read.segments is None else read.segments[:, :-1]
     context = context_of(part, loop, beside.encoder)

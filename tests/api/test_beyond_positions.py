@@ -78,7 +78,7 @@ DYNAMIC = dataclasses.replace(CONFIG, rope=Rope(kind="dynamic", original_max=24)
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        (STREAM, {}, r"40 tokens at once behind up to 8 slots .* 24: read at most 16 at a time with chunk="),
+        (STREAM, {}, r"40 tokens at once after up to 8 slots .* 24: read at most 16 at a time with chunk="),
         (STREAM, {"chunk": 17}, r"17 tokens at once .*: read at most 16 at a time with chunk="),
         (STREAM, {"chunk": 8, "compress": False}, r"40 tokens at once .* chunk="),
         (STREAM, {"chunk": 8, "config": DYNAMIC}, r"reaches position 40, this model's last is 24"),

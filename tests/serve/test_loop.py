@@ -122,11 +122,11 @@ def test_a_request_of_nothing_and_two_of_one_id_are_refused():
 
 ILLEGAL = {
     "names a request twice": lambda v: Plan(write=[v.writing[0]] * 2),
-    "runs nobody": lambda v: Plan(),
+    "runs no request": lambda v: Plan(),
     "which is waiting": lambda v: Plan(write=[v.waiting[0]]),
     "reads 999 tokens": lambda v: Plan(read=[(v.waiting[0], 999)]),
-    "sends away who holds nothing": lambda v: Plan(write=v.writing, out=[v.waiting[0]]),
-    "brings back who is here": lambda v: Plan(write=v.writing, back=[v.waiting[0]]),
+    "moves a request to the host that holds no slots": lambda v: Plan(write=v.writing, out=[v.waiting[0]]),
+    "brings back a request that is on the device": lambda v: Plan(write=v.writing, back=[v.waiting[0]]),
     "plans 0 steps": lambda v: Plan(write=v.writing, steps=0),
     "pages, and": lambda v: Plan(read=[(e, 1) for e in v.waiting]),
 }

@@ -27,7 +27,7 @@ def text_caption(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
     """The caption of the picture: model, windows, tokens, and the command that reproduces it."""
     length = metrics.get("settings", {}).get("length")
     words = [str(metrics.get("model", "")), f"windows of {length} tokens" if length else ""]
-    words.append(f"n = {rows[0]['windows']} windows, {rows[0]['tokens']} tokens behind them" if rows else "")
+    words.append(f"n = {rows[0]['windows']} windows, {rows[0]['tokens']} tokens after them" if rows else "")
     first = ", ".join(word for word in words if word)
     return "\n".join(line for line in (first, str(metrics.get("command", ""))) if line)
 

@@ -141,7 +141,7 @@ def read_windows(
     span, last = length + steps + 1, model.config.max_positions
     if span > last:
         raise InputError(
-            f"--length {length} and {steps} tokens behind it reach beyond the model's {last} positions: "
+            f"--length {length} and {steps} tokens after it reach beyond the model's {last} positions: "
             f"expected at most {last - steps - 1}"
         )
     try:
@@ -156,7 +156,7 @@ def read_windows(
     if not there:
         raise InputError(
             f"{path} holds {len(ids)} tokens, expected at least {own}: --length {length} and {steps} tokens "
-            "behind it; give a longer text or a smaller --length"
+            "after it; give a longer text or a smaller --length"
         )
     rng = np.random.default_rng(seed)
     chosen = np.sort(rng.choice(there, min(windows, there), replace=False))

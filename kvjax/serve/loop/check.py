@@ -21,18 +21,22 @@ def check(system: System, plan: Plan, view: View) -> None:
     if len(write) + len(read) < len(plan.write) + len(plan.read) or write & read or out & (write | read):
         raise IllegalPlan(f"{name} names a request twice")
     if not write and not read:
-        raise IllegalPlan(f"{name} runs nobody, and {len(view.waiting)} wait")
+        raise IllegalPlan(f"{name} runs no request, and {len(view.waiting)} wait")
     for entry in plan.write:
         if entry.state != WRITING and id(entry) not in back:
-            raise IllegalPlan(f"{name} lets request {entry.request.id} write, which is {entry.state}")
+            raise IllegalPlan(f"{name} decodes a token of request {entry.request.id}, which is {entry.state}")
     for entry, count in plan.read:
         have = view.match(entry).tokens if entry.state == WAITING else entry.stored
         if entry.state not in (WAITING, READING) or not 1 <= count <= entry.goal - have:
             raise IllegalPlan(f"{name} reads {count} tokens of request {entry.request.id}, {entry.state}")
     if any(entry.state not in (WRITING, READING) for entry in plan.out) or plan.steps < 1:
-        raise IllegalPlan(f"{name} sends away who holds nothing, or plans {plan.steps} steps")
+        raise IllegalPlan(
+            f"{name} moves a request to the host that holds no slots, or plans {plan.steps} steps"
+        )
     if any(entry.state != AWAY for entry in plan.back) or (plan.out and isinstance(system.preempt, Never)):
-        raise IllegalPlan(f"{name} brings back who is here, or sends away where nobody may give way")
+        raise IllegalPlan(
+            f"{name} brings back a request that is on the device, or preempts where the system never does"
+        )
     need, free = needed(system, plan, view), view.free + sum(map(view.gives, plan.out))
     if need > free:
         raise IllegalPlan(f"{name} needs {need} pages, and {free} of {view.pages} are free")

@@ -30,7 +30,9 @@ def cross_behind_each(params: Params, config: Config, width: int, key: Array) ->
     (['Attention', 'CrossAttention'], ['attn_norm', 'k', 'o', 'q', 'v'])
     """
     if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)):
-        raise ValueError("contexts are read behind layers of plain attention, and not all of its are")
+        raise ValueError(
+            "cross attention is added after layers of plain attention, and some of this model's are others"
+        )
     if width < 1:
         raise ValueError(f"width is {width}, expected the channels of an encoder")
     first = CrossAttention(width=width)
