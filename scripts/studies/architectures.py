@@ -261,7 +261,7 @@ def context_rows() -> list[Row]:
             dataclasses.replace(BASE, layers=len(xc), mixers=xc), words, 4096 * 2, 32 * KV,
         ),
         Row(
-            "CEPE", "2402.16617", "`CrossAttention(1024)` behind each `Attention()`",
+            "CEPE", "2402.16617", "`CrossAttention(1024)` after each `Attention()`",
             dataclasses.replace(BASE, layers=len(cepe), mixers=cepe, mlps=mlps), words, 1024 * 2, 32 * KV,
         ),
     ]  # fmt: skip
