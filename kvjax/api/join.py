@@ -153,7 +153,7 @@ def _check_slots(gms: Sequence[GroupMethod], caches: Sequence[Cache]) -> None:
 def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
     """Why the slots of a group cannot be appended to others; empty if they can."""
     if group.state is not None:
-        return "carries a state, into which its text has gone"
+        return "has a recurrent state, which includes its text"
     if not gm.lasting:
         return "loses slots while decoding"
     slots = group.tail

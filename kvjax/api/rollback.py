@@ -141,13 +141,13 @@ def _refuse(cache: Cache, count: np.ndarray, why: str) -> None:
 def _never(gm: Any, group: GroupState) -> str:
     """Why no token of a group can be removed, whatever its slots hold; empty if some can."""
     if jax.tree.leaves(group.state):
-        return f"layer {gm.first} carries a state, into which they have gone"
+        return f"layer {gm.first} has a recurrent state, which includes them"
     if gm.kind != "slots":
         return ""
     if grown := [trace for trace in gm.traces if trace.needs]:
-        return f"what layer {gm.first} remembers of its slots ({grown[0]!r}) has grown by their queries"
+        return f"layer {gm.first} has a trace of its slots ({grown[0]!r}), which includes their queries"
     if gm.evicting and (gm.carried or gm.merge is not None):
-        return f"the rows of layer {gm.first} carry what they have seen of them"
+        return f"the rows of layer {gm.first} carry statistics that include them"
     return ""
 
 
@@ -166,7 +166,7 @@ def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
         _refuse(
             cache,
             count,
-            f"{note.tokens.tolist()} were surely added since slots were last chosen among, and a choice "
+            f"{note.tokens.tolist()} were surely added since slots were last selected, and a selection "
             "cannot be undone",
         )
 
@@ -198,22 +198,22 @@ def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: n
     bodies, tail, both = held
     forgets = count > 0
     if gm.evicting and (forgets & (both[0] < length)).any():
-        return f"older slots of layer {gm.first} have left, which would be there without them"
+        return f"older slots of layer {gm.first} were evicted, which would still be there without them"
     if gm.paged and (count > tail[0]).any():
-        return f"in layer {gm.first} some of them lie in pages, which are written once"
+        return f"in layer {gm.first} some of them are stored in pages, which are written once"
     if not gm.split:
         return ""
     if gm.paged and (forgets & (bodies[1] > 0) & (tail[0] - count < gm.residual)).any():
-        return f"lists of layer {gm.first} have encoded as many tokens as each of them holds"
+        return f"the KV heads of layer {gm.first} have encoded different numbers of tokens"
     # Steps leave granules * g tokens in the body and `residual` or a few more in the tail.
     in_body = np.clip(count - tail, 0, bodies)
     whole = np.maximum(bodies + tail - count - gm.residual, 0) // gm.granule * gm.granule
     if isinstance(gm.read, Resting | Learning) and (in_body > 0).any():
-        return f"layer {gm.first} holds sums of what lies in its body, and some of them are in these"
+        return f"layer {gm.first} has sums over the slots of its body, which include some of them"
     if not gm.paged and (forgets & ((bodies - in_body != whole) | (in_body % gm.granule != 0))).any():
         return (
-            f"layer {gm.first} encodes {gm.granule} tokens together, and has encoded some that would still "
-            "be plain without them"
+            f"layer {gm.first} encodes {gm.granule} tokens together, and has encoded some that would not "
+            "be encoded without them"
         )
     return ""
 

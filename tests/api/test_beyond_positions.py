@@ -62,7 +62,7 @@ def test_ranks_that_grow_with_what_is_written_end_at_the_last_position():
     with pytest.raises(InputError, match="17 new tokens would reach position 65, this model's last is 64"):
         kvjax.generate(m, [TEXT[:48]], method=FINCH, chunk=8, max_new_tokens=17, stop=[])
     out = kvjax.generate(m, [TEXT[:48]], method=FINCH, chunk=8, max_new_tokens=16, stop=[])
-    with pytest.raises(InputError, match="behind up to 24 slots reach beyond the model's last position, 24"):
+    with pytest.raises(InputError, match="after up to 24 slots reach beyond the model's last position, 24"):
         kvjax.prefill(m, [[1]], cache=out.cache, compress=False)
 
 

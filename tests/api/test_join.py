@@ -134,7 +134,7 @@ def test_what_does_not_belong_together_is_refused():
         (model, good, dict(room=-1), "room"),
         (dynamic, caches(dynamic), {}, r"rotation of .* \(dynamic\) depends on the length"),
         (windowed, caches(windowed), {}, "layer 0 of cache 0 loses slots"),
-        (bytes_model, caches(bytes_model), {}, "carries a state"),
+        (bytes_model, caches(bytes_model), {}, "has a recurrent state"),
     ):
         with pytest.raises(kvjax.InputError, match=told):
             kvjax.join(made, given, **more)

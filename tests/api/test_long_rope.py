@@ -53,7 +53,7 @@ def test_a_cache_does_not_grow_across_the_switch():
     with pytest.raises(InputError, match="a row of 12 tokens would grow beyond 16"):
         kvjax.generate(MODEL, [TEXT[:12]], max_new_tokens=5)
     with pytest.raises(
-        InputError, match="3 tokens were given and the model has 2 positions behind this cache"
+        InputError, match="3 tokens were given and the model has 2 positions after this cache"
     ):
         kvjax.verify(MODEL, cache, [TEXT[14:17]])
     for token in TEXT[14:16]:

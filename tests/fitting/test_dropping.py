@@ -84,8 +84,8 @@ def test_strips_of_new_tokens_drop_what_all_at_once_drop(rng, monkeypatch):
 @pytest.mark.parametrize(
     ("keep", "why"),
     [
-        (dict(when=Every(4)), "leaves where the next one comes"),
-        (dict(allocate=Threshold(0.0)), "leaves where the next one comes"),
+        (dict(when=Every(4)), "are evicted in every step or at the end"),
+        (dict(allocate=Threshold(0.0)), "are evicted in every step or at the end"),
     ],
 )
 def test_what_is_dropped_leaves_where_the_next_token_comes(keep, why):

@@ -161,7 +161,7 @@ REFUSED = {
     ),
     "keys that every query meets otherwise": (
         lambda: chain(keep(Clamped(4), KeyNorm())),
-        r"under Clamped\(distance=4\) a key meets every query otherwise: use a score of positions",
+        r"under Clamped\(distance=4\) a key is rotated in another way for every query: use a score",
     ),
     "two keeps": (
         lambda: chain(kvjax.method("streamingllm", budget=0.5), kvjax.method("renumbered")),

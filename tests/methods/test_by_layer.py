@@ -99,7 +99,7 @@ def test_what_concerns_all_layers_or_two_kinds_of_pages_is_refused():
     gated = kvjax.method("kvzap", fitted=GATE, threshold=GATE_THRESHOLD, window=WINDOW, page=PAGE)
     with pytest.raises(InputError, match="its layers have several"):
         kvjax.by_layer([BY_LABEL["adakv"].method(), gated])
-    with pytest.raises(InputError, match="its layers say all"):
+    with pytest.raises(InputError, match="its layers already say all"):
         kvjax.by_layer([kvjax.by_layer([None, None]), None])
     with pytest.raises(ValueError, match="which no chain can add to"):
         kvjax.chain(kvjax.by_layer([None, None]), kvjax.method("int8"))

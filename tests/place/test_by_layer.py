@@ -224,7 +224,9 @@ def test_a_step_on_a_mesh_sends_nothing_as_large_as_a_list(name):
 
 
 def test_what_the_word_cannot_do_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="unequal numbers, which lie in pages: use snapkv for this keep"):
+    with pytest.raises(
+        ValueError, match="unequal numbers of slots, which are stored in pages: use snapkv for this keep"
+    ):
         kvjax.chain(kvjax.method("adakv", budget=0.5), Host())
     with pytest.raises(ValueError, match="and this keep merges slots while decoding: use h2o for this keep"):
         kvjax.chain(kvjax.method("d2o", budget=0.5), Host())

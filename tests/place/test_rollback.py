@@ -170,12 +170,12 @@ def test_a_context_stays_as_it_is():
     [
         pytest.param(
             "h2o",
-            r"what layer 0 remembers of its slots \(AccumulatedMass.*has grown by their queries",
+            r"layer 0 has a trace of its slots \(AccumulatedMass.*which includes their queries",
             marks=pytest.mark.rotating,
         ),
-        ("r-kv", "the rows of layer 0 carry what they have seen"),
-        ("sink-recent", "older slots of layer 0 have left"),
-        pytest.param("kvzap", "older slots of layer 0 have left", marks=pytest.mark.rotating),
+        ("r-kv", "the rows of layer 0 carry statistics"),
+        ("sink-recent", "older slots of layer 0 were evicted"),
+        pytest.param("kvzap", "older slots of layer 0 were evicted", marks=pytest.mark.rotating),
     ],
 )
 def test_what_tokens_have_changed_elsewhere_is_not_undone(label, why):
@@ -191,7 +191,7 @@ def test_what_tokens_have_changed_elsewhere_is_not_undone(label, why):
 def test_sums_of_a_body_are_not_undone():
     m, method = model("4/2"), kvjax.method("sparq", budget=0.5, channels=4, newest=4)
     _, cache = kvjax.prefill(m, MAIN.first, method=method, room=WIDTH)
-    with pytest.raises(InputError, match="layer 0 holds sums of what lies in its body"):
+    with pytest.raises(InputError, match="layer 0 has sums over the slots of its body"):
         rollback(cache, [len(row) for row in MAIN.first])
 
 
@@ -200,7 +200,7 @@ def test_a_state_is_not_undone():
     m = architecture("kimi linear")
     _, cache = kvjax.prefill(m, TEXTS[:2, :6], room=8)
     _, cache = kvjax.verify(m, cache, TEXTS[:2, 6:9])
-    with pytest.raises(InputError, match="layer 0 carries a state, into which they have gone"):
+    with pytest.raises(InputError, match="layer 0 has a recurrent state, which includes them"):
         kvjax.rollback(cache, [0, 1])
     assert kvjax.rollback(cache, 0) is cache
 

@@ -109,7 +109,7 @@ def test_cepe_reads_contexts_behind_every_attention_and_changes_nothing_at_first
     assert np.abs(apart).max() > 1e-2
     with pytest.raises(InputError, match="width is 0"):
         convert(plain, "cepe:width=0")
-    with pytest.raises(InputError, match="not all of its are"):
+    with pytest.raises(InputError, match="some of this model's are others"):
         convert(made, "cepe:width=8")
 
 
