@@ -102,7 +102,7 @@ def asked_for(arrays: dict[str, Array], states: Float[Array, "*b X"]) -> Float[A
 
 @dataclasses.dataclass(frozen=True)
 class TokenProjection(Gate):
-    """One channel of x M, which describes a token to each KV head; x is the layer's input."""
+    """Channel `channel` of x M for every token and KV head, for `PredictedAttention`; x is the input."""
 
     channel: int = 0
     by = "adore"

@@ -1,7 +1,8 @@
 """Feature maps for linear attention: phi(q)' phi(k) instead of exp(q' k), so that the state is small.
 
-Performer's random features are exponentials, and are computed as slots with running averages. Based's
-polynomial needs no such care and uses `normalised`, which serves any map with positive products.
+Performer's random features are exponentials, which could overflow, so they are computed as slots with
+running averages. Based's polynomial cannot overflow: it uses `normalised`, which takes any map with positive
+products.
 """
 
 from __future__ import annotations

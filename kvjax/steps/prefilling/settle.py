@@ -166,7 +166,7 @@ class _Sizes(NamedTuple):
 
 
 class _AtWork(NamedTuple):
-    """Groups between reading and storing.
+    """The groups of layers while a prompt that was read is compressed and stored, one group after the other.
 
     groups: the finished ones. fresh: what every group with slots computed, as stored. views: the slots of the
     unfinished groups, as stored; shown: the same with keys as the method's words see them.
