@@ -14,6 +14,7 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.facts import Fact, ReadFacts
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead, PromptReadFacts
 from kvjax.grammar.protocols import (
     Allocation,
     AttentionSpec,
@@ -72,8 +73,10 @@ from kvjax.methods.shared import (
     Tokens,
     Window,
 )
+from kvjax.ops.attention.block_sparse import Picks
 from kvjax.read.pages import PageBounds
 from kvjax.read.ranked import RankedSlots
+from kvjax.read.segment_scores import SegmentScores
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec, dense
 from kvjax.store.affine import Affine, Float8
@@ -88,7 +91,7 @@ __all__ = [
     "View", "Seen", "AttentionSpec", "Inputs", "Slots", "dense",
     # What words provide, as protocols.
     "Score", "Pattern", "Allocation", "Merge", "Observation", "Trace",
-    "Read", "ReadFacts", "Fact",
+    "Read", "ReadFacts", "PromptRead", "PromptReadFacts", "PromptQueries", "Picks", "Fact",
     "Codec",
     "Phase", "When",
     # Scores: the base class, which adds, multiplies and chains scores, and those that most methods use.
@@ -114,6 +117,8 @@ __all__ = [
     # Reads: bases that rank slots or pages for every query.
     "RankedSlots",
     "PageBounds",
+    # Reads in prompts.
+    "SegmentScores",
     # Fitted arrays.
     "Fitted", "as_fitted",
     # The facts about a paper, the types of hyper-parameters, and the error for their wrong values.

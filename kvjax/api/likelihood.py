@@ -180,9 +180,10 @@ def _starts(method: Method, context: Any, chunk: int | None, rows: int) -> Int[n
 
 
 def needs_context(method: Method) -> bool:
-    """Whether a method acts only at the ends of prompts, and so would not act if all tokens were scored."""
+    """Whether a method acts in prompts alone, and so would not act if all tokens were scored."""
     keeps = [one.keep for one in method.sentences if one.keep is not None and one.keep.score is not None]
-    return method.reread is not None or any(keep.when == PREFILL_END for keep in keeps)
+    reads = any(one.read_prompt is not None for one in method.sentences)
+    return reads or method.reread is not None or any(keep.when == PREFILL_END for keep in keeps)
 
 
 def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:

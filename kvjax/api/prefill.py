@@ -197,6 +197,7 @@ def read_prompt(
         chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
     check_memory(model, tokens, chosen, room, chunk)
     batch = padded(model, tokens, lengths)
+    _check_pieces(chosen, batch.lengths, chunk)
     turn = turn and chunk is None and compress
     if turn:
         batch = in_turn_width(model, batch)
@@ -243,6 +244,16 @@ def read_prompt(
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def _check_pieces(method: Method, lengths: Int[np.ndarray, "B"], chunk: int | None) -> None:
+    """InputError if a prompt would be read in pieces of which a method picks blocks as a whole."""
+    reads = any(one.read_prompt is not None for one in method.sentences)
+    if reads and chunk is not None and chunk < (longest := int(lengths.max())):
+        raise InputError(
+            f"{method.id} picks the blocks that a prompt's queries attend to among all of its tokens, and "
+            f"chunk={chunk} would read {longest} tokens in pieces: leave chunk= out, or give chunk={longest}"
+        )
 
 
 def _check_lengths(

@@ -95,6 +95,7 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
                 f"The layers read all {tokens} tokens; each attends to itself and to earlier tokens{left}."
             )
         )
+    told += [] if method.read_prompt is None else _read_in_blocks(method.read_prompt, tokens)
     told += [] if keep is None else _kept(keep, tokens)
     if method.stack is not None:
         told.append(Statement("Adjacent layers are stored together.", (method.stack,)))
@@ -103,6 +104,26 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
         told.append(Statement("The summaries by which later steps select slots are computed now."))
     if method.host is not None:
         told.append(Statement("Keys and values move to host memory.", (method.host,)))
+    return told
+
+
+def _read_in_blocks(read: Any, tokens: int) -> list[Statement]:
+    """What a first prompt attends to, and what share of the full attention that computes."""
+    if tokens <= read.read_whole:
+        return [Statement(f"A prompt of up to {read.read_whole} tokens is attended to as a whole.", (read,))]
+    share = getattr(read, "share", lambda tokens: None)(tokens)
+    known = (
+        "as many as its tokens say" if share is None else f"{100 * share:.3g}% of what full attention does"
+    )
+    told = [
+        Statement(
+            f"But {_many(read.segment, 'token')} together attend to some blocks of "
+            f"{_many(read.block, 'token')}, {known}.",
+            (read,),
+        )
+    ]
+    if read.skip_layers:
+        told.append(Statement(f"The first {_many(read.skip_layers, 'layer')} attend to all before them."))
     return told
 
 

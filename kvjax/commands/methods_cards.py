@@ -27,6 +27,7 @@ VERBS = {
     "keep": "keeps",
     "store": "stores",
     "read": "reads",
+    "read_prompt": "blocks of prompts",
     "make": "makes",
     "stack": "layers merged",
     "reread": "prompts read in part",

@@ -9,13 +9,15 @@ from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
+from kvjax.models.mixers.indexed_latent import IndexedLatent
 
 
 class LayerFacts(NamedTuple):
     """What the layers of a model keep, as far as methods ask for it.
 
     slots: of each layer that keeps slots of its own, whose number grows. all_slots: also of those whose
-    number is fixed or that read another layer's. takes: names of what layers take from others.
+    number is fixed or that read another layer's. takes: names of what layers take from others. picking:
+    whether queries of a layer pick tokens themselves. windowed: whether all layers with slots have a window.
     """
 
     encoder: bool
@@ -24,6 +26,8 @@ class LayerFacts(NamedTuple):
     takes: frozenset[str]
     clipped: bool
     chunked: bool
+    picking: bool
+    windowed: bool
 
     @property
     def factors(self) -> bool:
@@ -52,6 +56,8 @@ def facts_of(config: Config) -> LayerFacts:
         takes=frozenset(name for m in own for name in m.takes),
         clipped=any(m.clip is not None for m in own),
         chunked=any(m.chunked for m in own),
+        picking=any(isinstance(m, IndexedLatent) for m in own),
+        windowed=all(config.window(i) is not None for i, m in enumerate(own) if m.slots(config) is not None),
     )
 
 

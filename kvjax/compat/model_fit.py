@@ -15,6 +15,7 @@ from kvjax.compat.store_fit import check_store
 from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
+from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import Answering, Preferring
 from kvjax.grammar.read_protocols import Recycling, Remembering, Resting, Reusing, Sampling
 from kvjax.grammar.refuse_keep import crowded
@@ -61,6 +62,8 @@ def check_fit(method: Method, config: Config) -> None:
     if method.host is not None and facts.lent:
         other = "quest" if method.read is not None else "the method without Host()"
         refuse(method, "several layers read the slots that it brings to the device for one", other)
+    if method.read_prompt is not None:
+        _check_read_prompt(method, facts)
     if method.keep is None and method.read is None:
         return
     _check_slots(method, facts)
@@ -155,6 +158,22 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
                 "within a window",
                 "quest",
             )
+
+
+def _check_read_prompt(method: Method, facts: LayerFacts) -> None:
+    """InputError if queries of a prompt cannot attend to blocks of keys alone."""
+    if not facts.slots or facts.windowed:
+        refuse(method, "no layer of this model attends to a whole prompt", "a store method")
+    for wrong, why in (
+        (facts.clipped, "parts of a clipped softmax do not merge"),
+        (facts.picking, "its queries pick the tokens that they attend to themselves"),
+        ("logits" in facts.takes, "its layers share attention weights, of all tokens"),
+        (any(s.ids for s in facts.slots), "its keys are made from a token's slot and the one before it"),
+    ):
+        if wrong:
+            refuse(method, why, "the full cache")
+    if carries(method.read_prompt) and len({s.heads for s in facts.slots}) > 1:
+        refuse(method, "layers have unequal numbers of KV heads, and mix scores of blocks", "xattention")
 
 
 def _scores_heads(keep: Keep) -> bool:
@@ -275,6 +294,8 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
         refuse(method, "it chooses by the ids of tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:
         refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
+    if method.read_prompt is not None:
+        refuse(method, "it picks blocks of one decoder's prompts, and this model has two", "snapkv")
     if method.reread is not None:
         refuse(method, "it reads the tokens of a prompt in its own way, and blocks are none", "snapkv")
     if method.stack is not None:

@@ -43,7 +43,8 @@ class GroupMethod:
     read uses; the group's own first layer if it chooses for the layers above. multiple: the number of slots
     per KV head is a multiple of this number of devices. grows: the parts of a state that grow with tokens, as
     slots do; such states are not encoded. rope: how keys that are stored unrotated are rotated before a read
-    ranks them; None if they are stored rotated.
+    ranks them; None if they are stored rotated. read_prompt: which blocks of a first prompt queries attend
+    to.
     """
 
     keep: Keep | None
@@ -63,6 +64,7 @@ class GroupMethod:
     multiple: int = 1
     grows: frozenset[str] = frozenset()
     rope: Rope | None = None
+    read_prompt: Any = None
 
     @cached_property
     def picks(self) -> bool:
@@ -228,7 +230,8 @@ def group_method(
         plain = (None, None) if granule > 1 or residual > 0 or drifts or foreign else codecs
         rule = None if window is None else Keep(Position(), Budget(window), Uniform(), when=STEP)
         return GroupMethod(rule, plain, 1, 0, None, first, shared, kind)
-    for part in (keep, read):
+    sparse = method.read_prompt
+    for part in (keep, read, sparse):
         if part is not None and first < part.skip_layers < first + size:
             raise ValueError(
                 f"{method.id}: skip_layers={part.skip_layers} ends inside the stacked layers {first} to "
@@ -238,13 +241,17 @@ def group_method(
         keep = None
     if read is not None and first < read.skip_layers:
         read = None
+    if sparse is not None and first < sparse.skip_layers:
+        sparse = None
     if read is not None:
         read = read_behind(keep, read)
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
     # Layers to which the read does not apply stay on the device.
     host = method.host if (read is None) == (method.read is None) else None
-    return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host)
+    return GroupMethod(
+        keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host, read_prompt=sparse
+    )
 
 
 def _codecs(method: Method, first: int, size: int) -> tuple[Any, Any]:

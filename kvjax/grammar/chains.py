@@ -8,6 +8,7 @@ from typing import Any
 from kvjax.grammar.facts import clashes
 from kvjax.grammar.fitted import fitted_words, lacks_fit
 from kvjax.grammar.phase import BY_POSITION
+from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.protocols import Residence
 from kvjax.grammar.read_protocols import Read
 from kvjax.grammar.refuse_keep import refused
@@ -20,7 +21,8 @@ from kvjax.grammar.to_text import NAMELESS
 def chain(*parts: Any, spec: tuple[Any, ...] | None = None) -> Method:
     """Joins parts into one method, as `kvjax.chain` does, which also takes texts.
 
-    parts: a `Method`, `Keep`, `Store`, `Read` or `Residence` each; ValueError for anything else.
+    parts: a `Method`, `Keep`, `Store`, `Read`, `PromptRead` or `Residence` each; ValueError for anything
+    else.
     spec: how to build the method again, (id, hyper-parameters); by default joined from the parts' specs.
     """
     found: dict[str, Any] = {}
@@ -36,15 +38,16 @@ def chain(*parts: Any, spec: tuple[Any, ...] | None = None) -> Method:
                     f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
                     "the methods of its layers"
                 )
-            verbs = ("keep", "store", "read", "reread", "make", "stack", "host")
+            verbs = ("keep", "store", "read", "reread", "make", "stack", "host", "read_prompt")
             pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
             specs.append(part.spec)
         elif pieces is None:
-            if not isinstance(part, Read | Residence):
+            kinds = {"read": Read, "read_prompt": PromptRead, "host": Residence}
+            pieces = {name: part for name, kind in kinds.items() if isinstance(part, kind)}
+            if not pieces:
                 raise ValueError(
                     f"{part!r:.80} is no method, keep, store, read or place: build it with kvjax.method"
                 )
-            pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
             if name in found:
                 piece = _both(found[name], piece, name, f"{owner[name]} and {_called(part)}")

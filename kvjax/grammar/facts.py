@@ -40,6 +40,7 @@ class Fact(enum.Enum):
     OBSERVED = "the layers record statistics while they read a prompt"
     WHOLE_PROMPTS = "all tokens of a prompt are read at their positions"
     PLAIN_READING = "the slots of a prompt are computed by the model's own weights"
+    DENSE_PROMPTS = "every token of a prompt attends to all earlier ones"
     GIVEN_WEIGHTS = "the model keeps the weights that were given"
 
 
@@ -70,6 +71,8 @@ NEEDLESS = {
     (Fact.OBSERVED, "keep"): "l2compress",
     (Fact.PLAIN_READING, "read"): "quest",
     (Fact.WHOLE_PROMPTS, "keep"): "snapkv",
+    (Fact.DENSE_PROMPTS, "keep"): "snapkv",
+    (Fact.DENSE_PROMPTS, "reread"): "gemfilter",
 }
 
 
@@ -147,7 +150,7 @@ def clashes(method: Method) -> Iterator[Clash]:
                     yield Clash(fact, needs, why, breaks, how)
 
 
-PARTS = ("read", "stack", "host", "keep", "store", "reread", "make")
+PARTS = ("read", "read_prompt", "stack", "host", "keep", "store", "reread", "make")
 
 
 def _stated(part: str, word: Any) -> Stating:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvjax.grammar.calls import observations
+from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import fitted_words, lacks_fit, learns, sees_below
 from kvjax.grammar.protocols import Preferring
@@ -30,6 +30,8 @@ class KeepFacts(Stating):
             found |= dict.fromkeys((Fact.ONE_BY_ONE, Fact.FIRST_TOKENS), "moves slots to a second tier")
         if not self.phase.first_alike:
             found[Fact.WHOLE_PROMPTS] = f"sets the positions of the contexts of a prompt ({self.phase!r})"
+        if whole := _attends_to_all(self):
+            found[Fact.DENSE_PROMPTS] = whole
         if self.restore is not None:
             found[Fact.GIVEN_WEIGHTS] = "reads with weights beside the model's"
         return found
@@ -52,6 +54,17 @@ class KeepFacts(Stating):
         if self.restore is not None:
             found[Fact.PLAIN_READING] = f"reads {self.restore!r} with weights beside the model's"
         return found
+
+
+def _attends_to_all(keep: Keep) -> str:
+    """Why tokens of a prompt must attend to all that they see; empty if they need not."""
+    if hiding_of(keep) is not None:
+        return "says itself which tokens of a prompt are seen"
+    if keep.narrow is not None:
+        return f"leaves tokens out as a prompt is read ({keep.narrow!r})"
+    if getattr(keep.probe, "sensitivity", False):
+        return f"reads a prompt backward, too ({keep.probe!r})"
+    return ""
 
 
 def _observes_prompts(keep: Keep) -> bool:

@@ -45,8 +45,8 @@ def _in_layers(method: Method) -> Refusals:
     """(wrong, why) for methods that cannot be given layer by layer."""
     if not method.layers:
         return []
-    others = (method.reread, method.make, method.stack, method.host)
-    alone = (method.keep, method.store, method.read, *others) == (None,) * 7
+    others = (method.reread, method.make, method.stack, method.host, method.read_prompt)
+    alone = (method.keep, method.store, method.read, *others) == (None,) * 8
     parts = [
         one for one in method.sentences if any(part is not None for part in (one.reread, one.make, one.stack))
     ]

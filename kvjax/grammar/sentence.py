@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
+from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
@@ -25,6 +26,7 @@ from kvjax.grammar.validate import (
     check_make,
     check_narrow,
     check_phase,
+    check_read_prompt,
     check_reread,
     check_stack,
     check_words,
@@ -205,6 +207,8 @@ class Method:
         make: rewrites the model's weights, as `kvjax.prepare` shows.
         stack: which layers are stored as one (`kvjax.store.merged`).
         host: which of the slots in host memory the device also holds (`kvjax.place.host`).
+        read_prompt: which blocks of a first prompt its queries attend to; None is all of them
+            (`kvjax.grammar.prompt_reads`).
 
     >>> from kvjax.words import KeyNorm, Uniform
     >>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).id
@@ -220,17 +224,20 @@ class Method:
     make: Any = None
     stack: Stacking | None = None
     host: Residence | None = None
+    read_prompt: PromptRead | None = None
 
     def __post_init__(self):
         check_reread(self.reread)
         check_make(self.make)
         check_stack(self.stack)
+        check_read_prompt(self.read_prompt)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
         parts += (self.layers,) if self.layers else ()
         parts += () if self.make is None else (self.make,)
         parts += () if self.stack is None else (self.stack,)
         parts += () if self.host is None else (self.host,)
+        parts += () if self.read_prompt is None else (self.read_prompt,)
         if not self.spec:
             full = parts == (None,) * 3
             object.__setattr__(self, "spec", ("full", ()) if full else ("custom", ()))

@@ -15,6 +15,7 @@ MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "stages", "phase_in", "all_layers", "first_turn_only")
 REREAD = ("reads", "most", "count")
 PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
+PROMPT_READ = ("segment", "block", "skip_layers", "read_whole", "pick")
 STACK = ("most", "first", "codecs", "apart", "merge")
 
 
@@ -76,6 +77,12 @@ def check_stack(stack: Any) -> None:
     """ValueError if `stack` does not merge layers or is not a frozen dataclass; None is allowed."""
     if stack is not None:
         _check(stack, "stack word", STACK, "see kvjax.store.merged.MergedLayers")
+
+
+def check_read_prompt(read: Any) -> None:
+    """ValueError if `read` does not pick blocks of prompts or is not a frozen dataclass; None is allowed."""
+    if read is not None:
+        _check(read, "read of prompts", PROMPT_READ, "see kvjax.grammar.prompt_reads.PromptRead")
 
 
 def check_codecs(*codecs: Any) -> None:

@@ -67,7 +67,7 @@ def _info(id: str) -> MethodInfo:
 def info_of(id: str, built: Method, **known: Any) -> MethodInfo:
     """Builds a `MethodInfo` from `@paper`'s facts and a description of the method's grammar."""
     keep = built.keep
-    parts = ("make", "keep", "store", "read", "reread", "stack")
+    parts = ("make", "keep", "store", "read", "read_prompt", "reread", "stack")
     verbs = [n for n in parts if getattr(built, n) is not None]
     if built.host is not None or (keep is not None and not keep.allocate.uniform):
         verbs.append("place")
@@ -83,7 +83,8 @@ def _phase(built: Method) -> str:
         or (built.keep is not None and built.keep.when.in_steps)
     ):
         return "both"
-    return "none" if (built.keep, built.reread, built.stack) == (None,) * 3 else "prefill"
+    acting = (built.keep, built.reread, built.stack, built.read_prompt)
+    return "none" if acting == (None,) * 4 else "prefill"
 
 
 _BY_NAME = {function.__name__: function for function in METHODS.values()}

@@ -20,6 +20,7 @@ from kvjax.methods import (
     merge_token,
     merge_token_learned,
     outlier_transform,
+    prefill_sparse,
     prefix_reuse,
     pruning,
     quant,
@@ -67,6 +68,7 @@ _FAMILIES = (
     outlier_transform,
     retrieval_sparse_pages,
     retrieval_sparse_slots,
+    prefill_sparse,
     prefix_reuse,
 )
 

@@ -117,7 +117,7 @@ def serving_compression(
     """
     config, found = named(model).config, as_method(method)
     keep, store = found.keep, Method(store=found.store)
-    elsewhere = found.host, found.make, found.read, found.reread, found.stack
+    elsewhere = found.host, found.make, found.read, found.reread, found.stack, found.read_prompt
     if keep is not None:
         elsewhere += keep.merge, keep.lower, keep.narrow, keep.restore, keep.skip_layers, keep.per_query_head
     if found.layers or any(elsewhere) or (keep is not None and keep.when.in_steps):

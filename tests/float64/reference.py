@@ -71,8 +71,8 @@ class Prompt:
     hidden: per layer, its normalised input [T, D]. at: per layer, the positions of the tokens that it saw.
     narrow: (prompt, layer) -> indices of the tokens that go on from a layer, None where all of them do.
     farthest: the distance that larger ones count as. ranges: what tokens turn by instead of their positions,
-    and what they attend to (`tests.float64.ranges.Ranges`). hides: (prompt, layer) -> boolean [T, T], which
-    queries see which tokens no more.
+    and what they attend to (`tests.float64.ranges.Ranges`). hides: (prompt, layer) -> boolean [T, T] or
+    [N, T, T], which queries see which tokens no more.
     """
 
     def __init__(self, decoder, tokens, narrow=None, farthest=None, ranges=None, hides=None):
@@ -97,14 +97,13 @@ class Prompt:
             hidden = pos[None] > pos[:, None]
             if window is not None:
                 hidden |= pos[:, None] - pos[None] >= window
+            for name, value in zip(("q", "raw_q", "k", "raw_k", "v"), (q, raw_q, k, raw_k, v), strict=True):
+                getattr(self, name).append(value)
             if hides is not None:
-                hidden |= hides(self, i)
+                hidden = hidden | hides(self, i)
             s = np.where(hidden, -np.inf, s)
             p = softmax(s) if met is None else met.probabilities(s, pos, pos)
-            for name, value in zip(
-                ("q", "raw_q", "k", "raw_k", "v", "p"), (q, raw_q, k, raw_k, v, p), strict=True
-            ):
-                getattr(self, name).append(value)
+            self.p.append(p)
             x = decoder.finish(layer, x, p @ np.repeat(v, self.group, 0))
             on = None if narrow is None else narrow(self, i)
             x, pos = (x, pos) if on is None else (x[on], pos[on])

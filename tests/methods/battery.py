@@ -124,6 +124,7 @@ def reads_apart(method: Method) -> bool:
     keep = method.keep
     own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
     own = own or any(hiding_of(one.keep) is not None for one in method.sentences)
+    own = own or any(one.read_prompt is not None for one in method.sentences)
     return own or method.reread is not None or method.make is not None
 
 

@@ -130,6 +130,7 @@ from tests.methods.rows import (
 from tests.methods.sensitivity import kvgrad_kept
 from tests.methods.table_bases import BASES
 from tests.methods.table_learned import LEARNED
+from tests.methods.table_prompts import PROMPTS
 from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
 from tests.methods.table_stores import STORES
@@ -430,6 +431,7 @@ ROWS = [
     *SELECTION,
     *LEARNED,
     *READS,
+    *PROMPTS,
     *STORES,
     *BASES,
 ]  # fmt: skip

@@ -125,10 +125,11 @@ def bare_method(method: Method, newest: int = 1) -> Method:
 
 
 def reads_apart(method: Method) -> bool:
-    """Whether a method reads a prompt differently: with other weights or phases, or only some tokens."""
+    """Whether a method reads a prompt differently: with other weights or phases, or some tokens alone."""
     keep = method.keep
     own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
-    own = own or any(hiding_of(one.keep) is not None for one in method.sentences)
+    sentences = method.sentences
+    own = own or any(hiding_of(one.keep) is not None or one.read_prompt is not None for one in sentences)
     return own or method.reread is not None or method.make is not None
 
 

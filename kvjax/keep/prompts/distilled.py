@@ -75,7 +75,8 @@ class Distilled(Reread):
 
     @property
     def requires(self) -> Reasons:
-        return {Fact.GIVEN_WEIGHTS: "reads with weights beside the model's"}
+        beside = "reads with weights beside the model's"
+        return dict.fromkeys((Fact.GIVEN_WEIGHTS, Fact.DENSE_PROMPTS), beside)
 
     @property
     def breaks(self) -> Reasons:

@@ -49,6 +49,7 @@ class MemoryTokens(Stating):
     def requires(self) -> Reasons:
         return {
             Fact.GIVEN_WEIGHTS: "reads with weights beside the model's",
+            Fact.DENSE_PROMPTS: "reads a prompt in chunks of its own",
             Fact.ROTATED_KEYS: "rotates memory tokens to the positions where they are stored",
         }
 

@@ -151,6 +151,11 @@ def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = 
     if model.on_mesh is not None:
         raise InputError(f"{model.name} lies on several devices, expected one: serve an unsplit model")
     method = ready(model, as_method(given.method if given.method is not None else default) or Method())
+    if any(one.read_prompt is not None for one in method.sentences):
+        raise InputError(
+            f"{method.id} picks blocks among all tokens of a prompt, and a server reads prompts in pieces: "
+            "generate with kvjax.generate, or serve another method"
+        )
     ids = id_array("tokens", given.tokens)
     if ids.ndim != 1 or not ids.size:
         raise InputError(f"tokens is {list(ids.shape)}, expected the ids of one prompt, at least one")

@@ -25,6 +25,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.state.axes import lie_apart, pinned_to
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.state.code_forms import completed
+from kvjax.steps.prefilling.blocks import LEFT, attend_to_blocks, left_taken, reads_blocks
 from kvjax.steps.prefilling.collect import by_owner, carried_behind, decoded, past_sets, surprisals
 from kvjax.steps.prefilling.drop_masks import hidden, remembered
 from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
@@ -32,12 +33,13 @@ from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
 from kvjax.steps.shared.fitted_arrays import lend, taught_groups
 from kvjax.steps.shared.rotate import (
     attend_rotated,
+    met_keys,
     rope_of_keys,
     rotated_keys,
     rotated_queries,
     rotations_of,
 )
-from kvjax.steps.shared.run import Run, answered, below_taken, held
+from kvjax.steps.shared.run import Run, answered, below_taken, held, taken_beside
 
 
 class Prompt(NamedTuple):
@@ -81,7 +83,8 @@ class _Reading(NamedTuple):
     """What reading a layer needs.
 
     narrows: whether upper layers read fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh over
-    which tokens may be split.
+    which tokens may be split. first: whether the tokens are a first prompt, of which a method may read
+    blocks alone.
     """
 
     run: Run
@@ -96,6 +99,7 @@ class _Reading(NamedTuple):
     as_steps: bool
     on: OnMesh | None
     marks: Marks | None
+    first: bool
 
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
@@ -129,10 +133,16 @@ class _Reading(NamedTuple):
             mesh = None
         gone = answered(gm, layer, state, q, self.params)
         in_places = self.marks is None and gm.hiding is None and not self.narrows
-        out, found, scores = attend_rotated(
-            run, meets, x, new, past, rotations, at.length, gone, in_order=meets is layer,
-            in_places=in_places, mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
-        )  # fmt: skip
+        mass, picked = tuple(o.reduction for o in self.asked.masses), {}
+        if self.first and reads_blocks(gm, q.shape[2]):
+            q, (keys,) = met_keys(layer, x, [new], rotations[0], at.length)
+            out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass)
+            scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
+        else:
+            out, found, scores = attend_rotated(
+                run, meets, x, new, past, rotations, at.length, gone, in_order=meets is layer,
+                in_places=in_places, mass=mass, on=mesh,
+            )  # fmt: skip
         out = marked_output(layer, out, self.marks, self.params)
         sets = [*past, new]
         if run.unrotated and self.asked.meetings:
@@ -140,7 +150,7 @@ class _Reading(NamedTuple):
                 rotated_keys(rope_of_keys(layer), s, rotations[0], i, at.length) for i, s in enumerate(sets)
             ]
         fresh = self._observed(layer, state, inputs, found, sets, since)._replace(k=stored, v=x.v)
-        left = {"decoded": rows} if "decoded" in layer.publishes else {}
+        left = picked | ({"decoded": rows} if "decoded" in layer.publishes else {})
         return out, state, left | published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
@@ -234,12 +244,15 @@ def read_with_hidden(
     narrow = narrowing(run, params, at, cache is None)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
+    first = cache is None and not as_steps and marks is None
+    sparse = [gm for gm in gms if first and reads_blocks(gm, at.pos.shape[1])]
     reading = _Reading(
-        run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks
+        run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks, first
     )
 
     last = jnp.maximum(lengths - 1, 0)
-    early = None if needs or as_steps or narrow is not None else last
+    # What a segment attends to depends on all of its queries.
+    early = None if needs or as_steps or narrow is not None or sparse else last
     memory = Memory(
         at.pos,
         reading.attend,
@@ -248,7 +261,7 @@ def read_with_hidden(
         early,
         run.without_gpu,
         narrow,
-        takes=below_taken(gms),
+        takes=taken_beside(below_taken(gms), left_taken(gms, at.pos.shape[1]) if first else {}),
         on_mesh=on,
     )
     ran = decode_layers(params, tokens, config, memory, states)

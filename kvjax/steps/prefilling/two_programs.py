@@ -36,12 +36,13 @@ def chooses(method: Method) -> bool:
 def reading(run: Run) -> Run:
     """The part of a run that reading a prompt depends on: for most methods, nothing of the method.
 
-    Which tokens a layer reads or hides, the phase of its keys, what answers for evicted slots, and codecs
-    that need fitted arrays change what is read.
+    Which tokens a layer reads, hides or attends to, the phase of its keys, what answers for evicted slots,
+    and codecs that need fitted arrays change what is read.
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
     own = any(k.narrow is not None or isinstance(k.merge, Answering) or hiding_of(k) for k in keeps)
     own = own or run.unrotated
+    own = own or any(one.read_prompt is not None for one in run.method.sentences)
     own = own or any(True for one in run.method.sentences for _ in fitted_words(one.store))
     return run if own or run.method.reread is not None else run._replace(method=Method())
 

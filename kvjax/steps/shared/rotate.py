@@ -109,7 +109,7 @@ def attend_rotated(
     for rotation in rotations[1:]:
         beyond = rotation.window(layer.window)
         if beyond is None or beyond > 0:
-            q, sets = _met(layer, x, [*past, new], rotation, length)
+            q, sets = met_keys(layer, x, [*past, new], rotation, length)
             here, pos = layer._replace(window=beyond), layer.pos - rotation.behind
             ordered = beyond is None
             if rotation.meeting is not None:
@@ -120,7 +120,7 @@ def attend_rotated(
                 in_order=ordered, implementation=run.without_gpu, on=on,
             )  # fmt: skip
             parts.append((out, weighed(lse, rotation)))
-    q, sets = _met(layer, x, [*past, new], rotations[0], length)
+    q, sets = met_keys(layer, x, [*past, new], rotations[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
         in_order=in_order, in_places=in_places and rotations[0].meeting is None,
@@ -128,9 +128,10 @@ def attend_rotated(
     )  # fmt: skip
 
 
-def _met(
+def met_keys(
     layer: Layer, x: Projected, sets: Sequence[Keys], rotation: PairRotation, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
+    """A layer's queries, and sets of keys as these meet them."""
     keys = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
     return rotated_queries(layer, x.q, rotation, length), keys
 

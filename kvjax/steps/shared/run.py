@@ -16,6 +16,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import BY_POSITION, Phase
+from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Placing, Reusing
 from kvjax.mesh.on_mesh import OnMesh
@@ -129,6 +130,11 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
             f"{run.method.id} encodes a layer by the one below it, and layers {first} to {first + size - 1} "
             f"are stacked: {UNSTACK}"
         )
+    if carries(gm.read_prompt) and size > 1:
+        raise ValueError(
+            f"{run.method.id} picks blocks of a prompt by what the layer below picked, too, and layers "
+            f"{first} to {first + size - 1} are stacked: {UNSTACK}"
+        )
     ids = slots is not None and slots.ids
     return gm.replaced(codecs=(gm.codecs[0], None)) if ids else gm
 
@@ -165,7 +171,8 @@ def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
     """
     layers, keep = sum(sizes), run.method.keep
     each = _with_pickers(run, [_group(run, i, 1) for i in range(layers)], layers)
-    single = {i for i, gm in enumerate(each) if gm.stack is not None or gm.sees_below or gm.picks}
+    apart = [gm.stack is not None or gm.sees_below or gm.picks or carries(gm.read_prompt) for gm in each]
+    single = {i for i, alone in enumerate(apart) if alone}
     starts = {0, *itertools.accumulate(sizes)} | single | {i + 1 for i in single}
     plain = [gm.replaced(first=0) for gm in each]
     starts |= {i for i in range(1, layers) if plain[i] != plain[i - 1]}
@@ -204,6 +211,13 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
     if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
         return x
     return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)
+
+
+def taken_beside(*each: dict[int, dict[str, Take]]) -> dict[int, dict[str, Take]]:
+    """What groups take for several reasons, by the first layer of the group."""
+    return {
+        first: {n: t for one in each for n, t in one.get(first, {}).items()} for one in each for first in one
+    }
 
 
 def below_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
