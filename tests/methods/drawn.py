@@ -43,7 +43,6 @@ from tests.methods.battery import (
     positions,
     reads_apart,
     step,
-    to_settle,
     wanted,
 )
 from tests.methods.table import PAGE, ROWS
@@ -140,6 +139,7 @@ def is_one_sentence(refusal: str) -> bool:
 def traced(drawn: Drawn) -> None:
     """A prompt and a step trace, and a step leaves the cache's shapes as they are: one program serves all."""
     m, own = model(drawn.model), params(drawn.model)
+    assert drawn.method.keep is not None
     run = Run(m.config, drawn.method)
     sizes: dict[str, Any] = dict(room=ROOM, compress=True)
     apart = reads_apart(drawn.method) or not steps.needs_of(run, m.params) <= wanted(drawn.model)
@@ -156,9 +156,22 @@ def traced(drawn: Drawn) -> None:
         return cache, steps.step(decode, own, cache, token, jnp.ones(len(PACKED), bool))[1]
 
     whole = jnp.zeros((len(PACKED), T), jnp.int32), jnp.asarray(_LENGTHS, jnp.int32)
-    before, after = jax.eval_shape(both, whole if apart else to_settle(drawn.model, drawn.method)[1])
+    given = whole if apart else _reading(drawn.model, drawn.method.keep.probe)
+    before, after = jax.eval_shape(both, given)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(cache)] for cache in (before, after)]
     assert shapes[0] == shapes[1] and nbytes(before) > 0
+
+
+@cache
+def _reading(name: str, probe: Any) -> steps.Prompt:
+    """The shapes of PACKED as a model reads it, with all that the rows on it observe; nothing is compiled."""
+    run = Run(model(name).config, Method())
+    if probe is not None:
+        read = lambda own, prompt: steps.probed(run, own, prompt, probe)  # noqa: E731
+        return jax.eval_shape(read, params(name), _reading(name, None))
+    read = lambda own, *texts: steps.observe(run, own, *texts, None, wanted(name))  # noqa: E731
+    lengths = jnp.asarray(_LENGTHS, jnp.int32)
+    return jax.eval_shape(read, params(name), jnp.zeros((len(PACKED), T), jnp.int32), lengths)
 
 
 def ran(drawn: Drawn) -> None:

@@ -1,5 +1,6 @@
 """Pairs of methods: where one of both changes no number, the sentence answers as the other one alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,7 +72,8 @@ def test_a_keep_chooses_of_the_text_that_gemfilter_reads_as_if_it_were_given(nam
     whole, keep = model("4/2"), READ_SHORTER[name]()
     word, one = of("gemfilter", budget=0.5, filter_layer=0), PROMPTS[0]
     run, ids = Run(whole.config, word), jnp.asarray([one])
-    read = steps.observe(run, whole.params, ids, jnp.asarray([len(one)]), None, frozenset())
+    observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
+    read = observe(run, whole.params, ids, jnp.asarray([len(one)]), None, frozenset())
     shorter = [one[i] for i in np.asarray(read.source[0]) if i >= 0]
     assert len(shorter) == len(one) // 2
     got, want = talked(kvjax.chain(word, keep), [one] * 2)[0], talked(keep, [shorter] * 2)[0]

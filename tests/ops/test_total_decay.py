@@ -14,21 +14,29 @@ GATED = [name for name in OPS if "g" in oracle(name)[0]]
 AT = (1, 2, 20)  # two in a row, and one in another chunk
 
 
-def results(name, inputs):
-    """The results of both forms, and the gradients of a sum of their squares."""
+def results(name):
+    """A program of the results of both forms, and the gradients of a sum of their squares."""
 
     def total(inputs):
         found = [OPS[name](inputs, recurrent=recurrent) for recurrent in (False, True)]
         return sum(jnp.square(x).sum() for got in found for x in got.values()), found
 
-    (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
-    return jax.tree.leaves(found), gradient
+    def run(inputs):
+        (_, found), gradient = jax.value_and_grad(total, has_aux=True)(inputs)
+        return found, gradient
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("name", sweep(GATED, "gla", "forgetting_attn"))
 def test_a_decay_of_minus_infinity_is_a_very_strong_one(name):
     inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), oracle(name)[0])
-    both = [results(name, inputs | {"g": inputs["g"].at[:, AT].set(g)}) for g in (-jnp.inf, -300.0)]
+    run, both = results(name), []
+    for decay in (-np.inf, -300.0):
+        g = np.array(inputs["g"])
+        g[:, AT] = decay
+        found, gradient = run(inputs | {"g": jnp.asarray(g)})
+        both.append((jax.tree.leaves(found), gradient))
     for got, want in zip(*(jax.tree.leaves(one) for one in both), strict=True):
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, want, atol=1e-5 * float(np.abs(want).max()))
@@ -36,16 +44,17 @@ def test_a_decay_of_minus_infinity_is_a_very_strong_one(name):
 
 @pytest.mark.parametrize("heads", [False, True])
 def test_what_follows_a_total_decay_is_a_text_of_its_own(rng, heads):
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 40, 2, 4)), jnp.float32) for _ in range(3))
-    g = -jnp.asarray(rng.random((2, 40, 2) if heads else (2, 40, 2, 4)), jnp.float32)
-    g = g.at[:, 11].set(-jnp.inf)
+    q, k, v = (rng.normal(size=(2, 40, 2, 4)).astype(np.float32) for _ in range(3))
+    g = -rng.random((2, 40, 2) if heads else (2, 40, 2, 4)).astype(np.float32)
+    g[:, 11] = -np.inf
+    run = jax.jit(gla, static_argnames="recurrent")
     for recurrent in (False, True):
-        whole, state = gla(q, k, v, g, recurrent=recurrent)
-        part, end = gla(*(x[:, 11:] for x in (q, k, v, g)), recurrent=recurrent)
+        whole, state = run(q, k, v, g, recurrent=recurrent)
+        part, end = run(*(x[:, 11:] for x in (q, k, v, g)), recurrent=recurrent)
         np.testing.assert_allclose(whole[:, 11:], part, atol=1e-5)
         np.testing.assert_allclose(state, end, atol=1e-5)
-        first, middle = gla(*(x[:, :11] for x in (q, k, v, g)), recurrent=recurrent)
-        step, _ = gla(*(x[:, 11:12] for x in (q, k, v, g)), initial_state=middle, recurrent=True)
+        first, middle = run(*(x[:, :11] for x in (q, k, v, g)), recurrent=recurrent)
+        step, _ = run(*(x[:, 11:12] for x in (q, k, v, g)), initial_state=middle, recurrent=True)
         np.testing.assert_allclose(step, part[:, :1], atol=1e-5)
         np.testing.assert_allclose(whole[:, :11], first, atol=1e-5)
 
