@@ -45,6 +45,7 @@ from kvjax.fitting.statistics.queries import fit_centres, fit_filters, fit_norms
 from kvjax.fitting.statistics.ranges import fit_ranges
 from kvjax.fitting.statistics.repeats import fit_repeating_heads
 from kvjax.fitting.statistics.search import fit_budgets
+from kvjax.fitting.statistics.sensitivities import fit_sensitivities
 from kvjax.fitting.statistics.sharing import fit_sharing
 from kvjax.fitting.statistics.vectors import fit_vectors
 from kvjax.grammar import Method
@@ -68,8 +69,10 @@ from kvjax.keep.scores.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.scores.semantic import SemanticHeads
 from kvjax.keep.scores.trigonometric import QueryCentres
 from kvjax.make.clustered_heads import ClusteredHeads
+from kvjax.make.eigen_heads import EigenHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.hidden_cache import HiddenStateCache
+from kvjax.make.pruned_channels import PrunedChannels
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
@@ -133,6 +136,8 @@ FITS: dict[type, Fitter] = {
     LayerBits: Fitter(fit_layer_bits, acts=True),
     Predicted: Fitter(fit_predictors, acts=True),
     GroupedLowRank: Fitter(fit_projections),
+    EigenHeads: Fitter(fit_projections),
+    PrunedChannels: Fitter(fit_sensitivities, acts=True),
     SharedLayers: Fitter(fit_sharing),
     ClusteredHeads: Fitter(fit_clusters),
     HiddenStateCache: Fitter(fit_states, asks=True, acts=True),

@@ -150,7 +150,7 @@ class Merge(Protocol):
     (`View.of`), which the score must keep. `one_by_one`: it can act after a token whose threshold evicts one
     slot of each KV head. `ordered`: it must see slots in position order, so no token's own step evicts with
     it. `at_prompts`: False for one that merges only while decoding; slots evicted from a prompt are then
-    dropped.
+    dropped. `unrotated`: it merges keys before rotation, so it needs a phase that stores them so.
 
     >>> from kvjax.keep.merges.merge_values import ValueBlend
     >>> isinstance(ValueBlend(), Merge)

@@ -177,6 +177,7 @@ def _per_query_head(keep: Keep, score: Score) -> Refusals:
 def _merged(keep: Keep, score: Score) -> Refusals:
     """Refusals of a merge."""
     unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=key_of)
+    raw = getattr(keep.merge, "unrotated", False)
     return [
         (
             bool(unknown),
@@ -184,9 +185,14 @@ def _merged(keep: Keep, score: Score) -> Refusals:
             "use a score that names it in `traces`, such as AccumulatedAttention()",
         ),
         (
-            keep.merge is not None and not keep.phase.steady,
+            keep.merge is not None and not keep.phase.steady and not raw,
             f"{keep.merge!r} merges keys rotated by their positions, and {keep.phase!r} rotates them anew "
             "whenever they are read: leave one of both out",
+        ),
+        (
+            raw and keep.phase.steady,
+            f"{keep.merge!r} merges keys before rotation, and {keep.phase!r} stores them rotated: give "
+            "phase=ByRank()",
         ),
     ]
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Protocol
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.hosts.arrays import fetch
+from kvjax.make.latents import Factors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
-from kvjax.models.mixers.attention import ATTENTION, mixer_of
 from kvjax.models.mixers.grouped_latent import GroupedLatent
-from kvjax.models.params import plan, regroup
 
 
 class Rotation(Protocol):
@@ -93,11 +90,7 @@ class GroupedLowRank(Stating):
 
     def config(self, config: Config) -> Config:
         """The config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
-        for layer in range(config.layers):
-            if (mixer := mixer_of(config, layer)) != ATTENTION:
-                raise ValueError(
-                    f"low rank is of the projections of plain attention, and layer {layer} is {mixer!r}"
-                )
+        only_plain(config)
         group = min(self.heads, config.kv_heads)
         mixers = tuple(GroupedLatent(group, k, v) for k, v in self._ranks(config, group))
         return dataclasses.replace(config, mixers=mixers)
@@ -120,32 +113,14 @@ class GroupedLowRank(Stating):
 
     def params(self, params: Params, config: Config) -> Params:
         """The parameters of the rewritten model; unchanged ones are the same arrays."""
-        made = self.config(config)
-        old = regroup(params, plan(config, stacked=False))["layers"]
-        layers = tuple(self._layer(p, made, i) for i, p in enumerate(old))
-        return regroup({**params, "layers": layers}, plan(made))
+        return with_latents(params, config, self.config(config), self._factors)
 
-    def _layer(self, p: Params, config: Config, layer: int) -> Params:
-        """The parameters of one layer, [1, ...] as in `p`."""
-        mixer = config.mixers[layer]
-        assert isinstance(mixer, GroupedLatent)
+    def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> Factors:
+        """A and B of the keys and of the values of a layer."""
         moments = {} if self.fitted is None else {n: x[layer] for n, x in self.fitted.arrays.items()}
-        w = {n: _wide(p[n]) for n in ("k", "v", "o", "v_bias", "o_bias") if n in p}
-        width = mixer.group * config.head_dim
-        k_down, k_up = self._product(w["k"], moments.get("keys"), width, mixer.key_rank)
-        v_down, v_up = self._product(w["v"], moments.get("values"), width, mixer.value_rank)
-        # Query heads by group, KV head of the group and query head of that KV head.
-        sizes = (len(v_up), mixer.group, config.heads // config.kv_heads, config.head_dim, config.d_model)
-        out = w["o"].reshape(sizes)
-        up = v_up.reshape(*v_up.shape[:2], mixer.group, config.head_dim)
-        new = {"k_down": k_down, "k_up": k_up, "v_down": v_down}
-        new["o"] = np.einsum("grjh,gjqhd->gjqrd", up, out).reshape(-1, config.d_model)
-        if "v_bias" in w:
-            # Attention weights sum to one, so every head outputs its values' bias unchanged.
-            bias = np.einsum("gjh,gjqhd->d", w["v_bias"].reshape(*sizes[:2], config.head_dim), out)
-            new["o_bias"] = bias + w.get("o_bias", 0.0)
-        kept = {n: x for n, x in p.items() if n not in ("k", "v", "v_bias", *new)}
-        return kept | {n: jnp.asarray(x[None], p["o"].dtype) for n, x in new.items()}
+        wide = mixer.group * width
+        keys = self._product(w["k"], moments.get("keys"), wide, mixer.key_rank)
+        return Factors(*keys, *self._product(w["v"], moments.get("values"), wide, mixer.value_rank))
 
     def _product(
         self, w: Float[np.ndarray, "D E"], moments: np.ndarray | None, width: int, rank: int
@@ -201,8 +176,3 @@ def shared_out(total: int, weights: Float[np.ndarray, "M"], most: int) -> np.nda
     order = [i for i in np.argsort(found - share, kind="stable") if found[i] < most]
     found[order[: total - found.sum()]] += 1
     return found
-
-
-def _wide(x: Array) -> Any:
-    """One layer's array on the host, in float64."""
-    return np.asarray(fetch(x[0].astype(jnp.float32)), np.float64)

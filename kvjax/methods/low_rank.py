@@ -11,12 +11,15 @@ from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.residue import Residue
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.score import AccumulatedAttention
+from kvjax.make.eigen_heads import EigenHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.hidden_cache import HiddenStateCache
+from kvjax.make.pruned_channels import PrunedChannels
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Portion, Range
-from kvjax.methods.shared import Amount, Depth, Fit, Seed, Share, Window
+from kvjax.methods.shared import Amount, Depth, Fit, Ratio, Seed, Share, Window
 from kvjax.store.affine import Affine
+from kvjax.store.first_channels import FirstChannels
 from kvjax.store.rotate import Rotate
 
 
@@ -78,6 +81,78 @@ def palu(
     )
     codec = None if bits is None else Affine(bits)
     return Method(store=None if codec is None else Store(codec, codec), make=made)
+
+
+@paper(
+    "Eigen Attention: Attention in Low-Rank Space for KV Cache Compression",
+    arxiv="2408.05646",
+    family="low-rank",
+    exact="deviates",
+)
+def eigen_attention(*, threshold: Ratio = 0.9, fitted: Fit | None = None) -> Method:
+    """Eigen Attention (Saxena et al., 2024, arXiv:2408.05646): keys and values in the texts' main directions.
+
+    Keys, before RoPE, are stored in one basis for all heads of a layer, and the values of every head in their
+    own; both are the right singular vectors of a few texts' keys and values. A layer keeps as many directions
+    as have the share `threshold` of the sum of singular values (`EigenHeads`). The bases are folded into the
+    weights. fitted: the output of `kvjax fit eigen-attention`. A model must have plain attention in all
+    layers.
+
+    Deviation: all layers have one threshold, where the paper lowers each layer's by 0.02 until its outputs
+    are off by an error budget; nothing is fine-tuned. The authors' code for models with RoPE is followed:
+    bases of keys do not depend on queries, as they do in its code for OPT and MPT.
+    """
+    return Method(make=EigenHeads(threshold, as_fitted(fitted)))
+
+
+@paper(
+    "KVPruner: Structural Pruning for Faster and Memory-Efficient Large Language Models",
+    arxiv="2409.11057",
+    family="low-rank",
+    exact="deviates",
+)
+def kvpruner(*, keep: Ratio = 0.7, fitted: Fit | None = None) -> Method:
+    """KVPruner (Lv et al., 2024, arXiv:2409.11057), section II: channels of keys and values are left out.
+
+    The share `keep` of every head's channels stays, those whose weights are largest, of queries and keys in
+    RoPE's pairs, and of values and outputs (`PrunedChannels`). fitted: the output of `kvjax fit kvpruner`, by
+    how much the perplexity of a few texts grows if the channels of one layer leave; layers in which it grows
+    most keep most channels, and `keep` is their mean. Without it, all layers keep equally many. A model must
+    have plain attention in all layers.
+
+    Deviation: the pruned model is not fine-tuned by LoRA. Only the paper's summary was at hand, and there was
+    no code of the authors: that layers keep channels in proportion to the growth, and that channels count by
+    the norms of their weights, is one reading of it. Channels of queries that meet none are computed.
+    """
+    return Method(make=PrunedChannels(keep, as_fitted(fitted)))
+
+
+@paper(
+    "Zero-Delay QKV Compression for Mitigating KV Cache and Network Bottlenecks in LLM Inference",
+    arxiv="2408.04107",
+    family="low-rank",
+    exact="deviates",
+)
+def zdc(
+    budget: Amount, *, rank: Annotated[float | int, Portion(1)] = 1.0, lower: Ratio = 0.5, recent: Share = 0.5
+) -> Method:
+    """ZDC, or ZeroC (Zhang and Shen, 2024, arXiv:2408.04107): less important tokens have a lower rank.
+
+    The weights of every head's keys and values become products of rank `rank`, by their singular value
+    decomposition, and the cache holds the outputs of the first factors, before RoPE; the second factor of
+    values is folded into the output matrix (`GroupedLowRank`). At the end of a prompt, `budget` tokens stay
+    with all components, those that received most attention and the newest, the share `recent` of the budget;
+    all others keep the first `lower` of their components (`FirstChannels`). A model must have plain attention
+    in all layers.
+
+    Deviation: all layers have the same two ranks, where the paper's fall in shallow layers; generated tokens
+    keep all components until the next prompt, which chooses among all tokens again, as they are stored.
+    Queries are compressed in the paper, too, and sequences are split over devices. Only the paper's summary
+    was at hand: that attention decides about tokens is one reading of it.
+    """
+    low = Store(FirstChannels(lower), FirstChannels(lower))
+    keep = Keep(AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), lower=low)
+    return Method(keep, make=GroupedLowRank(rank, 1))
 
 
 @paper(

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.phase import ByRank
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.algebra import MaxNormalised, Pool
 from kvjax.keep.budgets.budget import Threshold, Uniform
+from kvjax.keep.merges.low_pass import LowPass
 from kvjax.keep.merges.matched import AttentionMatching
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.keep.merges.merge_cam import ValueMerge
@@ -225,6 +227,38 @@ def compressive_transformer(budget: Amount, *, rate: Together = 3, recent: Share
     """
     score, merge = LastOfGroup(rate, recent), MeanOfGroup(rate)
     return Method(Keep(score, Budget(budget), Uniform(), when=Every(rate), merge=merge))
+
+
+@paper(
+    "FreqKV: Key-Value Compression in Frequency Domain for Context Window Extension",
+    arxiv="2505.00570",
+    family="merge-token",
+    exact="deviates",
+)
+def freqkv(
+    budget: Amount,
+    *,
+    every: Annotated[int, Range(2)] = 2040,
+    sinks: Tokens = 8,
+    newest: Tokens = 8,
+) -> Method:
+    """FreqKV (Kai et al., 2025, arXiv:2505.00570): slots become the low frequencies of more slots.
+
+    The first `sinks` and the `newest` tokens stay as they are. All slots between them, with keys before
+    rotation, are transformed along the tokens by a DCT, channel by channel; its lowest frequencies are
+    transformed back to as many slots as the budget leaves, and all slots are rotated by their rank
+    (`LowPass`). It acts at the end of prompts and whenever `every` further tokens have come, so older tokens
+    are compressed again and again. The authors' cache of 4096 slots is budget=2056 with `every`=2040.
+    Deviation: a prompt beyond the budget is compressed once, at its end, after it attended to all of itself
+    (`in_chunks` for chunks), where the paper compresses whenever 4096 slots are full, and its models are
+    trained to read such slots.
+    """
+    score, protect = -1.0 * Position(), (Sink(sinks), Recent(newest))
+    keep = Keep(
+        score, Budget(budget), Uniform(), protect, when=Every(every), phase=ByRank(),
+        merge=LowPass(sinks, newest),
+    )  # fmt: skip
+    return Method(keep)
 
 
 @paper(

@@ -116,6 +116,30 @@ def omniquant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
 
 
 @paper(
+    "AffineQuant: Affine Transformation Quantization for Large Language Models",
+    arxiv="2403.12544",
+    family="outlier-transform",
+    exact="deviates",
+)
+def affinequant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
+    """The KV cache of AffineQuant (Ma et al., 2024, arXiv:2403.12544), section 3: a learnt invertible matrix.
+
+    The keys of each head, after RoPE, and its values are multiplied by a matrix, values after a shift; then
+    each head of a token is quantised by itself. Queries are multiplied by the inverse transpose. The matrix
+    starts as a diagonal, and a gradual mask lets it learn from the diagonal outwards; in each row, the
+    diagonal is larger than all else together, so that it stays invertible. fitted: the matrices, as `kvjax
+    fit affinequant` learns them, with straight-through gradients. Deviation: dominance holds by shrinking
+    rows, where the paper multiplies what the mask lets through by a small factor; the fit minimises the error
+    of keys and values, where the paper minimises that of a block's outputs; the paper's matrix of keys is a
+    diagonal in models with RoPE, into whose weights it is folded; nothing is folded into weights, which are
+    not quantised.
+    """
+    found, codec = as_fitted(fitted), Affine(bits)
+    keys, values = (InBasis(of, "affinequant", found) >> codec for of in ("key", "value"))
+    return Method(store=Store(keys, values))
+
+
+@paper(
     "OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization",
     arxiv="2605.17757",
     family="outlier-transform",

@@ -8,6 +8,7 @@ import numpy as np
 from kvjax.grammar.fitted import Fitted
 from kvjax.keep.scores.keyformer import NoisyMass
 from tests.float64 import dynamic, merges
+from tests.float64.frequency import FreqKV
 from tests.float64.layers import shared_out
 from tests.float64.reference import Prompt, best, h2o_victim, pool, rope, softmax
 from tests.methods.expected import (
@@ -334,6 +335,8 @@ OWN_LAYERS = Fitted({"source": np.arange(3, dtype=np.int32)}, "SharedLayers", ""
 
 
 COMPRESSIVE = merges.Compressive(count, THETA, rate=3, recent=0.4)
+FREQUENCIES = dict(every=2, sinks=1, newest=2)
+FREQKV = FreqKV(count, **FREQUENCIES)
 GATED = dict(chunk=5, few=2)
 
 

@@ -6,8 +6,10 @@ import numpy as np
 
 from kvjax.grammar.fitted import Fitted
 from kvjax.store.rotate import hadamard
+from tests.float64 import low_rank
 from tests.float64.codes import affine, behind, clipped, coded, of_lists, of_range, pursued
-from tests.methods.rows import dense, everything, plain, row, split
+from tests.methods.expected import received
+from tests.methods.rows import chained, count, dense, everything, half, plain, row, split
 from tests.methods.table_stores import FLIPS, TURNS, based, codes
 
 DRAWN = np.random.default_rng(14)
@@ -71,6 +73,21 @@ def sums(of):
     return lambda layer, head: pursued(ATOMS.arrays[f"{of} atoms"][layer].astype(float), 3)
 
 
+ROOTS = DRAWN.normal(size=(2, 2, 32, 32))
+MOMENTS = Fitted(
+    {n: (x @ x.swapaxes(1, 2)).astype(np.float32) for n, x in zip(("keys", "values"), ROOTS, strict=True)},
+    "GroupedLowRank",
+    "",
+)
+
+
+def zdc_bytes(s):
+    """Half of the tokens, and new ones, in all channels; the others in a quarter; all with their masses."""
+    left = s.tokens - count(s.tokens)
+    slots = half(s) * (plain(s) + 4) + left * (2 * s.h // 4 * 4 + 4 + 4)
+    return s.layers * s.b * s.k * slots + 4 * s.b
+
+
 TUNED = Fitted({"key bits": np.array([8, 2]), "value bits": np.array([4, 4])}, "LayerBits", "")
 
 
@@ -100,6 +117,10 @@ BASES = [
     ),
     row(
         "omniquant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=VALUES_MOVED),
+        error=FLIPS, attends=of_lists(based("key", affine(4, 16)), moved("value", affine(4, 16))),
+    ),
+    row(
+        "affinequant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=VALUES_MOVED),
         error=FLIPS, attends=of_lists(based("key", affine(4, 16)), moved("value", affine(4, 16))),
     ),
     row(
@@ -134,5 +155,11 @@ BASES = [
     row(
         "csr", dense(everything, slot=lambda s: 2 * 3 * (2 + 1) + 4), hyper=dict(atoms=3, fitted=ATOMS),
         error=FLIPS, attends=of_lists(sums("key"), sums("value")),
+    ),
+    # With all directions and channels; tests/make/test_pruned_latents.py has fewer.
+    row("eigen-attention", dense(everything), hyper=dict(threshold=1.0, fitted=MOMENTS)),
+    row("kvpruner", dense(everything), hyper=dict(keep=1.0)),
+    chained(
+        "zdc", zdc_bytes, ("zdc", dict(budget=0.5, lower=0.25)), stored=low_rank.stored(count, 0.25, received)
     ),
 ]  # fmt: skip

@@ -119,6 +119,10 @@ SELECTION = [
         victim=selection.COMPRESSIVE.victims, leave=selection.COMPRESSIVE.leave,
     ),
     row(
+        "freqkv", dense(due_by_2), hyper=selection.FREQUENCIES, kept=selection.FREQKV.kept, phase="rank",
+        victim=selection.FREQKV.victims, leave=selection.FREQKV.leave,
+    ),
+    row(
         "entropy-gated-chunkkv", dense(half), hyper=SNAP | selection.GATED, kept=selection.gated_kept,
     ),
     row(

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.bases import rounded
+from kvjax.fitting.loops.bases import dominated, gradual, rounded
 from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import Fitted
@@ -199,3 +199,34 @@ def test_codes_that_a_basis_cannot_be_learnt_through_are_refused():
         word = InBasis("value", "spinquant") >> inner
         with pytest.raises(InputError, match=says):
             kvjax.fit(model("4/2"), Method(store=Store(Affine(4), word)), TEXTS)
+
+
+def test_affinequant_learns_matrices_whose_diagonals_dominate():
+    m, code = model("4/2"), affine(2, 16)
+    x = read_keys_values(m, [TEXTS]).v.astype(float)
+    fitted = kvjax.fit(m, "affinequant:bits=2", TEXTS)
+    assert set(fitted.arrays) == {"key matrix", "key inverse", "value matrix", "value inverse", "value shift"}
+    learnt = fitted.arrays["value inverse"]
+    diagonal = np.abs(np.einsum("lkhh->lkh", learnt))
+    beside = np.abs(learnt).sum(-1) - diagonal
+    assert (beside < diagonal).all() and (beside > 0.01 * diagonal).any()
+    by = np.sqrt(np.abs(x).max(2))[:, :, None]
+    middle = ((x.max(2) + x.min(2)) / 2)[:, :, None]
+    start = lost(code((x - middle) / by) * by + middle, x)
+    got = through(fitted, "value", x, code)
+    assert (got < 0.9 * np.minimum(start, lost(code(x), x))).all()
+
+
+def test_a_gradual_mask_grows_from_the_diagonal_and_rows_shrink_to_their_bound(rng):
+    x = rng.normal(size=(2, 4, 4)).astype(np.float32)
+    for share, width in ((0.25, 1), (0.5, 2), (1.0, 3)):
+        got = gradual({"beside": jnp.asarray(x), "scales": jnp.ones((2, 4))}, jnp.float32(share))
+        want = np.stack([np.tril(np.triu(a, -width), width) for a in x])
+        np.testing.assert_array_equal(got["beside"], want)
+    small, large = 0.01 * x[0], 10 * x[0]
+    off = lambda a: a - np.diag(np.diag(a))  # noqa: E731
+    np.testing.assert_allclose(dominated(jnp.asarray(small)), off(small), rtol=1e-6)
+    shrunk = np.asarray(dominated(jnp.asarray(large)))
+    np.testing.assert_allclose(np.abs(shrunk).sum(-1), 0.9, rtol=1e-5)
+    share = 0.9 / np.abs(off(large)).sum(-1, keepdims=True)
+    np.testing.assert_allclose(shrunk, off(large) * share, rtol=1e-5, atol=1e-7)

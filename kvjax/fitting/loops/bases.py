@@ -12,7 +12,10 @@ import optax
 from jaxtyping import Array, Float
 
 STEPS, RATE, ROWS = 200, 1e-2, 1024
-# Parameters by name, "skew" [X, H, H], "scales" and "shift" [X, H]; those left out are not learnt.
+# The largest sum of a row's magnitudes beside its diagonal, as a share of the diagonal.
+DOMINANCE = 0.9
+# Parameters by name, "skew" and "beside" [X, H, H], "scales" and "shift" [X, H]; those left out are not
+# learnt.
 Params = dict[str, Array]
 
 
@@ -41,14 +44,16 @@ def through_codes(
 ) -> dict[str, np.ndarray]:
     """Fits "matrix" M, "inverse" M^-1 [X, H, H] and "shift" [X, H]: codes of (x - shift) M^-1 lose least.
 
-    M^-1 = R Q diag(e^s) for the R of `start`, an orthogonal Q by Cayley's map of a skew-symmetric matrix, and
-    scales e^s. `STEPS` steps of Adam minimise the squared error of at most `ROWS` decoded rows of each list,
-    relative to the rows' squares; the best step of each list counts. learnt: which of "skew", "scales" and
-    "shift" change.
+    M^-1 = R Q diag(e^s) (1 + N) for the R of `start`, an orthogonal Q by Cayley's map of a skew-symmetric
+    matrix, scales e^s, and N with a zero diagonal whose rows' magnitudes sum to at most `DOMINANCE`; of N,
+    step i of n learns entries that are at most i / n of the width from the diagonal. `STEPS` steps of Adam
+    minimise the squared error of at most `ROWS` decoded rows of each list, relative to the rows' squares; the
+    best step of each list counts. learnt: which of "skew", "scales", "beside" (N) and "shift" change.
     """
     many, tokens, width = rows.shape
     drawn = np.random.RandomState(0).permutation(tokens)[:ROWS]
-    shapes = {"skew": (many, width, width), "scales": (many, width), "shift": (many, width)}
+    square, row = (many, width, width), (many, width)
+    shapes = {"skew": square, "beside": square, "scales": row, "shift": row}
     first = {name: jnp.zeros(shapes[name], jnp.float32) for name in learnt}
     begun = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (start.inverse, start.matrix, start.shift))
     found = _learnt(jnp.asarray(rows[:, drawn], jnp.float32), *begun, jnp.asarray(start.ties), first, coded)
@@ -78,8 +83,9 @@ def _learnt(
         each = losses(params)
         return each.sum(), each
 
-    def step(held: tuple, _: None) -> tuple[tuple, None]:
+    def step(held: tuple, at: Array) -> tuple[tuple, None]:
         params, state, best = held
+        params = gradual(params, (at + 1).astype(jnp.float32) / STEPS)
         (_, each), slope = jax.value_and_grad(total, has_aux=True)(params)
         better = each < best[0]
 
@@ -93,14 +99,14 @@ def _learnt(
 
     none = jnp.full(rows.shape[:1], jnp.inf, jnp.float32)
     begun = (first, optimiser.init(first), (none, first))
-    (_, _, (_, params)), _ = jax.lax.scan(step, begun, None, STEPS)
+    (_, _, (_, params)), _ = jax.lax.scan(step, begun, jnp.arange(STEPS, dtype=jnp.int32))
     return bases(params)
 
 
 def basis(
     ties: Array, inverse: Float[Array, "H H"], matrix: Float[Array, "H H"], params: Params
 ) -> tuple[Float[Array, "H H"], Float[Array, "H H"]]:
-    """Computes M = diag(e^-s) Q' R^-1 and M^-1 = R Q diag(e^s), with Q = (1 - A) (1 + A)^-1, A = S - S'."""
+    """Computes M and M^-1 = R Q diag(e^s) (1 + N), with Q = (1 - A) (1 + A)^-1 and A = S - S'."""
     if "skew" in params:
         a = params["skew"] - params["skew"].T
         one = jnp.eye(len(a), dtype=a.dtype)
@@ -110,7 +116,29 @@ def basis(
     if "scales" in params:
         scales = (params["scales"] + params["scales"][ties]) / 2
         inverse, matrix = inverse * jnp.exp(scales)[None], jnp.exp(-scales)[:, None] * matrix
+    if "beside" in params:
+        one = jnp.eye(len(params["beside"]), dtype=params["beside"].dtype)
+        mixed = one + dominated(params["beside"])
+        inverse = jnp.matmul(inverse, mixed, precision="highest")
+        matrix = jnp.linalg.solve(mixed, matrix)
     return matrix, inverse
+
+
+def gradual(params: Params, share: Float[Array, ""]) -> Params:
+    """The parameters without entries of "beside" further than `share` of the width from the diagonal."""
+    if "beside" not in params:
+        return params
+    beside = params["beside"]
+    at = jnp.arange(beside.shape[-1], dtype=jnp.int32)
+    near = jnp.abs(at[:, None] - at[None]).astype(jnp.float32) <= share * len(at)
+    return params | {"beside": jnp.where(near[None], beside, 0.0)}
+
+
+def dominated(beside: Float[Array, "H H"]) -> Float[Array, "H H"]:
+    """Zeroes the diagonal, and shrinks rows whose magnitudes sum to more than `DOMINANCE`."""
+    beside = beside * (1 - jnp.eye(len(beside), dtype=beside.dtype))
+    total = jnp.abs(beside).sum(-1, keepdims=True)
+    return beside * jnp.minimum(1.0, DOMINANCE / jnp.maximum(total, DOMINANCE))
 
 
 def rounded(z: Float[Array, "*b H"], bits: int, clip: float, group: int) -> Float[Array, "*b H"]:

@@ -12,7 +12,7 @@ from kvjax.base.errors import InputError
 from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics.asked_bases import by_attention
 from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers, paired, scaled
-from kvjax.fitting.statistics.learnt_bases import flat, rotated, scaled_keys, shifted
+from kvjax.fitting.statistics.learnt_bases import affine, flat, rotated, scaled_keys, shifted
 from kvjax.fitting.statistics.levels import only_slots, words_of
 from kvjax.fitting.statistics.queries import QuerySums, summed_queries
 from kvjax.grammar import Method
@@ -90,6 +90,7 @@ RULES: dict[str, Callable[[Numbers, BasisInputs], dict[str, np.ndarray]]] = {
     "spinquant": rotated,
     "omniquant": scaled_keys,
     "wkvquant": shifted,
+    "affinequant": affine,
     "oscar": by_attention,
 }
 # Rules that look at queries.

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.ops.base.rope import Rope
+from kvjax.ops.base.rope import Rope, partners
 from kvjax.state.codes import Codec
 
 Numbers = Float[np.ndarray, "L K T H"]
@@ -26,16 +26,6 @@ class BasisInputs(NamedTuple):
     codec: Codec
     keys: Numbers
     queries: Float[np.ndarray, "L K H H"] | None
-
-
-def partners(width: int, rope: Rope | None) -> np.ndarray:
-    """The other channel of each channel's RoPE pair; the channel itself if it is not rotated."""
-    found = np.arange(width)
-    if rope is not None:
-        half = rope.turning(width) // 2
-        a, b = (slice(rope.start + i * half, rope.start + (i + 1) * half) for i in (0, 1))
-        found[a], found[b] = np.arange(width)[b], np.arange(width)[a]
-    return found
 
 
 def paired(most: Float[np.ndarray, "*b H"], rope: Rope | None) -> Float[np.ndarray, "*b H"]:

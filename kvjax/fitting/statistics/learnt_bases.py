@@ -1,4 +1,4 @@
-"""Bases by gradients through the codes of a method: rotations, scales and shifts."""
+"""Bases by gradients through the codes of a method: rotations, scales, shifts and dominant diagonals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from jaxtyping import Float
 
 from kvjax.base.errors import InputError
 from kvjax.fitting.loops.bases import Coded, Start, through_codes
-from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers, paired, partners, scaled
+from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers, paired, scaled
+from kvjax.ops.base.rope import partners
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import hadamard
 
@@ -40,6 +41,18 @@ def shifted(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     return _of_heads(x, meant, scaled((high - low) / 2), (high + low) / 2, ("scales", "shift"))
 
 
+def affine(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
+    """AffineQuant: a matrix for each head in which diagonals dominate, and a shift of values.
+
+    It starts with OmniQuant's scales, of every channel by itself.
+    """
+    by = scaled(np.abs(x).max(2) ** 0.5)
+    apart = meant._replace(rope=None)
+    if meant.of == "key":
+        return _of_heads(x, apart, by, None, ("scales", "beside"))
+    return _of_heads(x, apart, by, (x.max(2) + x.min(2)) / 2, ("scales", "beside", "shift"))
+
+
 def _of_layers(x: Numbers, meant: BasisInputs, learnt: tuple[str, ...]) -> dict[str, np.ndarray]:
     """One matrix for all heads of a layer."""
     layers, heads, tokens, width = x.shape
@@ -53,7 +66,7 @@ def _of_heads(
     x: Numbers, meant: BasisInputs, by: dict[str, np.ndarray], shift: Float[np.ndarray, "L K H"] | None,
     learnt: tuple[str, ...],
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """A diagonal matrix for every head, and a shift if an initial one is given."""
+    """A matrix for every head that starts as a diagonal one, and a shift if an initial one is given."""
     layers, heads, tokens, width = x.shape
     flat = lambda a: a.reshape(layers * heads, *a.shape[2:])  # noqa: E731
     zero = np.zeros((layers * heads, width))

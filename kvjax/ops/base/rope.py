@@ -129,6 +129,16 @@ class Rope:
         return _yarn_mscale(self.factor, 1.0)
 
 
+def partners(width: int, rope: Rope | None) -> np.ndarray:
+    """The other channel of each channel's RoPE pair; the channel itself if it is not rotated."""
+    found = np.arange(width)
+    if rope is not None:
+        half = rope.turning(width) // 2
+        a, b = (slice(rope.start + i * half, rope.start + (i + 1) * half) for i in (0, 1))
+        found[a], found[b] = np.arange(width)[b], np.arange(width)[a]
+    return found
+
+
 def _yarn_mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
