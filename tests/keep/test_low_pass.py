@@ -65,7 +65,7 @@ def test_sentences_in_which_keys_are_rotated_or_slots_unordered_are_refused():
     assert method(when=Every(4), phase=ByRank(), merge=LowPass(2, 2)).keep is not None
     with pytest.raises(ValueError, match=r"merges keys before rotation, and ByPosition\(\) stores them rota"):
         method(when=Every(4), merge=LowPass(2, 2))
-    with pytest.raises(ValueError, match="asks which are neighbours"):
+    with pytest.raises(ValueError, match="merges neighbours: evict after several"):
         method(when=Every(1), phase=ByRank(), merge=LowPass(2, 2))
     for bad in (-1, 1.5, True):
         with pytest.raises(ValueError, match="newest must be a whole number of tokens >= 0"):
