@@ -96,9 +96,14 @@ def test_the_slots_of_the_largest_guesses_are_chosen_and_no_empty_one(drawn):
 @pytest.mark.parametrize("softcap", sweep([None, 0.7], 0.7))
 def test_the_rest_weighs_what_the_guess_leaves_and_is_the_mean_of_all_values(drawn, softcap):
     q, body, tail = drawn
-    chosen = WORD.select(q, body, 1, jnp.asarray([14, 9]))
-    lse = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, HEADS * GROUP, 1)), jnp.float32)
-    out, left = WORD.rest(q, body, tail, 1, chosen, lse, SPEC._replace(softcap=softcap))
+    lse = np.random.default_rng(1).normal(size=(ROWS, HEADS * GROUP, 1)).astype(np.float32)
+
+    @jax.jit
+    def rest(q, body, tail, lse):
+        chosen = WORD.select(q, body, 1, jnp.asarray([14, 9]))
+        return WORD.rest(q, body, tail, 1, chosen, lse, SPEC._replace(softcap=softcap))
+
+    out, left = map(np.asarray, rest(q, body, tail, lse))
     assert out.shape == (ROWS, HEADS * GROUP, 1, V)
     for b, i, queries, k, v, pos in groups(q, body, tail, 1):
         guesses, _ = sparq_guesses(queries, k, 3)

@@ -1,6 +1,7 @@
 """The cache as storage: writes, bytes, donation, and that no token is ever lost silently."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from kvjax.models.params import init, plan
 from kvjax.ops.base.bit_packing import pair, short
 from kvjax.state import write as writing
 from kvjax.state.cache import Pages, Slots, kept_positions, nbytes
-from kvjax.state.codes import encode
+from kvjax.state.codes import Codes, encode
 from kvjax.state.write import first_empty, pad_slots, write_rows, write_slots
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
@@ -71,14 +72,15 @@ def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(
 @pytest.mark.parametrize("codec", sweep([None, Affine(8)], Affine(8)), ids=str)
 def test_tokens_are_written_with_position_bias_and_statistics(rng, codec):
     slots = make_slots(rng, bias=True, stats=True)
-    slots = dataclasses.replace(slots, k=encode(slots.k, codec), v=encode(slots.v, codec))
+    code = jax.jit(encode, static_argnames="codec")
+    slots = dataclasses.replace(slots, k=code(slots.k, codec), v=code(slots.v, codec))
     k, v = (jnp.asarray(rng.normal(size=(1, B, K, 2, H)), jnp.float32) for _ in range(2))
     pos = jnp.asarray(rng.integers(20, 30, (1, B, K, 2)), jnp.int32)
-    new = write_slots(slots, jnp.asarray(TARGETS), k, v, pos, layer=1, traces={"mass": jnp.ones(pos.shape)})
-    fresh = jax.tree.map(lambda x: encode(x, codec), (k, v))
-    old_keys, new_keys, rows = (jax.device_get(x) for x in (slots.keys(), new.keys(), [
-        x if codec is None else x.decode() for x in fresh
-    ]))  # fmt: skip
+    write, keys = jax.jit(partial(write_slots, layer=1)), jax.jit(Slots.keys)
+    new = write(slots, TARGETS, k, v, pos, traces={"mass": np.ones(pos.shape, np.float32)})
+    rows = [x if codec is None else jax.jit(Codes.decode)(code(x, codec)) for x in (k, v)]
+    old_keys, new_keys, rows = jax.device_get((keys(slots), keys(new), rows))
+    slots, new, pos = jax.device_get((slots, new, pos))
     for b, h in np.ndindex(B, K):
         hit = {s: c for c, s in enumerate(TARGETS[0, b, h]) if 0 <= s < S}
         for s in range(S):

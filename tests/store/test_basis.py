@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def lent(fitted):
 def test_rows_are_encoded_in_the_basis_of_their_head(rng, shift):
     fitted, x = made_up(rng, shift), rng.normal(size=(2, 3, 2, 5, 16))
     codec = taught(InBasis("key", "qserve", fitted) >> Affine(4), lent(fitted))
-    got = codec.decode(codec.encode(jnp.asarray(x, jnp.float32)), 16, jnp.float32)
+    got = jax.jit(lambda x: codec.decode(codec.encode(x), 16, jnp.float32))(x.astype(np.float32))
     m, inverse = (fitted.arrays[f"key {n}"][:, None].astype(float) for n in ("matrix", "inverse"))
     by = fitted.arrays["key shift"][:, None, :, None].astype(float) if shift else 0.0
     np.testing.assert_allclose(got, affine(4, 16)((x - by) @ inverse) @ m + by, atol=2e-3)
@@ -51,17 +52,19 @@ def test_rows_are_encoded_in_the_basis_of_their_head(rng, shift):
 def test_queries_meet_codes_in_their_basis_as_they_meet_what_comes_back(rng, shift, inner):
     fitted, x = made_up(rng, shift), jnp.asarray(rng.normal(size=(2, 3, 2, 5, 16)), jnp.float32)
     word = InBasis("key", "qserve", fitted) >> inner
-    codes = Codes(taught(word, lent(fitted)).encode(x), word, 16, "float32", lent(fitted))
+    codes = Codes(jax.jit(taught(word, lent(fitted)).encode)(x), word, 16, "float32", lent(fitted))
+    decode = jax.jit(dense)
     q = jnp.asarray(rng.normal(size=(3, 4, 1, 16)), jnp.float32)
     for layer in (0, 1):
         met = meet(q, codes, codes, layer)
         assert met.turned != shift
-        products = lambda q, k: jnp.einsum("bkgh,bksh->bkgs", q.reshape(3, 2, 2, 16), k)  # noqa: E731
-        want = products(q, dense(codes)[layer])
-        np.testing.assert_allclose(products(met.q, dense(met.k)[layer]), want, rtol=2e-4, atol=2e-3)
-        out = lambda p, v: jnp.einsum("bkgs,bksh->bkgh", p, v).reshape(3, 4, 1, 16)  # noqa: E731
-        back = met.back(out(jnp.abs(want), dense(met.v)[layer]))
-        np.testing.assert_allclose(back, out(jnp.abs(want), dense(codes)[layer]), rtol=2e-3, atol=0.1)
+        products = lambda q, k: np.einsum("bkgh,bksh->bkgs", np.reshape(q, (3, 2, 2, 16)), k)  # noqa: E731
+        whole, k, v = (np.asarray(decode(x))[layer] for x in (codes, met.k, met.v))
+        want = products(q, whole)
+        np.testing.assert_allclose(products(met.q, k), want, rtol=2e-4, atol=2e-3)
+        out = lambda p, v: np.einsum("bkgs,bksh->bkgh", p, v).reshape(3, 4, 1, 16)  # noqa: E731
+        back = met.back(jnp.asarray(out(np.abs(want), v)))
+        np.testing.assert_allclose(back, out(np.abs(want), whole), rtol=2e-3, atol=0.1)
 
 
 def test_smooth_keys_are_those_of_a_model_in_whose_weights_the_scales_are_folded():

@@ -1,5 +1,6 @@
 """Codes over the layer below: what comes back in steps and turns, what a fit gains, and what is refused."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -23,12 +24,17 @@ TEXTS = [np.random.default_rng(i).integers(1, 40, 60).tolist() for i in range(8)
 
 def bodies(cache, m, method):
     """The keys and values that come back of every layer's body."""
-    gms = taught_groups(Run(m.config, method).groups(m.params), with_fitted(m.params, method))
-    out, below = [], None
-    for gm, group in zip(gms, cache.groups, strict=True):
-        below = decoded(gm, group.bodies[0], below)
-        out.append([np.asarray(x) for x in below])
-    return out
+
+    @jax.jit
+    def read(params, bodies):
+        out, below = [], None
+        for gm, body in zip(taught_groups(Run(m.config, method).groups(params), params), bodies, strict=True):
+            below = decoded(gm, body, below)
+            out.append(below)
+        return out
+
+    found = read(with_fitted(m.params, method), [group.bodies[0] for group in cache.groups])
+    return [[np.asarray(x) for x in pair] for pair in found]
 
 
 def test_steps_and_turns_encode_as_one_prompt_does():

@@ -99,6 +99,7 @@ def test_attention_over_what_is_stored_is_attention_over_what_is_decoded(rng, na
     assert met.turned
     pos = jnp.broadcast_to(jnp.arange(16), (2, 2, 16))
 
+    @jax.jit
     def over(q, k, v):
         return attend(q, Keys(dense(k), dense(v), pos, None), jnp.full((2, 1), 15), scale=0.3)[:2]
 
