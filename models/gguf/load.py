@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvjax.models.config import Config
 from kvjax.models.gguf.config import config_of
 from kvjax.models.gguf.reader import Gguf, check_kinds, open_gguf
 from kvjax.models.gguf.text import text_of
-from kvjax.models.gguf.weights import stored_tensors
+from kvjax.models.gguf.weights import is_later, stored_tensors
 from kvjax.models.hf import assemble, check_dtype
 from kvjax.models.hf_config import config_from_hf, naming_file
 from kvjax.models.model import Model
@@ -45,6 +46,9 @@ def load_gguf(
     check_kinds(file)
     found, text = stored_tensors(file, config), text_of_gguf(file)
     name = Path(path).name.removesuffix(".gguf")
+    if later := [tensor for tensor in file.tensors if is_later(tensor, config)]:
+        note = f"{name}: {len(later)} tensors predict further tokens ({later[0]}, ...) and are not read"
+        warnings.warn(f"{note}: kvjax predicts the next token alone", UserWarning, stacklevel=2)
     return assemble(config, found, text, name, dtype, sharding, groups, progress, on_mesh)
 
 

@@ -12,6 +12,9 @@ _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKED = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"  # marks belong to letters
+_MARKED += r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SEED = _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _THREE_DIGITS = _WORDS + r"\p{N}{1,3}" + _REST
 _ONE_DIGIT = _WORDS + r"\p{N}" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -59,13 +62,15 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), _GPT_2_SPLIT),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS_SPLIT),
     "minerva-7b": _DIGITS_SPLIT,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA_3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA_3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _CL100K),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
+    "qwen35": Split((_MARKED,), nfc=True),
+    "seed-coder": Split((_SEED,)),
     "stablelm2": Split((_ONE_DIGIT,)),
     "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
     "tekken": Split((_cased("", r"\p{N}"),), whole_words=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Split((_cased(f"{_ENDINGS}?", r"\p{N}{1,3}"),))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Split((_cased(f"{_ENDINGS}?", r"\p{N}{1,3}"),))),
     "deepseek-v3": Split(_DEEPSEEK_3),
     "deepseek-coder": Split(_DEEPSEEK_CODER),
 }

@@ -64,6 +64,10 @@ class Gguf(NamedTuple):
         """The value of a key of the file's architecture, `llama.block_count` for "block_count"."""
         return self.get(f"{self.architecture}.{key}", default)
 
+    def holds(self, name: str) -> bool:
+        """Whether some layer has a tensor of this name, such as "attn_q.bias"."""
+        return any(held.startswith("blk.") and held.split(".", 2)[-1] == name for held in self.tensors)
+
     def need(self, key: str) -> Any:
         """`of` for a required key. Raises InputError."""
         value = self.of(key)

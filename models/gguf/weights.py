@@ -15,113 +15,26 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import Stored
-from kvjax.models.gguf.reader import Gguf, StoredTensor, decoded
+from kvjax.models.gguf.names import concatenated, expert_of, gguf_name
+from kvjax.models.gguf.orders import columns_of, joined_rows, rows_of
+from kvjax.models.gguf.pieces import Concatenated, Decoded, Interleaved, Joined, Piece
+from kvjax.models.gguf.reader import Gguf, StoredTensor
 from kvjax.models.hf_tensors import hf_name, tensors
 
-_TOP = {
-    "embed_tokens": "token_embd",
-    "embeddings": "token_embd",
-    "norm": "output_norm",
-    "norm_f": "output_norm",
-    "lm_head": "output",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "norm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "mixer.in_proj": "ssm_in",
-    "mixer.conv1d": "ssm_conv1d",
-    "mixer.norm": "ssm_norm",
-    "mixer.out_proj": "ssm_out",
-}
-_WHOLE = {
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.dt_bias": "ssm_dt.bias",
-    "mixer.A_log": "ssm_a",
-    "mixer.D": "ssm_d",
-}
-_MLP = re.compile(r"mlp\.(shared_experts?\.)?(gate|up|down)_proj")
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
-_MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
 # Tensors that hold no weights of the model.
 _PASSED_OVER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _ROTATIONS = ".attn_rot_embd"
-
-
-class Decoded(NamedTuple):
-    """A tensor as a checkpoint on the hub has it, decoded when it is read.
-
-    rows: which rows of the file's tensor are its rows, in order, if they differ. undo: a function that
-    reverses the conversion of its numbers. shape: that of the checkpoint, with as many numbers.
-    """
-
-    held: StoredTensor
-    shape: tuple[int, ...]
-    rows: np.ndarray | None = None
-    undo: Callable[[np.ndarray], np.ndarray] | None = None
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        data, kind, _ = self.held
-        if data.ndim != 2 or len(self.shape) != 2 or not index:
-            return self._small(index)
-        taken = data[index[0]] if self.rows is None else data[self.rows[index[0]]]
-        out = decoded(np.ascontiguousarray(taken), kind)
-        return (out if self.undo is None else self.undo(out))[:, *index[1:]]
-
-    def _small(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Vectors, and convolutions, which have more axes here than in the file."""
-        out = decoded(np.ascontiguousarray(self.held.data), self.held.kind)
-        out = out if self.rows is None else out[self.rows]
-        return (out if self.undo is None else self.undo(out)).reshape(self.shape)[index].copy()
-
-
-class Joined(NamedTuple):
-    """DeepSeek's `kv_b_proj`, joined from the two tensors of newer files, head by head.
-
-    keys [heads, latents, channels], values [heads, channels, latents]: a head's rows are those of its keys,
-    then those of its values.
-    """
-
-    keys: StoredTensor
-    values: StoredTensor
-    shape: tuple[int, ...]
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        heads, each = self.keys.shape[0], self.keys.shape[2] + self.values.shape[1]
-        start, stop, _ = index[0].indices(heads * each)
-        first, last = start // each, -(-stop // each)
-        rows = [self._head(head) for head in range(first, last)]
-        out = np.concatenate(rows) if rows else np.empty((0, self.shape[1]), np.float32)
-        return out[start - first * each : stop - first * each, *index[1:]]
-
-    def _head(self, head: int) -> np.ndarray:
-        keys, values = (decoded(np.ascontiguousarray(x.data[head]), x.kind) for x in (self.keys, self.values))
-        return np.concatenate([keys.T, values])
+# Architectures whose norms multiply by one more than the checkpoint's numbers.
+_FROM_ONE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+_STACKED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 class Weights(NamedTuple):
     """Plays the role of an open safetensors file in `Stored`."""
 
-    pieces: dict[str, Decoded | Joined]
+    pieces: dict[str, Piece]
 
-    def get_slice(self, name: str) -> Decoded | Joined:
+    def get_slice(self, name: str) -> Piece:
         return self.pieces[name]
 
 
@@ -143,6 +56,12 @@ def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
     }
 
 
+def is_later(name: str, config: Config) -> bool:
+    """Whether a tensor belongs to a layer behind the model's own, which predicts a later token."""
+    layer = name.split(".")[1] if name.startswith("blk.") else ""
+    return layer.isdigit() and int(layer) >= config.layers
+
+
 class _Finder:
     """Looks tensors up by their GGUF names, and records which are missing or left over."""
 
@@ -152,19 +71,25 @@ class _Finder:
         self.missing: list[str] = []
         self.wrong: list[str] = []
 
-    def find(self, name: str, shape: tuple[int, ...]) -> Decoded | Joined | None:
+    def find(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """The tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
+        if (found := _STACKED.fullmatch(name)) is not None:
+            return self._interleaved(*found.groups(), shape)
+        if parts := concatenated(name, self.file):
+            return self._concatenated(name, parts, shape)
         if name.endswith("self_attn.kv_b_proj.weight") and (joined := self._joined(name, shape)) is not None:
             return joined
         if (expert := self._expert(name)) is not None:
             return self._one_expert(*expert, shape)
-        wanted = self._name(name)
+        wanted = gguf_name(name, self.file.architecture, self.config)
         held = self._held(wanted)
         if held is None:
             return None
         if not _fits(held.shape, shape):
             return self._misshapen(wanted, shape, held)
-        return Decoded(held, shape, self._rows(name), self._undo(wanted))
+        arch = self.file.architecture
+        rows, columns = rows_of(name, arch, self.config), columns_of(name, arch, self.config)
+        return Decoded(held, shape, rows, columns, self._undo(wanted))
 
     def check(self) -> None:
         """Raises InputError if any tensor is missing, misshapen or left over."""
@@ -193,39 +118,18 @@ class _Finder:
         self.wrong.append(f"{name} (expected {list(expected)}, found {list(held.shape)})")
 
     def _passed_over(self, name: str) -> bool:
-        """Whether a tensor is skipped: rotation tables, and DeepSeek-V3's layers for further tokens."""
-        layer = name.split(".")[1] if name.startswith("blk.") else ""
-        beyond = self.config.family == "deepseek_v3" and layer.isdigit() and int(layer) >= self.config.layers
-        return name in _PASSED_OVER or _ROTATIONS in name or beyond
-
-    def _name(self, name: str) -> str:
-        """The GGUF name of a tensor that is stored by itself."""
-        if not name.startswith("layers."):
-            stem, _, kind = name.rpartition(".")
-            return f"{_TOP[stem]}.{kind}"
-        _, layer, inner = name.split(".", 2)
-        if inner in _WHOLE:
-            return f"blk.{layer}.{_WHOLE[inner]}"
-        stem, _, kind = inner.rpartition(".")
-        if stem == "post_attention_layernorm":
-            found = "ffn_norm" if self.config.norms == "pre" else "post_attention_norm"
-        elif (dense := _MLP.fullmatch(stem)) is not None:
-            found = f"ffn_{dense[2]}{'_shexp' if dense[1] else ''}"
-        else:
-            found = _LAYER.get(stem, stem)
-        return f"blk.{layer}.{found}.{kind}"
+        """Whether a tensor is skipped: rotation tables, and layers that predict later tokens."""
+        return name in _PASSED_OVER or _ROTATIONS in name or is_later(name, self.config)
 
     def _expert(self, name: str) -> tuple[str, int, int | None] | None:
         """(tensor of all experts, expert, half of its rows) of a tensor of one expert."""
-        _, layer, inner = (name.split(".", 2) + ["", ""])[:3]
-        found = _EXPERT.fullmatch(inner.removesuffix(".weight"))
-        if found is None:
+        if (found := expert_of(name)) is None:
             return None
-        what = _MIXTRAL.get(found[2], found[2].removesuffix("_proj"))
+        layer, what, number = found
         both = f"blk.{layer}.ffn_gate_up_exps.weight"
         if both in self.file.tensors and what != "down":
-            return both, int(found[1]), int(what == "up")
-        return f"blk.{layer}.ffn_{what}_exps.weight", int(found[1]), None
+            return both, number, int(what == "up")
+        return f"blk.{layer}.ffn_{what}_exps.weight", number, None
 
     def _one_expert(self, name: str, number: int, part: int | None, shape: tuple[int, ...]) -> Decoded | None:
         held = self._held(name)
@@ -239,6 +143,30 @@ class _Finder:
             one, shape, None if part is None else np.arange(part * shape[0], (part + 1) * shape[0])
         )
 
+    def _concatenated(self, name: str, names: list[str], shape: tuple[int, ...]) -> Piece | None:
+        parts = tuple(held for one in names if (held := self._held(one)) is not None)
+        if len(parts) < len(names):
+            return None
+        for one, part in zip(names, parts, strict=True):
+            expected = (*shape[:-2], shape[-2] - sum(p.shape[-2] for p in parts if p is not part), shape[-1])
+            if part.shape != expected:
+                return self._misshapen(one, expected, part)
+        return Concatenated(parts, shape, joined_rows(name, self.config))
+
+    def _interleaved(self, layer: str, what: str, bias: str | None, shape: tuple[int, ...]) -> Piece | None:
+        kind = "bias" if bias else "weight"
+        names = [f"blk.{layer}.ffn_{part}_exps.{kind}" for part in what.split("_")[:-1]]
+        held = [self._held(name) for name in names]
+        if any(one is None for one in held):
+            return None
+        parts = tuple(one for one in held if one is not None)
+        each = shape[-1] // len(parts)
+        expected = (shape[0], each, *shape[1:-1])
+        for name, one in zip(names, parts, strict=True):
+            if one.shape != expected:
+                return self._misshapen(name, expected, one)
+        return Interleaved(parts, shape)
+
     def _joined(self, name: str, shape: tuple[int, ...]) -> Joined | None:
         prefix = f"blk.{name.split('.')[1]}"
         names = f"{prefix}.attn_k_b.weight", f"{prefix}.attn_v_b.weight"
@@ -251,17 +179,9 @@ class _Finder:
             return self._misshapen(names[0], shape, keys)
         return Joined(keys, values, shape)
 
-    def _rows(self, name: str) -> np.ndarray | None:
-        """The order of rows that converts llama.cpp's heads (neighbouring pairs rotate) to ours."""
-        found = re.fullmatch(r"layers\.\d+\.self_attn\.(q|k)_proj\.(?:weight|bias)", name)
-        if self.file.architecture != "llama" or found is None:
-            return None
-        heads, size = self.config.heads if found[1] == "q" else self.config.kv_heads, self.config.head_dim
-        order = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
-        return (np.arange(heads)[:, None] * size + order).ravel()
-
     def _undo(self, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
-        if self.file.architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        shifted = name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
+        if self.file.architecture in _FROM_ONE and shifted:
             return lambda x: x - x.dtype.type(1)
         if name.endswith(".ssm_a"):
             return lambda x: np.log(-x)

@@ -55,18 +55,61 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
-    """A Hugging Face directory of a config.json with random weights, norms and biases among them."""
+RECORDED = Path(__file__).parents[1] / "fixtures" / "converted_gguf.zip"
+"""What llama.cpp's converter makes of `CONVERTED` (`scripts/fixtures/record_gguf.py`)."""
+_FLAT = {"rope_scaling": ..., "rope_theta": 1000.0}
+_NO_BIAS = {"attention_bias": False}
+_GRANITE_4 = {"mamba_d_head": 8, "max_position_embeddings": 2**20}
+CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CASES.items()} | {
+    "gemma3": _case("gemma3_text", sliding_window_pattern=..., num_hidden_layers=7),
+    # Published files name the function that chooses experts.
+    "deepseek_v3": CASES["deepseek_v3"][1] | {"scoring_func": "sigmoid"},
+    "smollm3": _case("smollm3", num_hidden_layers=5, no_rope_layers=..., mlp_bias=False),
+    "exaone4": _case("exaone4", **_FLAT),
+    "exaone4_full": _case("exaone4_full"),
+    "seed_oss": _case("seed_oss"),
+    "seed_oss_out": _case("seed_oss_out"),
+    "ernie4_5": _case("ernie4_5"),
+    "ernie4_5_moe": _case("ernie4_5_moe"),
+    "glm4": _case("glm4"),
+    "glm4_yarn": _case("glm4_yarn"),
+    "olmo3": _case("olmo3"),
+    "olmo3_yarn": _case("olmo3_yarn"),
+    "granite": _case("granite"),
+    "glm4_moe": _case("glm4_moe"),
+    "glm4_moe_plain": _case("glm4_moe_plain"),
+    "minimax_m2": _case("minimax_m2"),
+    "gpt_oss": _case("gpt_oss"),
+    "gpt_oss_plain": _case("gpt_oss_pattern", layer_types=...),
+    "cohere2": _case("cohere2", **_NO_BIAS, layer_types=..., num_hidden_layers=5, rotary_pct=1.0),
+    "ministral3": _case("ministral3"),
+    "lfm2": _case("lfm2", full_attn_idxs=..., layer_types=["conv", "full_attention", "conv"]),
+    "lfm2_moe": _case("lfm2_moe", routed_scaling_factor=1.0),
+    "qwen3_next": _case("qwen3_next", mlp_only_layers=[]),
+    "qwen3_5": _case("qwen3_5_text"),
+    "qwen3_5_moe": _case("qwen3_5_moe_text", linear_num_key_heads=2),
+    "granite_4": _case("granitemoehybrid", **_GRANITE_4),
+    "granite_4_dense": _case("granitemoehybrid_dense", **_GRANITE_4, position_embedding_type="nope"),
+}
+
+
+def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0, rounded: bool = False) -> Path:
+    """A Hugging Face directory of a config.json with random weights, norms and biases among them.
+
+    rounded: to quarters, which a zip file holds in little room.
+    """
     made = config_from_hf(config)
     params = init(made, jax.random.key(seed))
     rng = np.random.default_rng(seed)
 
     def moved(x: jax.Array) -> jax.Array:
-        return x + 0.2 * rng.standard_normal(x.shape).astype(np.float32)
+        new = x + 0.2 * rng.standard_normal(x.shape).astype(np.float32)
+        return (new * 4).round() / 4 if rounded else new
 
     save_hf(Model(made, jax.tree.map(moved, params), name="tiny"), folder)
     # With all that was given, such as windows that nothing uses.
-    (folder / "config.json").write_text(json.dumps(config))
+    architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    (folder / "config.json").write_text(json.dumps({"architectures": architectures} | config))
     return folder
 
 

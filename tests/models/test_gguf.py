@@ -1,16 +1,23 @@
 """GGUF files: what is loaded is what the same checkpoint gives as a Hugging Face directory."""
 
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
 import gguf
 import jax
 import numpy as np
 import pytest
 
+from kvjax.base.errors import InputError
 from kvjax.commands.inspect_model import find_config
 from kvjax.io.load import load
+from kvjax.models.gguf.load import config_of_gguf
 from kvjax.models.gguf.reader import open_gguf
 from kvjax.models.gguf.rope import rope_fields
+from kvjax.models.gguf.weights import is_later, stored_tensors
 from kvjax.ops.base.rope import Rope
-from tests.models.gguf_files import CASES, llama3_divisors, write_case
+from tests.models.gguf_files import CONVERTED, RECORDED, checkpoint, llama3_divisors, write_case
 from tests.models.hf_fixtures import relative_error
 
 TOKENS = np.random.default_rng(0).integers(0, 80, (1, 40)).astype(np.int32)
@@ -29,18 +36,63 @@ def write_tensors(path, tensors, freq_base=10000.0):
     return path
 
 
+def recorded(name, folder):
+    """The file that llama.cpp's converter made of a case."""
+    with zipfile.ZipFile(RECORDED) as files:
+        return Path(files.extract(f"{name}.gguf", folder))
+
+
 def assert_same(ours, theirs):
     """Params of a GGUF file are those of the directory, up to one rounding of what its conversion changed."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=4e-7, strict=True), ours, theirs)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_config_and_params_are_those_of_the_directory(name, tmp_path):
-    directory, file = write_case(name, tmp_path)
+@pytest.mark.parametrize("name", CONVERTED)
+def test_what_llama_cpp_converts_is_read_back(name, tmp_path):
+    directory = checkpoint(CONVERTED[name], tmp_path / "hub", rounded=True)
+    file = recorded(name, tmp_path)
     ours, theirs = load(file), load(directory)
-    assert_same(ours.params, theirs.params)
     assert ours.name == name
-    assert ours.config == theirs.config == find_config(str(file))[0]
+    assert ours.config == find_config(str(file))[0]
+    assert_same(ours.params, theirs.params)
+    if (
+        ours.config.rope.kind == "llama3"
+    ):  # Files hold what frequencies are divided by, as do several settings.
+        size = ours.config.head_dim
+        found, expected = (model.config.rope.frequencies(size) for model in (ours, theirs))
+        np.testing.assert_allclose(found, expected, rtol=2e-6)
+        ours = replace(ours, config=replace(ours.config, rope=theirs.config.rope))
+    assert ours.config == theirs.config
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3_next", "blk.0.attn_gate.weight"),
+        ("granite_4", "blk.0.ffn_up_exps.weight"),
+        ("gpt_oss", "blk.1.ffn_gate_exps.bias"),
+    ],
+)
+def test_a_part_of_a_tensor_that_is_missing_or_misshapen_is_named(name, tensor, tmp_path):
+    file = open_gguf(recorded(name, tmp_path))
+    config = config_of_gguf(file)
+    without = {key: held for key, held in file.tensors.items() if key != tensor}
+    with pytest.raises(InputError, match=f"1 missing: {tensor}"):
+        stored_tensors(file._replace(tensors=without), config)
+    held = file.tensors[tensor]
+    short = held._replace(data=held.data[..., :-1], shape=(*held.shape[:-1], held.shape[-1] - 1))
+    with pytest.raises(InputError, match=f"1 of another shape: .*{tensor}"):
+        stored_tensors(file._replace(tensors=file.tensors | {tensor: short}), config)
+
+
+def test_layers_that_predict_later_tokens_are_not_read(tmp_path):
+    file = recorded("glm4_moe", tmp_path)
+    opened = open_gguf(file)
+    later = dict(opened.tensors) | {"blk.3.nextn.eh_proj.weight": opened.tensors["token_embd.weight"]}
+    config = config_of_gguf(opened)
+    assert set(stored_tensors(opened._replace(tensors=later), config)) == set(stored_tensors(opened, config))
+    assert is_later("blk.3.nextn.eh_proj.weight", config)
+    assert not is_later("blk.2.attn_q.weight", config)
 
 
 def test_logits_are_those_of_the_directory(tmp_path):

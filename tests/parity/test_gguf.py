@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.ggml import convert_gguf_tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN_3_5
 
 from kvjax.io.load import load
+from kvjax.models.gguf.pre_tokenizers import SPLITS
 from kvjax.models.gguf.text import text_of
 from tests.models import hf_reference
 from tests.models.gguf_files import CASES, checkpoint, write_gguf
@@ -72,6 +74,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
 
 
 def test_published_patterns_are_those_of_transformers():
+    assert SPLITS["qwen35"].patterns == (QWEN_3_5,)
     assert QWEN_2 == PRETOKENIZE_REGEX
     assert QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|") == TikTokenConverter().pattern
 
