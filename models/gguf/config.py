@@ -66,6 +66,10 @@ READ: dict[str, Callable[[Gguf], Json]] = {
     "granitehybrid": hybrids.granite_hybrid,
     "lfm2": hybrids.lfm2,
     "lfm2moe": hybrids.lfm2,
+    "deepseek32": experts.indexed("deepseek_v32"),
+    "glm-dsa": experts.indexed("glm_moe_dsa"),
+    "nemotron_h": hybrids.nemotron_h,
+    "nemotron_h_moe": hybrids.nemotron_h,
     "mamba2": hybrids.mamba2,
 }
 """Every architecture that is read, by its name in GGUF."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvjax.models.gguf.fields import SIGMOID, Json, attention, routed, same, windows
+from collections.abc import Callable
+
+from kvjax.models.gguf.fields import SIGMOID, Json, attention, depth, routed, same, windows
 from kvjax.models.gguf.reader import Gguf
 from kvjax.models.gguf.rope import rope_fields
 
@@ -85,6 +87,23 @@ def deepseek2(file: Gguf) -> Json:
         **shared_and_routed(file),
     }
     return data | {"topk_method": "group_limited_greedy" if data["n_group"] > 1 else "greedy"}
+
+
+def indexed(model_type: str) -> Callable[[Gguf], Json]:
+    """DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer picks."""
+
+    def read(file: Gguf) -> Json:
+        data = {"model_type": model_type, **_latent(file), **shared_and_routed(file)}
+        data |= {
+            "index_n_heads": file.need("attention.indexer.head_count"),
+            "index_head_dim": file.need("attention.indexer.key_length"),
+            "index_topk": file.need("attention.indexer.top_k"),
+        }
+        if (own := file.of("attention.indexer.types")) is not None:
+            data["indexer_types"] = ["full" if flag else "shared" for flag in own[: depth(file)]]
+        return data
+
+    return read
 
 
 def _latent(file: Gguf) -> Json:

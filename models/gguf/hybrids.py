@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvjax.base.errors import InputError
 from kvjax.models.gguf.dense import multipliers
-from kvjax.models.gguf.fields import Json, attention, depth, routed, with_kv_heads
+from kvjax.models.gguf.fields import Json, attention, depth, routed, same, with_kv_heads
 from kvjax.models.gguf.reader import Gguf
 
 
@@ -98,3 +98,47 @@ def granite_hybrid(file: Gguf) -> Json:
     }
     shared = file.of("expert_shared_feed_forward_length", data["intermediate_size"])
     return data | {"shared_intermediate_size": shared}
+
+
+def nemotron_h(file: Gguf) -> Json:
+    """Nemotron-H and Nemotron 3. Tensors say whether a layer is Mamba-2, attention, experts or an MLP."""
+    inner, heads = file.need("ssm.inner_size"), file.need("ssm.time_step_rank")
+    layers = range(depth(file))
+    dense = [name for i in layers if (name := f"blk.{i}.ffn_up.weight") in file.tensors]
+    width = file.tensors[dense[0]].shape[0] if dense else same(file, "feed_forward_length")
+    data = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "".join(_letter(file, i) for i in layers),
+        "num_attention_heads": same(file, "attention.head_count"),
+        "num_key_value_heads": same(file, "attention.head_count_kv"),
+        "head_dim": file.need("attention.key_length"),
+        "intermediate_size": width,
+        "layer_norm_epsilon": file.need("attention.layer_norm_epsilon"),
+        "mlp_bias": file.holds("ffn_up.bias"),
+        "mlp_hidden_act": "relu2",
+        "ssm_state_size": file.need("ssm.state_size"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": file.of("ssm.group_count", 1),
+        "conv_kernel": file.need("ssm.conv_kernel"),
+    }
+    if not file.of("expert_count", 0):
+        return data
+    return (
+        data
+        | routed(file, "n_routed_experts")
+        | {
+            "moe_shared_expert_intermediate_size": file.need("expert_shared_feed_forward_length"),
+            "moe_latent_size": file.of("moe_latent_size"),
+            "routed_scaling_factor": float(file.of("expert_weights_scale", 1.0)),
+            "norm_topk_prob": bool(file.of("expert_weights_norm", False)),
+            "n_group": file.of("expert_group_count", 1),
+        }
+    )
+
+
+def _letter(file: Gguf, layer: int) -> str:
+    """The kind of a layer of Nemotron-H."""
+    marks = {"ssm_in": "M", "attn_q": "*", "ffn_gate_inp": "E"}
+    kinds = (letter for name, letter in marks.items() if f"blk.{layer}.{name}.weight" in file.tensors)
+    return next(kinds, "-")

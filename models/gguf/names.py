@@ -50,6 +50,19 @@ _LAYER = {
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    **{f"mixer.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -58,6 +71,7 @@ _LAYER = {
 }
 _WHOLE = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
@@ -77,7 +91,7 @@ _STATES = {
 }
 _MLP = re.compile(r"mlp\.(shared_experts?\.)?(gate|up|down)_proj")
 _EXPERT = re.compile(
-    r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)"
+    r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)"
 )
 _MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
 _SECOND = "post_attention_layernorm"

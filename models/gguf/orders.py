@@ -10,9 +10,10 @@ from kvjax.models.config import Config
 from kvjax.models.mixers.recurrent import GatedDelta
 
 # Architectures in whose files the two channels of q and k that rotate together are neighbours.
-_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid")
+# Nemotron-H does not rotate, and its converter reorders them all the same.
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _QWEN_3_5 = ("qwen35", "qwen35moe")
-_Q_OR_K = re.compile(r"layers\.\d+\.self_attn\.(q|k)_proj\.(?:weight|bias)")
+_Q_OR_K = re.compile(r"layers\.\d+\.(?:self_attn|mixer)\.(q|k)_proj\.(?:weight|bias)")
 _LINEAR = re.compile(r"layers\.(\d+)\.linear_attn\.(\w+?)(?:\.weight)?")
 
 

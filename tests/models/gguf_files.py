@@ -59,6 +59,8 @@ RECORDED = Path(__file__).parents[1] / "fixtures" / "converted_gguf.zip"
 """What llama.cpp's converter makes of `CONVERTED` (`scripts/fixtures/record_gguf.py`)."""
 _FLAT = {"rope_scaling": ..., "rope_theta": 1000.0}
 _NO_BIAS = {"attention_bias": False}
+_LATER = {"scoring_func": "sigmoid"}
+_NEMOTRON = {"max_position_embeddings": 2**20, "mamba_d_head": 8}
 _GRANITE_4 = {"mamba_d_head": 8, "max_position_embeddings": 2**20}
 CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CASES.items()} | {
     "gemma3": _case("gemma3_text", sliding_window_pattern=..., num_hidden_layers=7),
@@ -83,6 +85,16 @@ CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CA
     "gpt_oss_plain": _case("gpt_oss_pattern", layer_types=...),
     "cohere2": _case("cohere2", **_NO_BIAS, layer_types=..., num_hidden_layers=5, rotary_pct=1.0),
     "ministral3": _case("ministral3"),
+    "glm_4_flash": _case(
+        "glm4_moe_lite", **_LATER, first_k_dense_replace=1, mlp_layer_types=["dense", "sparse", "sparse"]
+    ),
+    "deepseek_v32": _case("deepseek_v32_picks", **_LATER),
+    "glm_5": _case("glm_moe_dsa_picks", **_LATER),
+    "glm_5_yarn": _case("glm_moe_dsa", **_LATER, indexer_types=..., rope_scaling=_YARN),
+    "nemotron_h": _case("nemotron_h_dense", **_NEMOTRON, num_hidden_layers=4),
+    "nemotron_3": _case(
+        "nemotron_h", **_NEMOTRON, num_hidden_layers=5, n_group=1, topk_group=1, n_shared_experts=1
+    ),
     "lfm2": _case("lfm2", full_attn_idxs=..., layer_types=["conv", "full_attention", "conv"]),
     "lfm2_moe": _case("lfm2_moe", routed_scaling_factor=1.0),
     "qwen3_next": _case("qwen3_next", mlp_only_layers=[]),

@@ -47,7 +47,7 @@ def assert_same(ours, theirs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=4e-7, strict=True), ours, theirs)
 
 
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", [name for name in CONVERTED if name != "glm_4_flash"])
 def test_what_llama_cpp_converts_is_read_back(name, tmp_path):
     directory = checkpoint(CONVERTED[name], tmp_path / "hub", rounded=True)
     file = recorded(name, tmp_path)
@@ -63,6 +63,12 @@ def test_what_llama_cpp_converts_is_read_back(name, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=2e-6)
         ours = replace(ours, config=replace(ours.config, rope=theirs.config.rope))
     assert ours.config == theirs.config
+
+
+def test_glm_4_flash_is_read_as_the_deepseek_that_it_is(tmp_path):
+    file, directory = recorded("glm_4_flash", tmp_path), tmp_path / "hub"
+    checkpoint(CONVERTED["glm_4_flash"], directory, rounded=True)
+    np.testing.assert_array_equal(load(file)(TOKENS), load(directory)(TOKENS))
 
 
 @pytest.mark.parametrize(
