@@ -78,7 +78,7 @@ class LocalScore:
         return old + seen.of(LocalLogits(self.within)).astype(old.dtype)
 
 
-class BestBlocks(ReadFacts):
+class BlocksAndSinks(ReadFacts):
     """The base class of reads of blocks of `page` slots: those of the first `sinks` tokens, and the best.
 
     `budget` is for the best blocks alone. A subclass scores blocks, and selects them with `best`.
@@ -113,7 +113,7 @@ class BestBlocks(ReadFacts):
 
 
 @dataclasses.dataclass(frozen=True)
-class RepresentativeKeys(BestBlocks):
+class RepresentativeKeys(BlocksAndSinks):
     """InfLLM (arXiv:2402.04617, section 3): reads the blocks whose representative keys match best.
 
     A block's representatives are, in each KV head, its `keys` keys with the largest `LocalScore` at the time

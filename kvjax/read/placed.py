@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.ops.base.dtypes import wide
-from kvjax.read.blocks import BestBlocks
+from kvjax.read.blocks import BlocksAndSinks
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedSegments(BestBlocks):
+class PlacedSegments(BlocksAndSinks):
     """ReAttention (arXiv:2407.15176, section 3): segments by unrotated products, at positions of their own.
 
     The score of a segment of `page` slots is the largest <q, k> before rotation, over its keys and the heads
