@@ -38,6 +38,7 @@ from kvjax.fitting.statistics.drift import fit_drift
 from kvjax.fitting.statistics.hierarchy import fit_biases
 from kvjax.fitting.statistics.layer_bits import fit_layer_bits
 from kvjax.fitting.statistics.levels import fit_levels
+from kvjax.fitting.statistics.patterns import fit_patterns
 from kvjax.fitting.statistics.predictors import fit_predictors
 from kvjax.fitting.statistics.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.statistics.projections import fit_projections
@@ -76,6 +77,7 @@ from kvjax.make.pruned_channels import PrunedChannels
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
+from kvjax.read.head_patterns import HeadPatterns
 from kvjax.store.atoms import Atoms
 from kvjax.store.basis import InBasis
 from kvjax.store.channels import QueryDrivenChannels
@@ -138,6 +140,7 @@ FITS: dict[type, Fitter] = {
     GroupedLowRank: Fitter(fit_projections),
     EigenHeads: Fitter(fit_projections),
     PrunedChannels: Fitter(fit_sensitivities, acts=True),
+    HeadPatterns: Fitter(fit_patterns, acts=True),
     SharedLayers: Fitter(fit_sharing),
     ClusteredHeads: Fitter(fit_clusters),
     HiddenStateCache: Fitter(fit_states, asks=True, acts=True),

@@ -46,25 +46,24 @@ def critiprefill(
     exact="deviates",
 )
 def minference(
-    *, vertical: Count = 1000, slash: Count = 6096, first: Tokens = 100, newest: Count = 800,
-    blocks: Count = 100, block: Size = 64, skip_layers: Layers = 0, fitted: Fit | None = None,
+    *, vertical: Count = 1000, slash: Count = 6096, block: Size = 64, skip_layers: Layers = 0,
+    fitted: Fit | None = None,
 ) -> Method:  # fmt: skip
     """MInference (Jiang et al., 2024, arXiv:2407.02490), section 3: a pattern for every query head.
 
-    Heads attend to the `vertical` columns and `slash` diagonals that the newest 64 queries attend to most,
-    unless `fitted` says that a head of a layer has another pattern: few columns and `slash` / 8 diagonals,
-    many columns and few diagonals, an A-shape (the `first` tokens and the `newest`), or the `blocks` best
-    blocks by means.
-    Steps read the full cache. Deviation: a diagonal is widened to whole blocks of keys; a fit compares the
-    errors of outputs on texts (the paper's at equal times of its kernels). A prompt over a cache is read in
-    full, and one in pieces is refused.
+    Heads attend to the `vertical` columns and `slash` diagonals that the newest 64 queries attend to most.
+    `kvjax fit minference` gives each the pattern of the least error on texts: these, other shares of columns
+    and diagonals, an A-shape, or the best blocks by means, all of vertical + slash keys per query. Steps read
+    the full cache. Deviation: a diagonal is widened to whole blocks of keys; the paper compares patterns at
+    equal times of its kernels. A prompt over a cache is read in full, and one in pieces is refused.
     """
+    keys = vertical + slash
     patterns = (
         VerticalSlash(vertical, slash),
-        VerticalSlash(max(1, vertical * 3 // 100), max(1, slash // 8)),
-        VerticalSlash(max(1, vertical * 7 // 2), max(1, slash // 60)),
-        AShape(first, newest),
-        BestBlocks(blocks),
+        VerticalSlash(-(-keys // 64), max(1, keys - -(-keys // 64))),
+        VerticalSlash(-(-keys // 2), max(1, keys // 2)),
+        AShape(-(-keys // 8), keys - -(-keys // 8)),
+        BestBlocks(-(-keys // block)),
     )
     return Method(read_prompt=HeadPatterns(patterns, block, skip_layers, as_fitted(fitted)))
 

@@ -11,6 +11,12 @@ from kvjax.ops.attention.union import NEG_INF
 from kvjax.ops.base.dtypes import wide
 
 
+def lengthened(x: Array, multiple: int, axis: int, value: int = 0) -> Array:
+    """Pads an axis at its end to a multiple."""
+    pads = [(0, -x.shape[i] % multiple if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, pads, constant_values=value)
+
+
 def in_blocks(x: Shaped[Array, "B N T *_"], size: int) -> Shaped[Array, "B N P S *_"]:
     """Tokens in blocks of `size`."""
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])

@@ -3,22 +3,31 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
+from kvjax.compat.model_fit import check_fit
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.prompt_reads import PromptQueries
 from kvjax.keep.observations.observe import Mass
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import Attention
 from kvjax.read.antidiagonals import Antidiagonals
 from kvjax.read.covering_blocks import CoveringBlocks
 from kvjax.read.head_patterns import AShape, BestBlocks, HeadPatterns, VerticalSlash
+from kvjax.read.prompt_blocks import visible_blocks
 from kvjax.read.segment_scores import SegmentScores
+from kvjax.serve import Prompt as Request
+from kvjax.serve.device.jobs import job_of
 from kvjax.steps import Run, read_tokens
 from tests.float64 import prompt_blocks as by_hand
 from tests.float64.reference import Decoder, Prompt, Row
+from tests.methods.battery import model as tiny
 from tests.methods.battery import off
 from tests.read.test_persistent import model
 
@@ -145,3 +154,73 @@ def test_pieces_of_a_prompt_are_refused_by_name():
 def test_what_reads_prompts_in_its_own_way_is_refused(words):
     with pytest.raises((ValueError, InputError), match="attends to all earlier ones|rotated by its position"):
         kvjax.chain(kvjax.method("critiprefill(budget=0.5)"), kvjax.method(words))
+
+
+@pytest.mark.rotating
+def test_layers_with_a_window_attend_to_all_of_it():
+    m, alone = tiny("windowed"), by_hand.critiprefill(third, 8, 4, 0.0)
+
+    def hides(prompt, layer):
+        full = alone(prompt, layer)
+        return full if m.config.windows[layer] is None else np.zeros_like(full)
+
+    read = SegmentScores(Budget(0.3), segment=8, block=4, below=0.0, skip_layers=0)
+    logits, _ = kvjax.prefill(m, ROWS, method=Method(read_prompt=read))
+    want = [Prompt(Decoder(m), tokens, hides=hides).all_logits[-1] for tokens in ROWS]
+    assert off(logits, np.stack(want)) < 3e-5
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(64, 0.3), (61, 8), (130, 1.0)])
+def test_the_share_that_explain_tells_is_that_of_the_picks(tokens, budget):
+    read = SegmentScores(Budget(budget), segment=8, block=4)
+    longest = -(-tokens // 8) * 8
+    q, k = (np.random.default_rng(n).normal(size=(1, n, longest, 8)).astype(np.float32) for n in (4, 2))
+    at = np.arange(longest, dtype=np.int32)[None]
+    pos = np.where(at < tokens, at, -1)
+    asked = PromptQueries(*map(jnp.asarray, (q, k, pos, np.array([tokens], np.int32))), 1.0)
+    seen = np.asarray(visible_blocks(asked.pos, 8, 4))[0, 0]
+    picked = np.asarray(read.pick(asked)[0].blocks)[0]
+    assert [float((one & seen).sum() / seen.sum()) for one in picked] == [
+        pytest.approx(read.share(tokens))
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (dict(windows=(8, 8)), "no layer of this model attends to a whole prompt"),
+        (dict(mixers=(Attention(clip=(-0.1, 1.0)),) * 2), "parts of a clipped softmax do not merge"),
+    ],
+)
+def test_models_whose_prompts_cannot_be_read_in_blocks_are_refused(config, said):
+    sizes = dict(layers=2, vocab=64, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=48)
+    with pytest.raises(InputError, match=said):
+        check_fit(kvjax.method("xattention"), Config(**sizes, **config))
+
+
+def test_a_server_which_reads_prompts_in_pieces_refuses_by_name():
+    with pytest.raises(InputError, match="xattention picks blocks .* a server reads prompts in pieces"):
+        job_of(model(layers=3), 0, Request([1, 2, 3], 4, method="xattention"))
+
+
+def test_a_fit_gives_every_head_the_pattern_of_the_least_error():
+    m, first = model(layers=3), by_hand.vertical_slash(24, 4, 4, **SLASH)
+    forms = first, by_hand.a_shape(8, 16, 4), by_hand.best_blocks(5, 4), BY_HAND[3]
+    patterns = VerticalSlash(24, 4, **SLASH), AShape(8, 16), BestBlocks(5), PATTERNS[3]
+    fitted = kvjax.fit(m, Method(read_prompt=HeadPatterns(patterns, 4)), ROWS[:2], batch=2)
+    errors = np.zeros((3, len(forms), 4))
+    for tokens in ROWS[:2]:
+        prompt = Prompt(Decoder(m), tokens)
+        for layer, head, i in np.ndindex(3, 4, len(forms)):
+            seen = np.tril(forms[i](prompt, layer, head)) > 0
+            scores = by_hand.logits(prompt, layer, head)
+            v = prompt.v[layer][head // prompt.group]
+            p = by_hand.softmax(np.where(seen, scores, -np.inf))
+            errors[layer, i, head] += np.square(p @ v - prompt.p[layer][head] @ v).sum()
+    np.testing.assert_array_equal(fitted.arrays["pattern"], errors.argmin(1))
+    assert len({*fitted.arrays["pattern"].ravel().tolist()}) > 1
+
+
+def test_texts_of_a_block_cannot_be_fitted():
+    with pytest.raises(InputError, match="no text has more than a block of 64 tokens"):
+        kvjax.fit(model(layers=3), "minference", ROWS)

@@ -17,6 +17,7 @@ from kvjax.models.mixer import Layer, Projected, Take
 from kvjax.ops.attention.block_sparse import Picks, block_attention, block_received
 from kvjax.ops.attention.strips import attend_in_strips
 from kvjax.ops.attention.union import Keys, Masses, Reduction, merge
+from kvjax.read.prompt_blocks import lengthened
 
 # The name under which layers publish what their read left for the layer above.
 LEFT = "left by a read"
@@ -48,11 +49,11 @@ def attend_to_blocks(
     if x.expand is not None:
         q, (new,) = x.expand.queries(q), x.expand.sets([new])
     assert new.pos is not None
-    missing = -tokens % math.lcm(read.segment, read.block)
+    size = math.lcm(read.segment, read.block)
     whole = new._replace(
-        k=_longer(new.k, missing, 2), v=_longer(new.v, missing, 2), pos=_longer(new.pos, missing, 2, -1)
+        k=lengthened(new.k, size, 2), v=lengthened(new.v, size, 2), pos=lengthened(new.pos, size, 2, -1)
     )
-    padded, pos = _longer(q, missing, 2), _longer(inputs.pos, missing, 1, -1)
+    padded, pos = lengthened(q, size, 2), lengthened(inputs.pos, size, 1, -1)
     length = (inputs.pos >= 0).sum(-1, dtype=jnp.int32)
     asked = PromptQueries(padded, whole.k, pos, length, layer.scale, layer.taken.get(LEFT), inputs.fitted)
     picks, left = read.pick(asked)
@@ -67,11 +68,6 @@ def attend_to_blocks(
     found = block_received(padded, whole, lse, pos, picks, mass, **options)
     found = tuple(m[..., :tokens] for m in found)
     return out[:, :, :tokens], (found if x.expand is None else in_lists(mass, found, lists),), left
-
-
-def _longer(x: Array, more: int, axis: int, value: int = 0) -> Array:
-    pads = [(0, more if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, pads, constant_values=value)
 
 
 def _whole_rows(picks: Picks, length: Int[Array, "B"], most: int) -> Picks:
