@@ -107,7 +107,9 @@ def run_load(args: argparse.Namespace) -> int:
     done = serve(model, requests, chosen, pages=args.pages)
     load_name, by = args.trace or args.synthetic, done.outcome.costs
     figures: dict[str, Any] = {"system": args.system, "simulated": False, "costs": by, "load": load_name}
-    figures |= {"pages": done.pages, "methods": methods, **metrics(done.outcome, slo)}
+    per_token = {method: done.page_bytes / tokens for method, tokens in done.tokens.items()}
+    figures |= {"pages": done.pages, "page_bytes": done.page_bytes, "bytes_per_token": per_token}
+    figures |= {"methods": methods, **metrics(done.outcome, slo)}
     figures["failed"] = sum(answer.state == "failed" for answer in done.answers)
     if args.check:
         from kvjax.serve.device.alone import compared
@@ -131,6 +133,8 @@ def _show(figures: dict[str, Any], as_json: bool) -> None:
             unit = " ms" if field.endswith("_ms") else ""
             rows.append((field if unit else name, form.format(figures[field]) + unit))
     rows.append(("iterations", str(figures["iterations"])))
+    for method, size in figures["bytes_per_token"].items():
+        rows.append((f"bytes per token, {method}", f"{size:.0f}"))
     if "equal" in figures:
         whole = figures["equal"] + figures["tied"] + figures["unequal"]
         tied = f", and {figures['tied']} up to a tie" if figures["tied"] else ""

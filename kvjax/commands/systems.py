@@ -20,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from kvjax.commands.terminal import BOX, console, pairs
-    from kvjax.serve.systems import SYSTEMS, resolve
+    from kvjax.serve.systems import SYSTEMS
+    from kvjax.serve.systems.kernels import KERNELS
 
-    found = [card(id) for id in ([resolve(args.id)] if args.id else SYSTEMS)]
+    found = [card(args.id)] if args.id else [card(id) for id in (*SYSTEMS, *KERNELS)]
     if args.json:
         print(json.dumps(found[0] if args.id else found, indent=1))
     elif args.id:
@@ -30,18 +31,29 @@ def run(args: argparse.Namespace) -> None:
     else:
         from rich.table import Table
 
-        table = Table("system", "paper", "what the simulator shows", box=BOX)
+        table = Table("system", "paper", "what the simulator, or a count, shows", box=BOX)
         for one in found:
             table.add_row(one["system"], one["paper"], one["claim"])
         console().print(table)
 
 
 def card(id: str) -> dict[str, Any]:
-    """The fields of a system, under their names on its card."""
+    """The fields of a system, or of a kernel, under their names on its card."""
     import inspect
 
-    from kvjax.serve.systems import SYSTEMS
+    from kvjax.serve.systems import SYSTEMS, resolve
+    from kvjax.serve.systems.kernels import KERNELS
 
+    if kernel := KERNELS.get(id.lower().replace("_", "-")):
+        return {
+            "system": kernel.id,
+            "paper": f"{kernel.title} ({kernel.url})" if kernel.url else kernel.title,
+            "runs": kernel.runs,
+            "claim": kernel.claim,
+            "reverses": kernel.reverses,
+            "tested": f"tests/serve/test_kernel_claims.py::{kernel.tested}",
+        }
+    id = resolve(id)
     function = SYSTEMS[id]
     known = function.paper
     defaults = ", ".join(

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvjax.base.errors import InputError
+from kvjax.serve.holding import Holding
 
 WAITING, READING, WRITING, AWAY = "waiting", "reading", "writing", "away"
 ENDED, REFUSED, GONE = "ended", "refused", "gone"
@@ -17,7 +18,8 @@ class Request:
 
     keys: identify the prompt's beginning, one for every `span` tokens; equal keys mean equal tokens.
     predicted: the output length that a predictor estimates before the start; None: the true length. ready:
-    tokens of the prompt whose slots come with it, because another device prefilled them.
+    tokens of the prompt whose slots come with it, because another device prefilled them. holding: what its
+    pages hold; None: as many tokens as the system's pages have.
     """
 
     id: int
@@ -28,6 +30,7 @@ class Request:
     span: int = 0
     predicted: int | None = None
     ready: int = 0
+    holding: Holding | None = None
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.output) < 1 or self.arrived < 0 or self.arrived != self.arrived:

@@ -17,6 +17,7 @@ from kvjax.serve.load.synth import synthetic
 from kvjax.serve.load.traces import read_trace
 from kvjax.serve.requests import Request
 from kvjax.serve.sim import Costs, simulate
+from kvjax.serve.sim.chain import chain_seconds, even
 from kvjax.serve.systems import SYSTEMS, system
 from tests.serve import test_claims as this
 from tests.serve.test_load import TRACES, needs_traces
@@ -116,6 +117,48 @@ def test_predicted_room_serves_more_than_worst_case_room():
         simulate(system(text), full, LLAMA, pages=48) for text in ("s3", "orca(rows=256, longest=192)")
     )
     np.testing.assert_array_equal(one.ends, other.ends)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_small_physical_pages_waste_less_than_large_ones(seed):
+    requests, memory = synthetic(f"azure-conv:requests=60,rate=50,seed={seed}"), 3 * 8192
+    requests = [one for one in requests if one.most <= 8192]
+
+    def served(text, page, load=requests):
+        return run(text.format(page), load, memory // page)
+
+    small, large = (served("vattention(page={})", page) for page in (32, 1024))
+    assert small["waste"] < 0.04 and large["waste"] > 4 * small["waste"]
+    worst = run("orca(rows=256)", requests, memory // 16)
+    assert small["request_throughput"] >= large["request_throughput"] > 2 * worst["request_throughput"]
+    short = at_once([32] * 64, prompt=64)
+    tables, whole = served("vllm(page={})", 16, short), served("vattention(page={})", 1024, short)
+    assert whole["waste"] > 0.9 and whole["duration"] > tables["duration"]
+
+
+def test_whole_chunks_of_a_prefix_are_mapped_into_every_request():
+    requests = synthetic("tree:requests=60,groups=4,prefix=1024,suffix=64,output=8,rate=20")
+    shared, apart = run("vtensor(page=128)", requests), run("vattention(page=128)", requests)
+    assert shared["hit_rate"] > 0.7 and apart["hit_rate"] == 0
+    assert shared["mean_ttft_ms"] < apart["mean_ttft_ms"]
+    long, none = (run(f"{id}(page=2048)", requests) for id in ("vtensor", "vattention"))
+    assert long["hit_rate"] == 0 and long["duration"] == none["duration"]
+
+
+def test_a_chain_of_devices_brings_the_first_token_sooner():
+    def first(text, costs=LLAMA, prompt=16000):
+        return simulate(system(text), [Request(0, 0.0, prompt, 1)], costs).ends[0]
+
+    one, two = first("vllm(tokens=32768)"), first("kv-runahead(tokens=32768)")
+    assert one / 2 < two < one / 1.4
+    assert two < chain_seconds(LLAMA, even(16000, 2)) < one
+    assert first("kv-runahead(devices=4, tokens=32768)") < two
+    slow = dataclasses.replace(LLAMA, move=4 * one / 16000)
+    assert first("kv-runahead(tokens=32768)", slow) > one
+    # Its decoding is that of one device.
+    asked = [Request(0, 0.0, 16000, 5)]
+    gaps = [np.diff(simulate(system(text), asked, LLAMA).ends) for text in ("vllm", "kv-runahead")]
+    np.testing.assert_allclose(gaps[0], gaps[1])
 
 
 # --- latency ------------------------------------------------------------------------------------------

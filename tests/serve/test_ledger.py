@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvjax.serve.holding import Holding
 from kvjax.serve.ledger.audit import audit
 from kvjax.serve.ledger.blocks import Ledger
 from kvjax.serve.ledger.tree import PrefixTree
@@ -178,3 +179,24 @@ def test_pages_have_equal_keys_where_all_their_tokens_are_equal_whatever_the_spa
 def test_too_few_pages_are_an_error_that_says_how_many():
     with pytest.raises(MemoryError, match="3 pages were asked for, 2 of 2 are free"):
         Ledger(2).take(0, 3)
+
+
+@pytest.mark.parametrize("residual, granule", [(0, 1), (0, 4), (6, 1), (6, 4), (16, 8)])
+@pytest.mark.parametrize("page, plain", [(8, 3), (16, 4), (24, 16)])
+def test_pages_hold_the_uncoded_tokens_and_the_coded_ones(page, plain, residual, granule):
+    """Counted token by token: the newest `residual` stay uncoded, others leave `granule` at a time."""
+    holding, uncoded, coded, most = Holding(page, plain, residual, granule), 0, 0, {}
+    ring = -(-(residual + granule) // plain)
+    for tokens in range(1, 200):
+        uncoded += 1
+        need = min(-(-tokens // plain), ring) + -(-coded // page)
+        if uncoded == residual + granule:
+            uncoded, coded = uncoded - granule, coded + granule
+            need = ring + -(-coded // page)
+        assert (holding.coded(tokens), holding.pages(tokens)) == (coded, need)
+        most[need] = tokens
+    for pages in sorted(most)[:-1]:
+        assert holding.tokens(pages) == most[pages]
+    assert [Holding(page).tokens(n) for n in (1, 3)] == [page, 3 * page] and Holding(page).pages(
+        page + 1
+    ) == 2

@@ -36,7 +36,8 @@ def test_equal_sentences_are_equal_values_and_their_text_builds_them_again():
         (dict(batch=words.Whole(), place=words.Lanes("predicted"), preempt=words.Never()), "Lanes('max')"),
         (dict(preempt=words.Never()), "preempt=Recompute()"),
         (dict(split=words.Apart(), place=words.Lanes(), preempt=words.Never()), "place=Blocks(16)"),
-        (dict(place=words.LRU()), "expected one of Blocks, Lanes"),
+        (dict(split=words.Chain(), batch=words.Chunked()), "batch=PrefillFirst()"),
+        (dict(place=words.LRU()), "expected one of Blocks, Spans, Lanes"),
     ],
 )
 def test_words_that_do_not_go_together_are_refused_with_what_to_write(parts, message):

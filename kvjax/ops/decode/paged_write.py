@@ -70,6 +70,9 @@ def paged_write(
         for name in pool.names
     }
     made = make_pool(written(k, old.keys), written(v, old.values), packed=pool.packed, **side).words
+    # A pool's pages may have more rows than they need, or fewer than whole tiles of a TPU's memory.
+    rows = pool.words.shape[2]
+    made = jnp.pad(made[:, :, :rows], ((0, 0), (0, 0), (0, max(rows - made.shape[2], 0)), (0, 0)))
     index = jnp.where(writes, index, np.iinfo(np.int32).max).reshape(-1).astype(jnp.int32)
     done = scatter_rows(words, index, made.reshape(-1, *made.shape[2:]))
     return dataclasses.replace(pool, words=done.reshape(pool.words.shape))

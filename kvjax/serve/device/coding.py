@@ -1,26 +1,50 @@
-"""Codes in pages: a method's own 8-bit codes, with a scale and a zero for every token and KV head."""
+"""Which codes can lie in pages, and the codes of 8 bits that kernels read there."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kvjax.grammar import Store
+from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.ops.base.bit_packing import halves
 from kvjax.state.code_forms import ROWS, Form, is_steady
-from kvjax.state.codes import Codec
+from kvjax.state.codes import Codec, at_layer
 
 PAYLOAD = "int8"
 NUMBERS = ("key_scale", "key_zero", "value_scale", "value_zero")
 
 
-def codes_refusal(store: Store, width: int) -> str:
-    """Why codes of heads of `width` channels cannot be stored in pages; empty if they can."""
-    if store.residual or store.sinks or store.unrotated:
-        return "some tokens are stored uncoded, or keys are stored unrotated"
-    if not all(_form(codec, width) == ROWS and is_steady(codec) for codec in (store.keys, store.values)):
-        return "its codes are other than 8 bits with a scale and a zero per token"
+def codes_refusal(store: Store, layers: int) -> str:
+    """Why a store's codes cannot lie in pages, whatever the page; empty if they can."""
+    if store.sinks or store.unrotated:
+        return "first tokens are stored apart, or keys unrotated"
+    both = store.keys, store.values
+    if any(True for _ in fitted_words(both)) or learns(both) or sees_below(both) or _taught(both):
+        return "its codes depend on more than the tokens that they encode"
+    if any(at_layer(codec, i) != codec for codec in both for i in range(layers)):
+        return "its codes differ between layers"
     return ""
+
+
+def _taught(word: Any) -> bool:
+    """Whether a codec takes arrays, or shares them with another layer, or one of its parts does."""
+    if isinstance(word, tuple):
+        return any(map(_taught, word))
+    if not dataclasses.is_dataclass(word):
+        return False
+    own = hasattr(word, "taught") or getattr(word, "borrows", False)
+    return own or any(_taught(getattr(word, field.name)) for field in dataclasses.fields(word))
+
+
+def is_of_rows(store: Store, width: int) -> bool:
+    """Whether a store has 8-bit codes with a scale and a zero per token, which kernels read in pages."""
+    if store.residual or store.sinks:
+        return False
+    return all(_form(codec, width) == ROWS and is_steady(codec) for codec in (store.keys, store.values))
 
 
 def _form(codec: Codec | None, width: int) -> Form | None:

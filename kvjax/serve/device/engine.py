@@ -14,15 +14,24 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method, Store
 from kvjax.models.model import Model
+from kvjax.serve.device.arena import Arena, Kind, shape_of
 from kvjax.serve.device.jobs import Job
 from kvjax.serve.device.lanes import Lanes
 from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Apart
+from kvjax.serve.grammar.words import Together
+from kvjax.serve.holding import Holding
 from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
 from kvjax.serve.requests import AWAY, Entry, Request
+
+
+def holding_of(model: Model, method: Method, page: int) -> Holding | None:
+    """What pages of `page` uncoded tokens hold of a request of a method; None if it is stored in lanes."""
+    if pages_refusal(model, method, page):
+        return None
+    return Kind(shape_of(model, page), method.store).holding
 
 
 @runtime_checkable
@@ -76,18 +85,22 @@ class KnownRequests:
 class Engine:
     """Carries out a loop's effects on a device.
 
-    jobs: the running requests, by id. pages: a pool for each way to encode slots. ends: when every iteration
+    jobs: the running requests, by id. arena: the pool's words. pages: for each way to encode slots, the
+    requests in pages that are encoded so. ends: when every iteration
     ended, in seconds. moved: slots copied to and from host memory. computed: tokens that the model computed,
     idle rows included. gone: ids of requests whose client disconnected.
     """
 
     def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
-        if isinstance(system.split, Apart):
+        if not isinstance(system.split, Together):
             raise InputError(
-                f"{system.split!r} decodes on other devices, expected Together(): `kvjax simulate` runs it"
+                f"{system.split!r} takes several devices, expected Together(): `kvjax simulate` runs it"
             )
         self.model, self.source, self.loop = model, source, Loop(system, pages)
-        self.sizes = system.page, pages, min(rows, 64), longest
+        self.sizes = min(rows, 64), longest
+        self.arena: Arena | None = None
+        self.count = pages
+        self.holdings: dict[Method, Holding | None] = {}
         self.pages: dict[Store | None, Pages] = {}
         self.lanes: dict[tuple[Method, int], Lanes] = {}
         self.jobs: dict[int, Job] = {}
@@ -95,11 +108,18 @@ class Engine:
         self.ends: list[float] = []
         self.moved = self.computed = 0
 
+    def holding(self, method: Method) -> Holding | None:
+        """`holding_of` for the engine's model and pages."""
+        if method not in self.holdings:
+            self.holdings[method] = holding_of(self.model, method, self.loop.system.page)
+        return self.holdings[method]
+
     def accept(self, job: Job, arrived: float) -> Request:
         """Makes a `Request` of a job, and decides whether its slots are in pages or in lanes."""
         keys: tuple[Any, ...] = ()
         page = self.loop.system.page
-        if pages_refusal(job.model, job.method):
+        holding = self.holding(job.method)
+        if holding is None:
             size = size_of(job)
             kind = job.method, size
             if kind not in self.lanes:
@@ -107,8 +127,10 @@ class Engine:
             job.place = self.lanes[kind]
         else:
             store = job.method.store
+            if self.arena is None:
+                self.arena = Arena(self.model, page, self.count)
             if store not in self.pages:
-                self.pages[store] = Pages(self.model, *self.sizes, store)
+                self.pages[store] = Pages(self.model, self.arena, *self.sizes, store)
             job.place = self.pages[store]
             if job.method == Method():
                 # Prefixes are shared under the full cache alone: only there does a page depend on its tokens
@@ -116,7 +138,14 @@ class Engine:
                 text = job.tokens.tolist()
                 keys = tuple(tuple(text[i : i + page]) for i in range(0, len(text) - page + 1, page))
         self.jobs[job.id] = job
-        return Request(job.id, arrived, len(job.tokens), job.most, keys, page if keys else 0)
+        span = page if keys else 0
+        return Request(job.id, arrived, len(job.tokens), job.most, keys, span, holding=holding)
+
+    def page_sizes(self) -> tuple[int, dict[str, int]]:
+        """Bytes of a page, and for each method with requests in pages how many tokens a page holds."""
+        found = {job.method.id: job.place for job in self.jobs.values() if isinstance(job.place, Pages)}
+        tokens = {id: place.kind.holding.page for id, place in found.items()}
+        return self.arena.block_bytes if self.arena else 0, tokens
 
     def run(self, watch: Callable[[Loop], None] | None = None) -> None:
         """Serves until no requests are left or expected. watch: called with the loop before every effect."""

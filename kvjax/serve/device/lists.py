@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from kvjax.hosts.arrays import fetch
+from kvjax.serve.device.code_pages import POS, ROWS, Layout, as_words, encoded
+from kvjax.serve.device.code_step import CodePool
 from kvjax.state.cache import Cache, Pages, Segment, Slots
-from kvjax.state.codes import dense
+from kvjax.state.codes import Codes, dense
 
 
 class Lists(NamedTuple):
@@ -51,3 +54,74 @@ def in_front(lists: Lists, size: int) -> Lists:
     k, v = (np.take_along_axis(x, order[..., None], 2) for x in (lists.k, lists.v))
     k, v = (np.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (k, v))
     return Lists(k, v, np.pad(pos, ((0, 0), (0, 0), (0, short)), constant_values=-1.0))
+
+
+class CodeLists(NamedTuple):
+    """The coded granules of a group of layers as words [Lg, K, G, n], live ones first, and how many are live.
+
+    tail: the ring of uncoded tokens in the same form; empty without one. stored: tokens in all.
+    """
+
+    words: tuple[np.ndarray, ...]
+    count: Int[np.ndarray, "Lg K"]
+    tail: tuple[np.ndarray, ...]
+    stored: Int[np.ndarray, "Lg K"]
+
+
+def code_lists_of(cache: Cache, pools: tuple[CodePool, ...], granules: int) -> list[CodeLists]:
+    """The codes of every group of layers of a one-row cache as they are stored, in `granules` granules."""
+    found = []
+    for group, pool in zip(cache.groups, pools, strict=True):
+        assert group.state is None and group.sinks is None
+        parts = [*group.parts]
+        tail = _ring(parts.pop(), pool) if pool.plain is not None else ((), 0)
+        each = [_granules(part, cache.pools, pool.coded) for part in parts]
+        words = tuple(np.concatenate(x, 2) for x in zip(*(one[0] for one in each), strict=True))
+        pos = np.concatenate([one[1] for one in each], 2)
+        order = np.argsort(np.where(pos < 0, np.inf, pos), axis=2, kind="stable")[:, :, :granules]
+        words = tuple(_filled(np.take_along_axis(x, order[..., None], 2), granules) for x in words)
+        count = (pos >= 0).sum(2, dtype=np.int32)
+        found.append(CodeLists(words, count, tail[0], count * pool.coded.granule + tail[1]))
+    return found
+
+
+def _filled(x: np.ndarray, granules: int) -> np.ndarray:
+    return np.pad(x, ((0, 0), (0, 0), (0, granules - x.shape[2]), (0, 0)))
+
+
+def _granules(
+    part: Segment, pools: tuple[Pages, ...], layout: Layout
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """A segment's granules as words [Lg, K, G, n], and the position of the first token of each."""
+    if isinstance(part, Slots):
+        k, v, pos = part.k, part.v, part.pos[:, 0]
+        whole = lambda x: x[:, 0]  # noqa: E731
+    else:
+        pool = pools[part.pool]
+        table, lengths = pool.table(part)[:, 0], part.lengths[:, 0]
+        k, v = pool.k, pool.v
+        whole = lambda x: x[table].reshape(*table.shape[:2], -1, *x.shape[2:])  # noqa: E731
+        pos = whole(pool.pos)
+        pos = jnp.where(jnp.arange(pos.shape[2])[None, None] < lengths[..., None], pos, -1)
+    assert k is not None and v is not None
+    data = {side: x.data if isinstance(x, Codes) else {ROWS: x} for side, x in (("key", k), ("value", v))}
+    data[POS] = {ROWS: pos.astype(jnp.int32)}
+    given = [
+        data[one.side][one.name] if one.side == POS else whole(data[one.side][one.name])
+        for one in layout.pieces
+    ]
+    words = tuple(as_words(x, one) for x, one in zip(given, layout.pieces, strict=True))
+    return tuple(map(np.asarray, fetch(words))), np.asarray(fetch(pos))[:, :, :: layout.granule]
+
+
+def _ring(tail: Segment, pool: CodePool) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """The newest, uncoded tokens in the order of the ring, and how many they are."""
+    assert isinstance(tail, Slots) and tail.v is not None and pool.plain is not None
+    k, v, pos = (np.asarray(x[:, 0]) for x in fetch((dense(tail.k), dense(tail.v), tail.pos)))
+    ring = pool.holding.ring
+    order = np.zeros((*pos.shape[:2], ring), np.int64)
+    layer, head, slot = np.nonzero(pos >= 0)
+    order[layer, head, pos[layer, head, slot] % ring] = slot
+    k, v = (np.take_along_axis(x, order[..., None], 2) for x in (k, v))
+    words = encoded(pool.plain, jnp.asarray(k), jnp.asarray(v), jnp.asarray(order, jnp.int32))
+    return tuple(map(np.asarray, fetch(words))), (pos >= 0).sum(2, dtype=np.int32)

@@ -1,6 +1,7 @@
 """One decoder over pages: a third `Memory`, beside those of prefill and decode step.
 
-It appends by `paged_append` or `paged_write` and attends by `paged_decode`.
+It appends by `paged_append` or `paged_write` and attends by `paged_decode`; pages of codes that no kernel
+reads are appended to and decoded by `code_step`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvjax.ops.decode.page_pool import PagePool
 from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_write import paged_write
+from kvjax.serve.device.code_step import CodePool, append_and_attend
 from kvjax.serve.device.coding import coded
 from kvjax.state.cache import GroupState
 
@@ -52,16 +54,19 @@ def as_stored(
     return k, v, {}
 
 
-def table_of(pool: PagePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array, "R K M"]:
+def table_of(pool: PagePool | CodePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array, "R K M"]:
     """The page table of every row and KV head."""
     of_head = pool.words.shape[1] // heads
     return jnp.arange(heads, dtype=jnp.int32)[None, :, None] * of_head + blocks[:, None]
 
 
+Pool = PagePool | CodePool
+
+
 def paged_hidden(
-    config: Config, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "R T"],
+    config: Config, params: Params, pools: tuple[Pool, ...], rows: Rows, tokens: Int[Array, "R T"],
     counts: Int[Array, "R"], store: Store | None = None, implementation: str | None = None,
-) -> tuple[Float[Array, "R T D"], tuple[PagePool, ...]]:  # fmt: skip
+) -> tuple[Float[Array, "R T D"], tuple[Pool, ...]]:  # fmt: skip
     """Runs the first `count` tokens of every row through all layers, and stores them in the pools."""
     heads, t = rows.stored.shape[2], tokens.shape[1]
     new = jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
@@ -69,10 +74,16 @@ def paged_hidden(
     pos, length = jnp.where(new, at, -1), rows.next + counts
 
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, dict[str, Any]]:
-        pool: PagePool = state.rows[NAME]
+        pool: Pool = state.rows[NAME]
         assert x.k is not None and x.v is not None
         table, stored = table_of(pool, rows.blocks, heads), rows.stored[layer.number]
         q, k = (rotary(layer, y, at, length) for y in (x.q, x.k))
+        if isinstance(pool, CodePool):
+            out, pool = append_and_attend(
+                pool, table, stored, counts, q, (k, x.v), pos, layer.index,
+                scale=layer.scale, window=layer.window, softcap=config.attention_softcap,
+            )  # fmt: skip
+            return out, GroupState(rows={NAME: pool}), {}
         k, v, numbers = as_stored(pool, store, k, x.v)
         numbers["pos"] = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, t))
         if t == 1:
@@ -106,9 +117,9 @@ class PagedStep(NamedTuple):
     implementation: str | None = None
 
     def __call__(
-        self, params: Params, state: tuple[tuple[PagePool, ...], Rows], token: Int[Array, "R"],
+        self, params: Params, state: tuple[tuple[Pool, ...], Rows], token: Int[Array, "R"],
         active: Bool[Array, "R"],
-    ) -> tuple[Float[Array, "R V"], tuple[tuple[PagePool, ...], Rows]]:  # fmt: skip
+    ) -> tuple[Float[Array, "R V"], tuple[tuple[Pool, ...], Rows]]:  # fmt: skip
         pools, rows = state
         counts = active.astype(jnp.int32)
         how = self.store, self.implementation
@@ -119,9 +130,9 @@ class PagedStep(NamedTuple):
 
 @partial(jax.jit, static_argnames=("step",), donate_argnames=("pools",))
 def read_piece(
-    step: PagedStep, params: Params, pools: tuple[PagePool, ...], rows: Rows, tokens: Int[Array, "1 T"],
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], rows: Rows, tokens: Int[Array, "1 T"],
     count: Int[Array, "1"],
-) -> tuple[Float[Array, "1 V"], tuple[PagePool, ...]]:  # fmt: skip
+) -> tuple[Float[Array, "1 V"], tuple[Pool, ...]]:  # fmt: skip
     """Reads the first `count` of the given tokens of one prompt; returns logits after them, and the pools."""
     how = step.store, step.implementation
     x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, *how)
@@ -147,21 +158,12 @@ def adopt(
 
 
 @jax.jit
-def taken(pools: tuple[PagePool, ...], pages: Int[Array, "N"]) -> tuple[Array, ...]:
+def taken(words: tuple[Array, ...], pages: Int[Array, "N"]) -> tuple[Array, ...]:
     """The contents of some pages, for all layers."""
-    return tuple(pool.words[:, pages] for pool in pools)
+    return tuple(x[:, pages] for x in words)
 
 
-@partial(jax.jit, donate_argnames=("pools",))
-def put_back(
-    pools: tuple[PagePool, ...], pages: Int[Array, "N"], words: tuple[Array, ...]
-) -> tuple[PagePool, ...]:
+@partial(jax.jit, donate_argnames=("words",))
+def put_back(words: tuple[Array, ...], pages: Int[Array, "N"], held: tuple[Array, ...]) -> tuple[Array, ...]:
     """Writes contents back to pages; an index beyond the last page writes nothing."""
-    pairs = zip(pools, words, strict=True)
-    return tuple(
-        PagePool(
-            pool.words.at[:, pages].set(x, mode="drop"), pool.page, pool.payload, pool.names, pool.groups,
-            pool.packed,
-        )
-        for pool, x in pairs
-    )  # fmt: skip
+    return tuple(x.at[:, pages].set(y, mode="drop") for x, y in zip(words, held, strict=True))

@@ -1,4 +1,4 @@
-"""Pages: the slots of many requests in one pool, found by page tables.
+"""Pages: the slots of many requests in one arena, found by page tables.
 
 Under the full cache a prompt is read in chunks, and may start with pages of a prefix that another request has
 read. A method that selects once, at the end of a prompt, leaves each KV head its own number of slots in the
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -20,14 +19,17 @@ from kvjax.grammar.fitted import with_fitted
 from kvjax.hosts.arrays import fetch
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.model import Model
-from kvjax.ops.decode.page_pool import BITS, PagePool, page_rows
+from kvjax.ops.decode.page_pool import PagePool
 from kvjax.pure import bind
-from kvjax.serve.device.coding import NUMBERS, PAYLOAD, codes_refusal
+from kvjax.serve.device.arena import Arena, Kind, shape_of
+from kvjax.serve.device.code_step import CodePool, adopt_codes
+from kvjax.serve.device.coding import codes_refusal
 from kvjax.serve.device.jobs import Job, Token
-from kvjax.serve.device.lists import in_front, lists_of
+from kvjax.serve.device.lists import code_lists_of, in_front, lists_of
 from kvjax.serve.device.paged_step import PagedStep, Rows, adopt, put_back, read_piece, taken
 from kvjax.serve.device.reading import read_alone, size_of
 from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
+from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
 PIECES = (16, 64, 256)
@@ -53,15 +55,17 @@ def refusal(model: Model) -> str:
     return ""
 
 
-def pages_refusal(model: Model, method: Method) -> str:
-    """Why requests of a method cannot be stored in pages; empty if they can."""
+def pages_refusal(model: Model, method: Method, page: int = 16) -> str:
+    """Why requests of a method cannot be stored in pages of `page` uncoded tokens; empty if they can."""
     if why := refusal(model):
         return why
     part = dataclasses.replace(method.decode_part(), store=None)
     if method.make is not None or method.layers or method.stack is not None or part != Method().decode_part():
         return f"{method.id} has steps, slots or weights of its own"
-    width = mixer_of(model.config, 0).slots_of(model.config).key
-    if method.store is not None and (why := codes_refusal(method.store, width)):
+    store = method.store
+    if store is not None and (why := codes_refusal(store, model.config.layers)):
+        return f"{method.id}: {why}"
+    if store is not None and (why := Kind(shape_of(model, page), store).why):
         return f"{method.id}: {why}"
     keep = method.keep
     if keep is not None and (keep.merge is not None or keep.lower is not None):
@@ -69,7 +73,12 @@ def pages_refusal(model: Model, method: Method) -> str:
     whole = method == Method()
     if not whole and any(window is not None for window in model.config.windows):
         return "windowed layers evict in steps"
-    run = Run(model.config, bind(method, model))
+    apart = store is not None and (store.residual > 0 or store.granule > 1)
+    if apart and (keep is not None or method.reread is not None):
+        return f"{method.id} selects tokens, and encodes several of them together"
+    # Codes of several tokens change the newest slots in steps, and the engine does what they do.
+    bare = dataclasses.replace(method, store=None) if apart else method
+    run = Run(model.config, bind(bare, model))
     if not whole and not all(gm.lasting for gm in run.groups(model.params)):
         return f"{method.id} changes stored slots in steps"
     return ""
@@ -87,42 +96,34 @@ def of_a_few(least: int, first: int = 4) -> int:
 
 
 class Pages:
-    """A pool of `blocks` blocks of `page` tokens, each a page of every layer and KV head.
+    """Requests in pages of an arena whose slots are encoded alike.
 
-    store: how slots are encoded; None stores them as computed.
     rows: how many rows a step has; a larger batch has four times as many. most: pages of the longest request.
-    lists: slots per layer and KV head, by request. read_tokens: how many prompt tokens were computed.
+    store: how slots are encoded; None stores them as computed. lists: slots per layer and KV head, by
+    request. read_tokens: how many prompt tokens were computed.
     """
 
-    def __init__(
-        self, model: Model, page: int, blocks: int, rows: int, most: int, store: Store | None = None
-    ):
-        config = model.config
-        slots = mixer_of(config, 0).slots_of(config)
-        self.params, self.page, self.blocks, self.rows = (
-            with_fitted(model.params, Method()),
-            page,
-            blocks,
-            rows,
-        )
-        self.heads, self.step, self.most = slots.heads, PagedStep(config, store), of_a_few(most)
-        sizes = [next(iter(p.values())).shape[0] for p in model.params["layers"]]
-        self.layers = sum(sizes)
-        dtype = model.params["norm"].dtype.name if store is None else PAYLOAD
-        names = ("pos",) if store is None else ("pos", *NUMBERS)
-        if page % (tokens := 32 // BITS[dtype]):
-            raise InputError(
-                f"a page has {page} tokens, expected a multiple of {tokens} in {dtype}: write page=16"
-            )
-        height = page_rows(dtype, page, slots.key, names)
-        shape = self.heads * blocks, height, slots.key
-        self.pools = tuple(
-            PagePool(jnp.zeros((size, *shape), jnp.int32), page, dtype, names) for size in sizes
-        )
+    def __init__(self, model: Model, arena: Arena, rows: int, most: int, store: Store | None = None):
+        self.arena, self.kind = arena, Kind(arena.shape, store)
+        assert not self.kind.why, self.kind.why
+        self.params, self.rows = with_fitted(model.params, Method()), rows
+        self.heads, self.blocks, self.layers = arena.shape.heads, arena.blocks, arena.layers
+        self.step = PagedStep(model.config, store)
+        # A table has at least one page beside those of uncoded tokens.
+        self.most = of_a_few(max(most, self.kind.holding.first + 1))
         self.lists: dict[int, np.ndarray] = {}
         self.away: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
         self.tables: dict[int, list[int]] = {}
         self.read_tokens = 0
+
+    @property
+    def pools(self) -> tuple[PagePool | CodePool, ...]:
+        """The arena's words as pages of this kind, for each group of layers."""
+        return tuple(map(self.kind.of, self.arena.words))
+
+    @pools.setter
+    def pools(self, new: tuple[PagePool | CodePool, ...]) -> None:
+        self.arena.words = tuple(pool.words for pool in new)
 
     def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
         """Reads scheduled tokens of a job, and returns the next token once all are read; else None."""
@@ -157,7 +158,8 @@ class Pages:
         return found
 
     def _rows(self, jobs: list[Job], rows: int, most: int = 0) -> Rows:
-        most = of_a_few(max([most, *(len(self.tables[job.id]) for job in jobs)]))
+        least = max(most, self.kind.holding.first + 1)
+        most = of_a_few(max([least, *(len(self.tables[job.id]) for job in jobs)]))
         blocks = np.zeros((rows, most), np.int32)
         stored, at = np.zeros((self.layers, rows, self.heads), np.int32), np.zeros(rows, np.int32)
         for i, job in enumerate(jobs):
@@ -166,7 +168,7 @@ class Pages:
         return Rows(blocks, stored, at)  # type: ignore[arg-type]  # they go to the device by the call
 
     def _check_room(self, job: Job, n: int) -> None:
-        longest, room = int(self.lists[job.id].max()), len(self.tables[job.id]) * self.page
+        longest, room = int(self.lists[job.id].max()), self.kind.holding.tokens(len(self.tables[job.id]))
         assert longest + n <= room, f"{n} tokens more than {longest} in a table of {room}"
 
     def _piece(self, job: Job, tokens: list[int]) -> Array:
@@ -186,25 +188,50 @@ class Pages:
 
     def _choose(self, job: Job) -> Token:
         """Reads a whole prompt under its method, and copies the kept slots into the job's pages."""
-        table = self.tables[job.id]
         logits, cache = read_alone(job, size_of(job))
-        each = lists_of(cache)
-        longest = max(int((pos >= 0).sum(-1).max()) for _, _, pos in each)
-        most = of_a_few(max(self.most, len(table)))
-        if longest > len(table) * self.page:
-            raise InputError(
-                f"{job.method.id} keeps {longest} slots of a prompt of {len(job.tokens)} tokens, more than "
-                f"its {len(table)} pages of {self.page} hold: serve it with larger pages"
-            )
-        blocks = np.zeros((1, most), np.int32)
-        blocks[0, : len(table)] = table
-        self.lists[job.id] = np.concatenate([(pos >= 0).sum(-1) for _, _, pos in each]).astype(np.int32)
-        packed = tuple(in_front(one, most * self.page) for one in each)
-        room = np.array([len(table) * self.page], np.int32)
-        self.pools = adopt(self.pools, blocks, room, packed, self.step.store)
+        if self.kind.coded is None:
+            self._adopt(job, cache)
+        else:
+            self._adopt_codes(job, cache)
         job.next = int(fetch(cache.next)[0])
         self.read_tokens += len(job.tokens)
         return replayed(job, self._steps) or first_token(job, logits)
+
+    def _check_kept(self, job: Job, longest: int) -> None:
+        table, room = self.tables[job.id], self.kind.holding.tokens(len(self.tables[job.id]))
+        if longest > room:
+            raise InputError(
+                f"{job.method.id} keeps {longest} slots of a prompt of {len(job.tokens)} tokens, more than "
+                f"its {len(table)} pages of {self.kind.holding.page} hold: serve it with larger pages"
+            )
+
+    def _adopt(self, job: Job, cache: Cache) -> None:
+        table, page = self.tables[job.id], self.kind.holding.page
+        each = lists_of(cache)
+        self._check_kept(job, max(int((pos >= 0).sum(-1).max()) for _, _, pos in each))
+        blocks, most = self._blocks(job)
+        self.lists[job.id] = np.concatenate([(pos >= 0).sum(-1) for _, _, pos in each]).astype(np.int32)
+        packed = tuple(in_front(one, most * page) for one in each)
+        room = np.array([len(table) * page], np.int32)
+        self.pools = adopt(self.pools, blocks, room, packed, self.step.store)
+
+    def _adopt_codes(self, job: Job, cache: Cache) -> None:
+        blocks, most = self._blocks(job)
+        assert self.kind.coded is not None
+        each = code_lists_of(cache, self.pools, most * self.kind.coded.granules)
+        self.lists[job.id] = np.concatenate([one.stored for one in each]).astype(np.int32)
+        self._check_kept(job, int(self.lists[job.id].max()))
+        heads = np.arange(self.heads, dtype=np.int32)[:, None] * self.blocks
+        words, counts, tails, stored = zip(*each, strict=True)
+        self.pools = adopt_codes(self.pools, heads + blocks, words, counts, stored, tails)
+
+    def _blocks(self, job: Job) -> tuple[np.ndarray, int]:
+        """The blocks of a job as a table [1, M], and M."""
+        table = self.tables[job.id]
+        most = of_a_few(max(self.most, len(table)))
+        blocks = np.zeros((1, most), np.int32)
+        blocks[0, : len(table)] = table
+        return blocks, most
 
     def drop(self, id: int) -> None:
         """Forgets a request; the ledger frees its pages."""
@@ -214,7 +241,7 @@ class Pages:
     def leave(self, id: int) -> None:
         """Copies a request's slots to the host, because its pages will be given to others."""
         table = self.tables.pop(id)
-        words = fetch(taken(self.pools, self._pages_of(table).reshape(-1)))
+        words = fetch(taken(self.arena.words, self._pages_of(table).reshape(-1)))
         each = [np.asarray(x).reshape(x.shape[0], self.heads, -1, *x.shape[2:]) for x in words]
         self.away[id] = self.lists.pop(id), [x[:, :, : len(table)] for x in each]
 
@@ -229,7 +256,7 @@ class Pages:
         for x, held in zip(wide, each, strict=True):
             x[:, :, :same] = held[:, :, :same]
         words = tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in wide)
-        self.pools = put_back(self.pools, pages.reshape(-1), words)
+        self.arena.words = put_back(self.arena.words, pages.reshape(-1), words)
 
     def _pages_of(self, table: list[int]) -> np.ndarray:
         """The pages of some blocks by KV head; beyond the table an index that no page has."""

@@ -12,7 +12,7 @@ from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.model import Model
-from kvjax.serve.device.engine import Engine, KnownRequests
+from kvjax.serve.device.engine import Engine, KnownRequests, holding_of
 from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
 from kvjax.serve.grammar import System
 from kvjax.serve.loop import Loop
@@ -25,12 +25,15 @@ from kvjax.serve.systems import system as as_system
 class Served(NamedTuple):
     """The results of `run`: an answer for each request, in order, and the outcome for `load.metrics.metrics`.
 
-    pages: the size of the pool.
+    pages, page_bytes: how many pages the pool has, and the bytes of one (of every layer and KV head). tokens:
+    for every method that lies in pages, how many tokens of a long text a page holds.
     """
 
     answers: list[Answer]
     outcome: Outcome
     pages: int
+    page_bytes: int
+    tokens: dict[str, int]
 
 
 def run(
@@ -40,9 +43,10 @@ def run(
 ) -> Served:  # fmt: skip
     """Serves requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
 
-    Requests of several methods may be in one run. The full cache, and methods that select once, at the end of
-    a prompt, are stored in pages of one pool and decode in one batch. All other methods, and models whose
-    layers pages cannot hold, have a cache per request (lanes); caches of one method and size step together.
+    Requests of several methods may be in one run. The full cache, methods that select once, at the end of a
+    prompt, and codes (`int8`, `int4`, `kivi`) are stored in pages of one pool, whose bytes go to whoever
+    needs them; slots that are stored alike decode in one batch. All other methods, and models whose layers
+    pages cannot hold, have a cache per request (lanes); caches of one method and size step together.
 
     Args:
         model: a model.
@@ -70,7 +74,8 @@ def run(
     if not jobs:
         raise InputError("requests is empty, expected at least one: give a list of kvjax.serve.Prompt")
     rows = min(chosen.batch.rows, len(jobs))
-    asked = [Request(job.id, 0.0, len(job.tokens), job.most) for job in jobs]
+    holdings = {method: holding_of(model, method, chosen.page) for method in {job.method for job in jobs}}
+    asked = [Request(job.id, 0.0, len(job.tokens), job.most, holding=holdings[job.method]) for job in jobs]
     most = max(pages_of(chosen.place, one, one.most) for one in asked)
     count = most * rows if pages is None else whole_number("pages", pages, 1, "pages of the pool")
     source = KnownRequests()
@@ -81,7 +86,8 @@ def run(
         jobs[entry.request.id].entry = entry
     by, ends = f"measured on {jax.devices()[0].device_kind}", np.array(engine.ends)
     outcome = Outcome(engine.loop.entries, ends, engine.moved, engine.computed, chosen, by)
-    return Served([job.answer() for job in jobs], outcome, count)
+    size, tokens = engine.page_sizes()
+    return Served([job.answer() for job in jobs], outcome, count, size, tokens)
 
 
 def _checked(model: Model, id: int, given: Any, method: Method | str | None) -> Job:

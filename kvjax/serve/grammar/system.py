@@ -13,6 +13,7 @@ from kvjax.serve.grammar.words import (
     Batch,
     Bins,
     Blocks,
+    Chain,
     Iterations,
     Lanes,
     LongestPrefix,
@@ -20,6 +21,7 @@ from kvjax.serve.grammar.words import (
     Order,
     Place,
     Preempt,
+    PrefillFirst,
     PrefixGroups,
     Recompute,
     SkipJoin,
@@ -68,6 +70,8 @@ class System:
     @property
     def devices(self) -> int:
         """How many devices run the model."""
+        if isinstance(self.split, Chain):
+            return self.split.devices
         return self.split.prefill + self.split.decode if isinstance(self.split, Apart) else 1
 
     def __str__(self) -> str:
@@ -116,6 +120,10 @@ def _refusals(system: System) -> list[tuple[bool, str]]:
         (
             isinstance(system.split, Apart) and not isinstance(system.place, Blocks),
             f"Apart moves pages, and {system.place!r} has none to move: write place=Blocks(16)",
+        ),
+        (
+            isinstance(system.split, Chain) and not isinstance(batch, PrefillFirst),
+            f"Chain divides whole prompts, and {batch!r} mixes them with others: write batch=PrefillFirst()",
         ),
         (never and grows, f"{system.place!r} grows, so somebody must give way: write preempt=Recompute()"),
     ]  # fmt: skip

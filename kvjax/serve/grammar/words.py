@@ -57,6 +57,18 @@ class Lanes(Word):
             raise InputError(f"Lanes has room={self.room!r}, expected max, pow2, oracle or predicted")
 
 
+@dataclass(frozen=True)
+class Spans(Word):
+    """Contiguous virtual memory, in which physical pages of `page` tokens are mapped before they are needed.
+
+    ahead: how many tokens early. The ledger counts physical pages, as of Blocks; kernels need no page table.
+    JAX cannot map memory, so on a device these pages have tables.
+    """
+
+    page: int = 32
+    ahead: int = 1
+
+
 # --- share, evict -------------------------------------------------------------------------------------
 
 
@@ -182,8 +194,18 @@ class Apart(Word):
     decode: int = 1
 
 
-Place = Blocks | Lanes
+@dataclass(frozen=True)
+class Chain(Word):
+    """A prompt is divided among `devices`, each of which hands keys and values on (simulated only).
+
+    The last device decodes.
+    """
+
+    devices: int = 2
+
+
+Place = Blocks | Spans | Lanes
 Order = Arrival | Shortest | LongestPrefix | PrefixGroups | Bins | SkipJoin
 Batch = Whole | Iterations | PrefillFirst | Chunked
 Preempt = Never | Recompute | Swap
-Split = Together | Apart
+Split = Together | Apart | Chain

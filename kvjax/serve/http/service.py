@@ -127,7 +127,9 @@ class Service:
                 f"the prompt has {len(job.tokens)} tokens and {job.most} are to follow, more than the "
                 f"{self.limits.context} that this server takes: shorten the prompt, or lower max_tokens"
             )
-        need = pages_of(self.system.place, Request(id, 0.0, len(job.tokens), job.most), _most(job))
+        holding = self.engine.holding(job.method)
+        asked = Request(id, 0.0, len(job.tokens), job.most, holding=holding)
+        need = pages_of(self.system.place, asked, _most(job))
         if need > self.pages:
             raise InputError(
                 f"the request needs up to {_most(job)} tokens of room, more than the pool of {self.pages} "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.serve.grammar.words import Blocks, Place
+from kvjax.serve.grammar.words import Blocks, Lanes, Place
 from kvjax.serve.policies.room import pages
 from kvjax.serve.requests import ENDED, Entry, Request
 from kvjax.serve.sim import Outcome
@@ -110,16 +110,19 @@ def waste(out: Outcome) -> float:
 
 def _held(place: Place, request: Request, first: int, last: int) -> int:
     """Slots that a request holds when it stores first + 1, ... `last` slots, summed up."""
-    if isinstance(place, Blocks):
-        return pages_up_to(last, place.page) - pages_up_to(first, place.page)
-    if place.room == "predicted":
+    holding = request.holding
+    if isinstance(place, Blocks) and (holding is None or not holding.plain):
+        page = place.page if holding is None else holding.page
+        return pages_up_to(last, page) - pages_up_to(first, page)
+    if not isinstance(place, Lanes) or place.room == "predicted":
         return sum(_room(place, request, slots) for slots in range(first + 1, last + 1))
     return (last - first) * _room(place, request, last)
 
 
 def _room(place: Place, request: Request, slots: int) -> int:
     """Slots of the pages that a request holds when it stores `slots`."""
-    return place.page * pages(place, request, slots)
+    held = pages(place, request, slots)
+    return held * place.page if request.holding is None else request.holding.tokens(held)
 
 
 def sum_up_to(count: int) -> int:

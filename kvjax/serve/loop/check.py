@@ -44,8 +44,8 @@ def check(system: System, plan: Plan, view: View) -> None:
 
 def needed(system: System, plan: Plan, view: View) -> int:
     """Pages that a plan takes."""
-    place, page = system.place, system.page
-    need = sum(extra(place, e) for e in plan.write if e.slots >= e.held * page and e.state == WRITING)
+    place = system.place
+    need = sum(extra(place, e) for e in plan.write if e.state == WRITING)
     need += sum(pages(place, entry.request, entry.slots + 1) for entry in plan.back)
     for entry, _ in plan.read:
         if entry.state == WAITING:

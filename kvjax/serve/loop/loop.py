@@ -20,7 +20,7 @@ from kvjax.serve.loop.check import check
 from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
 from kvjax.serve.policies import decide
 from kvjax.serve.policies.batch import decide as decide_plainly
-from kvjax.serve.policies.room import pages
+from kvjax.serve.policies.room import capacity, pages
 from kvjax.serve.requests import AWAY, ENDED, GONE, READING, REFUSED, WAITING, WRITING, Entry
 from kvjax.serve.view import Match, Plan, View
 
@@ -149,9 +149,9 @@ class Loop:
             self.away.remove(entry)
             self.writing.append(entry)
             entry.state = WRITING
-        page = self.system.page
+        place = self.system.place
         for entry in plan.write:
-            if entry.slots + plan.steps > entry.held * page:
+            if entry.slots + plan.steps > capacity(place, entry.request, entry.held):
                 self._take(entry, entry.slots + 1)
         self._take_ahead(plan)
 
@@ -159,10 +159,11 @@ class Loop:
         """Allocates pages for all steps of a plan, although only one is certain; unused ones are released."""
         if plan.steps == 1:
             return
-        page, most = self.system.page, self.ledger.pages * self.system.page
+        place, all_pages = self.system.place, self.ledger.pages
         for entry in plan.write:
-            wanted = min(entry.slots + plan.steps, entry.request.most, most)
-            if wanted > entry.held * page:
+            request = entry.request
+            wanted = min(entry.slots + plan.steps, request.most, capacity(place, request, all_pages))
+            if wanted > capacity(place, request, entry.held):
                 self._take(entry, wanted)
 
     def _share(self, entry: Entry) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Blocks
-from kvjax.serve.policies.room import extra, pages
+from kvjax.serve.grammar.words import Lanes
+from kvjax.serve.policies.room import capacity, extra, pages
 from kvjax.serve.requests import Entry
 from kvjax.serve.view import View
 
@@ -27,7 +27,7 @@ def give_way(system: System, view: View) -> Preemption:
     The earliest request is never preempted, so every request finishes.
     """
     place = system.place
-    full = [entry for entry in view.writing if entry.slots >= entry.held * place.page]
+    full = [entry for entry in view.writing if entry.slots >= capacity(place, entry.request, entry.held)]
     need = sum(extra(place, entry) for entry in full)
     if need <= view.free:
         return come_back(system, view, Preemption(view.writing, view.reading, [], [], view.free - need))
@@ -65,7 +65,9 @@ def steps_that_fit(system: System, rows: list[Entry], free: int) -> int:
     """Iterations in which these rows surely find their pages, from 1 up."""
     if not rows:
         return 1
-    page = system.place.page
-    held = min(entry.held * page - entry.slots for entry in rows)
-    grown = page * (free // len(rows)) if isinstance(system.place, Blocks) else 0
-    return max(1, held, grown)
+    place, more, held, grown = system.place, free // len(rows), [], []
+    for entry in rows:
+        now = capacity(place, entry.request, entry.held)
+        held.append(now - entry.slots)
+        grown.append(capacity(place, entry.request, entry.held + more) - now)
+    return max(1, min(held), 0 if isinstance(place, Lanes) else min(grown))

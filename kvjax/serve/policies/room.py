@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.serve.grammar.words import Blocks, Place
+from kvjax.serve.grammar.words import Blocks, Place, Spans
 from kvjax.serve.requests import Entry, Request
 
 
@@ -24,6 +24,8 @@ def room(place: Place, request: Request, tokens: int) -> int:
     """
     if isinstance(place, Blocks):
         return tokens
+    if isinstance(place, Spans):
+        return tokens + place.ahead
     if place.room == "max":
         return max(place.longest, tokens)
     if place.room == "oracle":
@@ -34,12 +36,20 @@ def room(place: Place, request: Request, tokens: int) -> int:
 
 
 def pages(place: Place, request: Request, tokens: int) -> int:
-    """The same in pages."""
+    """Pages that a request has when it stores `tokens`."""
+    if request.holding is not None:
+        return request.holding.pages(room(place, request, tokens))
     return -(-room(place, request, tokens) // place.page)
+
+
+def capacity(place: Place, request: Request, held: int) -> int:
+    """The most tokens that `held` pages of a request hold."""
+    most = held * place.page if request.holding is None else request.holding.tokens(held)
+    return most - place.ahead if isinstance(place, Spans) else most
 
 
 def extra(place: Place, entry: Entry) -> int:
     """Pages that an entry must take to store one more token."""
-    if entry.slots < entry.held * place.page:
+    if entry.slots < capacity(place, entry.request, entry.held):
         return 0
     return pages(place, entry.request, entry.slots + 1) - entry.held

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Chain
 from kvjax.serve.loop import Done, Loop, Move, Run, Wait
 from kvjax.serve.requests import Entry, Request
+from kvjax.serve.sim.chain import searched
 from kvjax.serve.sim.compression import Compression
 from kvjax.serve.sim.costs import Costs
 
@@ -35,7 +37,8 @@ def one_instance(
     steps: int | None = None, watch: Callable[[Loop], None] | None = None,
 ) -> Outcome:  # fmt: skip
     """Serves requests, in their order of arrival, on one instance of the model; see `simulate`."""
-    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62), Loop(system, pages)
+    devices = system.split.devices if isinstance(system.split, Chain) else 1
+    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62, devices), Loop(system, pages)
     effects = loop.run()
     effect = next(effects)
     try:
@@ -50,10 +53,11 @@ def one_instance(
 
 
 class _Calendar:
-    """The simulated time, and the arrivals to come."""
+    """The simulated time, and the arrivals to come. devices: among how many a prompt is divided."""
 
-    def __init__(self, queue: list[Request], costs: Costs, how: Compression, steps: int):
+    def __init__(self, queue: list[Request], costs: Costs, how: Compression, steps: int, devices: int):
         self.queue, self.costs, self.how, self.steps = queue, costs, how, steps
+        self.devices = devices
         self.now, self.next, self.moved, self.computed = 0.0, 0, 0, 0
         self.ends: list[float] = []
 
@@ -89,9 +93,9 @@ class _Calendar:
             slots += entry.stored + count + again * entry.goal
             pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal
             tokens += (1 + again) * count
-        seconds, done = self.costs.seconds, 0
+        seconds, done, whole = self.costs.seconds, 0, self._divided(run)
         while done < most:
-            self.now += seconds(tokens, slots, pairs)
+            self.now += seconds(tokens, slots, pairs) if whole is None else whole
             self.ends.append(self.now)
             done += 1
             slots += rows
@@ -101,6 +105,12 @@ class _Calendar:
         self.computed += done * tokens
         kept = [] if self.how.keeps_all else [self._kept(*one) for one in run.read if _reads_all(*one)]
         return Done(self.now, done, _ended(run, done), self._arrived(), [], kept)
+
+    def _divided(self, run: Run) -> float | None:
+        """Seconds of an iteration whose prompts are divided among devices, one after the other; else None."""
+        if self.devices == 1 or run.write:
+            return None
+        return sum(searched(self.costs, count, self.devices) for _, count in run.read)
 
     def _kept(self, entry: Entry, _: int) -> tuple[Entry, int, float]:
         """The slots that stay at the end of a prompt, and what was written before a preemption."""

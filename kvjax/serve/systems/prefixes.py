@@ -10,6 +10,7 @@ from kvjax.serve.grammar.words import (
     LongestPrefix,
     PrefillFirst,
     PrefixGroups,
+    Spans,
     Tree,
 )
 from kvjax.serve.systems.papers import paper
@@ -60,3 +61,20 @@ def batchllm(tokens: int = 2048, page: int = 16, rows: int = 1024) -> System:
     """
     batch = Chunked(tokens, rows)
     return System(place=Blocks(page), share=Tree(), evict=LRU(), order=PrefixGroups(), batch=batch)
+
+
+@paper(
+    "vTensor: Flexible Virtual Tensor Management for Efficient LLM Serving",
+    arxiv="2407.15309",
+    claim="chunks of a common prefix, mapped into several requests, are prefilled once",
+    reverses="prefixes shorter than a chunk: nothing is shared",
+    tested="test_whole_chunks_of_a_prefix_are_mapped_into_every_request",
+)
+def vtensor(page: int = 128, ahead: int = 1, rows: int = 256, tokens: int = 8192) -> System:
+    """VTensor (Xu et al., 2024, arXiv:2407.15309), section 4: chunks of memory mapped behind virtual tensors.
+
+    page: tokens of a chunk. Deviation: mapping takes no time, so that doing it beside the computation gains
+    nothing, and the kernels are those of tables.
+    """
+    place, batch = Spans(page, ahead), PrefillFirst(rows, tokens)
+    return System(place=place, share=Tree(), evict=LRU(), batch=batch)
