@@ -81,7 +81,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], metavar="N")
-    parser.add_argument("--slots", type=int, nargs="+", default=[128], metavar="N")
+    parser.add_argument("--slots", type=int, nargs="+", default=[112, 240], metavar="N")
     parser.add_argument("--rounds", type=int, default=40, metavar="N")
     args = parser.parse_args()
     pin(1)

@@ -154,10 +154,14 @@ def listed(
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Int[Array, "B K S"] | None]:
     """The keys, values and positions (None where none are stored) of all tokens of some pages."""
     flat = words.reshape(-1, words.shape[2] * words.shape[3])
-    held = flat[jnp.asarray(layer, jnp.int32) * words.shape[1] + pages]
+    rows = (jnp.asarray(layer, jnp.int32) * words.shape[1] + pages)[..., None]
+    how = jax.lax.GatherDimensionNumbers((3,), (0,), (0, 1))
     data: dict[str, dict[str, Array]] = {"key": {}, "value": {}, POS: {}}
     for piece in layout.pieces:
-        part = held[..., piece.first : piece.first + layout.granules * piece.words]
+        # Each piece is gathered by itself: a slice of whole pages would be a second copy.
+        at = jnp.concatenate([rows, jnp.full_like(rows, piece.first)], -1)
+        size = 1, layout.granules * piece.words
+        part = jax.lax.gather(flat, at, how, size, mode=jax.lax.GatherScatterMode.CLIP)
         part = part.reshape(*pages.shape[:2], -1, piece.words)
         data[piece.side][piece.name] = of_words(part, piece)
     k, v = (

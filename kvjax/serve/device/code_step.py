@@ -94,9 +94,11 @@ def _places(count: int) -> Int[Array, "1 1 S"]:
 
 
 def _keys(k: Array, v: Array, pos: Array) -> Keys:
-    """Keys whose empty slots hold zeros: what no token has written may be anything, NaN included."""
-    live = (pos >= 0)[..., None]
-    return Keys(jnp.where(live, k, 0), jnp.where(live, v, 0), pos)
+    """Keys whose empty slots have values of 0: what no token has written may be anything, NaN included.
+
+    Logits of empty slots are replaced, whatever they are.
+    """
+    return Keys(k, jnp.where((pos >= 0)[..., None], v, 0), pos)
 
 
 @partial(jax.jit, donate_argnames=("pools",))

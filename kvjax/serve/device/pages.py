@@ -84,14 +84,14 @@ def pages_refusal(model: Model, method: Method, page: int = 16) -> str:
     return ""
 
 
-def of_a_few(least: int, first: int = 4) -> int:
-    """The smallest of first, 4 first, 16 first, ... that is at least `least`; so few sizes are compiled.
+def of_a_few(least: int, first: int = 4, times: int = 2) -> int:
+    """The smallest of first, first * times, ... that is at least `least`; so few sizes are compiled.
 
-    >>> of_a_few(3), of_a_few(17)
-    (4, 64)
+    >>> of_a_few(3), of_a_few(17), of_a_few(17, times=4)
+    (4, 32, 64)
     """
     while first < least:
-        first *= 4
+        first *= times
     return first
 
 
@@ -142,7 +142,7 @@ class Pages:
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
-        where, rows = range(len(jobs)), of_a_few(len(jobs), self.rows)
+        where, rows = range(len(jobs)), of_a_few(len(jobs), self.rows, 4)
         for job in jobs:
             self._check_room(job, n)
         token, active = np.zeros(rows, np.int32), np.zeros(rows, bool)
@@ -260,7 +260,7 @@ class Pages:
 
     def _pages_of(self, table: list[int]) -> np.ndarray:
         """The pages of some blocks by KV head; beyond the table an index that no page has."""
-        found = np.full((self.heads, of_a_few(len(table))), self.heads * self.blocks, np.int32)
+        found = np.full((self.heads, of_a_few(len(table), times=4)), self.heads * self.blocks, np.int32)
         found[:, : len(table)] = np.arange(self.heads)[:, None] * self.blocks + np.array(table)
         return found
 

@@ -20,8 +20,8 @@ def chain_seconds(costs: Costs, parts: list[int], layers: int = LAYERS) -> float
     before its own from the device before it, adds its own, hands them on, and attends.
 
     >>> costs = Costs("by hand", 0.0, 0.0, 0.0, token=1.0, pair=0.0, move=0.0, memory=1.0, slot_bytes=1.0)
-    >>> chain_seconds(costs, [6, 2], layers=2), chain_seconds(costs, [4, 4], layers=2)
-    (6.0, 4.0)
+    >>> chain_seconds(costs, [6, 2], layers=4), chain_seconds(costs, [4, 4], layers=4)
+    (5.0, 4.0)
     """
     ends = [0.0] * (layers + 1)
     arrived, before = [0.0] * layers, 0
