@@ -15,12 +15,15 @@ from kvjax.commands.main import make_parser
 from kvjax.eval.compare import compare
 from kvjax.eval.report.comparison_table import PROTOCOLS as SAID
 from kvjax.eval.run import plan as planning
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import Entry, plan_cells
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.eval.run.runner import bare_run, observe
 from kvjax.eval.tasks.rows import PROTOCOLS, make_rows
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
+from kvjax.grammar.refuse_keep import crowded
+from kvjax.keep.budgets.profile import ByProfile
+from kvjax.keep.patterns import Recent
 from kvjax.pure import bind
 from kvjax.state.cache import kept_positions, nbytes
 from tests.methods.battery import MAIN, model
@@ -58,6 +61,33 @@ def test_the_newest_tokens_stay_and_count_in_the_budget(name):
     assert not all(mine <= head for mine, heads in zip(newest, before, strict=True) for head in heads)
     total = [sum(len(head) for row in lists for head in row) for lists in (before, after)]
     assert total[0] == total[1] and weighed == weighs
+
+
+@pytest.mark.parametrize("variant", ["grouped", pytest.param("kvpress", marks=pytest.mark.rotating)])
+def test_a_question_stays_in_the_layer_with_fewest_slots(variant):
+    """Without room for it, the last layer of the pyramid would hold two of its five tokens."""
+    method = kvjax.method("pyramidkv", budget=0.5, window=2, variant=variant)
+    (before, _), (after, _) = kept(method), kept(keeping_newest(method, NEWEST))
+    newest = [{*range(n - NEWEST, n)} for n in LENGTHS.tolist()] * model("4/2").config.layers
+    assert min(map(len, (head for heads in before for head in heads))) < NEWEST
+    assert all(mine <= head for mine, heads in zip(newest, after, strict=True) for head in heads)
+    assert sum(len(h) for heads in before for h in heads) == sum(len(h) for heads in after for h in heads)
+    with pytest.raises(InputError, match="5 of .* must stay .* slots in the last layer"):
+        kept(method.protecting(Recent(NEWEST)))
+
+
+def test_heads_without_importance_hold_a_question_of_any_method():
+    one, question, n = kvjax.load("recall-tiny"), 30, 120
+    cells = [cell for cell in plan_cells(one, ["all"], (0.25,), "short") if cell.method.keep is not None]
+    keeps = {cell.label: keeping_newest(cell.method, question).keep for cell in cells}
+    assert [why for keep in keeps.values() if (why := crowded(keep, 4 * n, halved=False))] == []
+    profiled = {label: keep for label, keep in keeps.items() if isinstance(keep.allocate, ByProfile)}
+    assert profiled.keys() >= {"headkv", "evolkv", "lukv"}
+    scores = jnp.zeros((4, 1, 2, 4 * n)).at[..., -question:].set(jnp.inf)
+    for keep in profiled.values():
+        none = jnp.zeros((4, 1, 2)).at[0].set(1.0)
+        counts = keep.allocate.counts(scores, jnp.array([n], jnp.int32), none)
+        assert counts.min() >= question and counts.sum() == 4 * 2 * n
 
 
 def test_tokens_that_are_read_by_themselves_hold_the_newest():

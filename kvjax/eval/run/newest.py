@@ -11,7 +11,7 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import STAYS
 from kvjax.eval.tasks.sample import Sample
 from kvjax.grammar import Keep, Method
-from kvjax.keep.patterns import QuestionWindow, Recent
+from kvjax.keep.patterns import QuestionWindow, Recent, Sink
 
 
 def keeping_newest(method: Method, tokens: int) -> Method:
@@ -38,7 +38,13 @@ def _counts(pattern: object) -> bool:
 
 
 def _protecting(keep: Keep, tokens: int) -> Keep:
-    return dataclasses.replace(keep, protect=(*keep.protect, QuestionWindow(tokens)))
+    """The keep with these tokens protected, in an allocation that gives every list room for all protected."""
+    protect, allocate = (*keep.protect, QuestionWindow(tokens)), keep.allocate
+    if hasattr(allocate, "holding"):
+        first = sum(p.tokens for p in protect if isinstance(p, Sink))
+        newest = max(p.tokens for p in protect if _counts(p))
+        allocate = allocate.holding(first + newest)
+    return dataclasses.replace(keep, protect=protect, allocate=allocate)
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:

@@ -216,7 +216,7 @@ class PerLayer:
         ]
         return jnp.stack(each).astype(jnp.int32)
 
-    def fewest(self, n: int) -> int:
+    def fewest(self, n: int, tokens: int) -> int:
         """The number of slots per head in the layer with the smallest share."""
         return min((int(_part(s, n)) for s in self.shares if s is not None), default=2**30)
 
@@ -273,6 +273,7 @@ class Pyramid:
     budget: Budget | None = None
     uniform = False
     across_layers = False
+    poorest = " in the last layer"
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max((0, 2))
@@ -284,6 +285,19 @@ class Pyramid:
         else:
             count = self._paper(jnp, n[None], length[None], scores.shape[0])
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
+
+    def fewest(self, n: int, tokens: int) -> int:
+        """The number of slots of the layer with fewest, of a prompt of `tokens` tokens."""
+        kvpress = self.variant == "kvpress"
+        mean = n if kvpress else max(n - self.window, 0)
+        low = 2 * mean - min(2 * mean - mean / self.beta, tokens - self.window)
+        if kvpress:
+            return int(low) if self.window <= low <= mean else n
+        return min(n, self.window) + (mean if tokens < 2 * mean else int(low))
+
+    def holding(self, tokens: int) -> Pyramid:
+        """The pyramid in which every layer keeps at least so many slots."""
+        return dataclasses.replace(self, window=max(self.window, tokens))
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         # For a given mean, a layer's count is monotone in the prompt's length (from the mean on), so the

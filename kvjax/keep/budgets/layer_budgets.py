@@ -61,7 +61,7 @@ class ByUncertainty:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
-    def fewest(self, n: int) -> int:
+    def fewest(self, n: int, tokens: int) -> int:
         """The number of slots that every head of any layer keeps."""
         return min(n, self.window) + max(n - self.window, 0) * round(self.least * 1000) // 1000
 

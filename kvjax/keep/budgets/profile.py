@@ -128,7 +128,11 @@ class ByProfile:
     def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * (tokens - 1)] * layers if self.lost else rest_of_mean(budget, tokens, layers, heads)
 
-    def fewest(self, n: int) -> int:
+    def holding(self, tokens: int) -> ByProfile:
+        """The allocation in which every head keeps at least so many slots."""
+        return dataclasses.replace(self, window=max(self.window, tokens))
+
+    def fewest(self, n: int, tokens: int) -> int:
         """The number of slots of a head with importance 0."""
         return n - self._given(max(n - self.window, 0))
 
