@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvjax.base.errors import InputError
 from kvjax.models.gguf import dense, experts, hybrids
 from kvjax.models.gguf.fields import Json, depth
+from kvjax.models.gguf.gemma4 import gemma4
 from kvjax.models.gguf.reader import Gguf
 
 _SIZES = {"hidden_size": "embedding_length", "max_position_embeddings": "context_length"}
@@ -46,6 +47,7 @@ READ: dict[str, Callable[[Gguf], Json]] = {
     "qwen3moe": experts.qwen3_moe,
     "gemma2": dense.gemma2,
     "gemma3": dense.gemma3,
+    "gemma4": gemma4,
     "phi3": dense.phi3,
     "olmo2": dense.olmo2,
     "smollm3": dense.smollm3,

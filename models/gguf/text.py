@@ -35,7 +35,7 @@ def text_of(file: Gguf) -> Text:
     model = file.get(f"{_KEY}model")
     if model in (None, "none", "no_vocab"):
         return Text(None, template, (), {})
-    makers = {"gpt2": _byte_level, "llama": _sentence_piece}
+    makers = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _spaced}
     if model not in makers:
         raise InputError(
             f"{file.path} has a tokenizer of the kind {model!r}, expected one of {', '.join(makers)} or none"
@@ -57,6 +57,29 @@ def _byte_level(
 ) -> tuple[Tokenizer, bool]:
     """(byte-level BPE, whether texts start with the first token unless the file says otherwise)."""
     split = split_of(str(file.get(f"{_KEY}pre", "default")), file.path)
+    tokenizer = Tokenizer(_bpe(file, tokens, ignore_merges=split.whole_words))
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizer(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.bos
+
+
+def _spaced(
+    file: Gguf, tokens: list[str], kinds: Sequence[int], unknown: int | None
+) -> tuple[Tokenizer, bool]:
+    """BPE with the file's merges over texts whose spaces are written as a letter, as of Gemma 4."""
+    unk = tokens[0 if unknown is None else unknown]
+    tokenizer = Tokenizer(_bpe(file, tokens, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer, True
+
+
+def _bpe(file: Gguf, tokens: list[str], **settings: Any) -> models.BPE:
+    """The model of the file's tokens and merges."""
     merges = [tuple(pair.split(" ")) for pair in file.get(f"{_KEY}merges", [])]
     if wrong := next((pair for pair in merges if len(pair) != 2), None):
         raise InputError(
@@ -64,17 +87,11 @@ def _byte_level(
         )
     vocab = _vocab(file, tokens)
     try:
-        model = models.BPE(vocab, merges, ignore_merges=split.whole_words)  # type: ignore[arg-type]
+        return models.BPE(vocab, merges, **settings)  # type: ignore[arg-type]
     except Exception as error:  # the library raises bare Exception
         raise InputError(
             f"{file.path} has merges that do not fit its tokens ({error}): fetch it again"
         ) from error
-    tokenizer = Tokenizer(model)
-    if split.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizer(split)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, split.bos
 
 
 def _sentence_piece(

@@ -26,6 +26,7 @@ _PASSED_OVER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _ROTATIONS = ".attn_rot_embd"
 # Architectures whose norms multiply by one more than the checkpoint's numbers.
 _FROM_ONE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+_KEY_OR_VALUE = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.weight")
 _STACKED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
@@ -119,7 +120,13 @@ class _Finder:
 
     def _passed_over(self, name: str) -> bool:
         """Whether a tensor is skipped: rotation tables, and layers that predict later tokens."""
-        return name in _PASSED_OVER or _ROTATIONS in name or is_later(name, self.config)
+        return name in _PASSED_OVER or _ROTATIONS in name or is_later(name, self.config) or self._unread(name)
+
+    def _unread(self, name: str) -> bool:
+        """Whether a tensor makes keys or values of a Gemma layer that reads those of a lower one."""
+        shared = int(self.file.of("attention.shared_kv_layers", 0))
+        found = _KEY_OR_VALUE.fullmatch(name)
+        return found is not None and int(found[1]) >= self.config.layers - shared
 
     def _expert(self, name: str) -> tuple[str, int, int | None] | None:
         """(tensor of all experts, expert, half of its rows) of a tensor of one expert."""

@@ -85,6 +85,8 @@ CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CA
     "gpt_oss_plain": _case("gpt_oss_pattern", layer_types=...),
     "cohere2": _case("cohere2", **_NO_BIAS, layer_types=..., num_hidden_layers=5, rotary_pct=1.0),
     "ministral3": _case("ministral3"),
+    "gemma4": _case("gemma4_text", moe_intermediate_size=None),
+    "gemma4_experts": _case("gemma4_experts", num_kv_shared_layers=0),
     "glm_4_flash": _case(
         "glm4_moe_lite", **_LATER, first_k_dense_replace=1, mlp_layer_types=["dense", "sparse", "sparse"]
     ),

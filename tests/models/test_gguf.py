@@ -101,6 +101,17 @@ def test_layers_that_predict_later_tokens_are_not_read(tmp_path):
     assert not is_later("blk.2.attn_q.weight", config)
 
 
+def test_keys_of_layers_that_read_those_of_lower_ones_are_not_read(tmp_path):
+    file = open_gguf(recorded("gemma4", tmp_path))
+    config = config_of_gguf(file)
+    names = set(stored_tensors(file, config))
+    both = file.tensors | {"blk.4.attn_k.weight": file.tensors["blk.1.attn_k.weight"]}
+    assert set(stored_tensors(file._replace(tensors=both), config)) == names
+    lower = file.tensors | {"blk.2.attn_k.bias": file.tensors["blk.1.attn_k.weight"]}
+    with pytest.raises(InputError, match="1 not expected: blk.2.attn_k.bias"):
+        stored_tensors(file._replace(tensors=lower), config)
+
+
 def test_logits_are_those_of_the_directory(tmp_path):
     directory, file = write_case("llama_llama3", tmp_path)
     assert relative_error(load(file)(TOKENS), np.asarray(load(directory)(TOKENS))) < 1e-6

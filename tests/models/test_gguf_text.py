@@ -105,6 +105,22 @@ def test_byte_level_ids_are_those_of_the_published_tokenizer(name, tmp_path):
     assert found.encode("<|im_end|>").ids == [made.token_to_id("<|im_end|>")]
 
 
+def test_ids_of_a_gemma_4_file_are_those_of_its_published_form(tmp_path):
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    fixed = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=fixed, show_progress=False)
+    made.train_from_iterator([PAGE], trainer)
+    tokens = [made.id_to_token(i) for i in range(made.get_vocab_size())]
+    merges = [" ".join(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
+    keys = dict(token_type=[1] * len(tokens), bos_token_id=2, unknown_token_id=3)
+    found = text_of(write_text(tmp_path / "a.gguf", tokens, "gemma4", merges=merges, **keys)).tokenizer
+    for text in (PAGE, "an unseen sign: \U0001f9ff\n\n twice  spaced"):
+        assert found.encode(text).ids == [2, *made.encode(text).ids]
+        assert found.decode(found.encode(text).ids[1:]) == text
+
+
 # Pieces of a text, by the name of what splits it.
 PIECES = {
     "default": ("a1234 x!?b", ["a", "123", "4", "Ġx", "!?", "b"]),
@@ -218,7 +234,7 @@ def test_sentence_piece_matches_tokens_of_the_user_first(tmp_path):
 @pytest.mark.parametrize(
     ("model", "keys", "message"),
     [
-        ("bert", {}, "a tokenizer of the kind 'bert', expected one of gpt2, llama or none"),
+        ("bert", {}, "a tokenizer of the kind 'bert', expected one of gpt2, llama, gemma4 or none"),
         (
             "gpt2",
             {"pre": "kimi-k2"},
