@@ -196,6 +196,7 @@ def _emptied_pages(pool: Pages, rows: Bool[Array, "B"], heads: int) -> Pages:
         return jnp.where(mine.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
 
     pos = jnp.where(mine[:, None], -1, pool.pos)
-    k = jax.tree.map(clear, pool.k) if pool.v is None else pool.k
-    beside = jax.tree.map(clear, {"v": pool.v, "traces": pool.traces, "summary": pool.summary})
+    k = jax.tree.map(partial(there, clear), pool.k) if pool.v is None else pool.k
+    beside = {"v": pool.v, "traces": pool.traces, "summary": pool.summary}
+    beside = jax.tree.map(partial(there, clear), beside)
     return dataclasses.replace(pool, k=k, pos=pos, bias=bias, **beside)

@@ -129,7 +129,11 @@ def as_used(
 
 def _first_slots(slots: Slots, count: int) -> Slots:
     """The first `count` slots of every KV head; of codes, as many granules."""
-    return jax.tree.map(lambda x: x[:, :, :, : x.shape[3] * count // slots.capacity], slots)
+
+    def cut(x: Array) -> Array:
+        return x[:, :, :, : x.shape[3] * count // slots.capacity]
+
+    return jax.tree.map(lambda x: there(cut, x), slots)
 
 
 def more_slots(gm: GroupMethod, room: int, width: int) -> int:

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score
+from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score, written
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
@@ -101,6 +101,14 @@ class GroupMethod:
     def hiding(self) -> Hiding | None:
         """The word that hides slots from later tokens before a layer attends; None if there is none."""
         return hiding_of(self.keep)
+
+    @cached_property
+    def rewrites(self) -> bool:
+        """Whether decode steps change keys or values of stored tokens: by merges, or in a second tier."""
+        keep = self.keep
+        if keep is None or not self.evicting:
+            return False
+        return keep.lower is not None or bool({"k", "v"} & {*written(keep.merge)})
 
     @cached_property
     def rated(self) -> bool:

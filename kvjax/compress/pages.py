@@ -11,12 +11,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.segments import body_slots, empty_body, encoded, first_tokens, flush, take, whole_tiles
+from kvjax.compress.segments import (
+    body_slots,
+    empty_body,
+    first_tokens,
+    flush,
+    placed_tail,
+    take,
+    whole_tiles,
+)
 from kvjax.grammar import Keep
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.protocols import View
 from kvjax.keep.patterns import Recent
 from kvjax.ops.base.dispatch import platform
+from kvjax.place.host import in_its_memory, pool_in_its_memory
 from kvjax.place.paged import build_pages, pool_pages
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.write import pad_slots
@@ -109,9 +118,19 @@ def _build_tier(
             shared=gms[batch[0]].shared,
             taught=tuple(gms[i].taught for i in batch),
         )
-        pools.append(pool)
+        pools.append(pool_in_its_memory(gms[batch[0]].host, pool, _of_layer(keep, tier, batch, sizes, pool)))
         out |= dict(zip(batch, indices, strict=True))
     return [out[i] for i in range(len(gms))]
+
+
+def _of_layer(keep: Keep, tier: Tier, batch: list[int], sizes: list[int], pool: Pages) -> int:
+    """The most pages that a layer of a pool of the groups `batch` needs, for all rows."""
+    lists, page = pool.owner.shape[0], pool.page_tokens
+    _, rows, heads, _ = tier.kept[batch[0]].shape
+    if keep.allocate.across_layers:
+        return min(lists, rows * heads * -(-max(tier.longest, 1) // page))
+    layers = [i for n in batch for i in range(sum(sizes[:n]), sum(sizes[: n + 1]))]
+    return max(pool_pages(rows * max(tier.most[i] for i in layers), rows * heads, page, tier.longest), 1)
 
 
 def _pools(keep: Keep, codecs: list[tuple[Any, Any]]) -> list[list[int]]:
@@ -206,7 +225,7 @@ def _before_tail(gm: GroupMethod, pages: list[Paged], tail: Slots, room: int, mo
     if not gm.split:
         return GroupState(tuple(pages), tail)
     body, tail = flush(gm, empty_body(gm, tail, _new_granules(gm, room, most)), tail)
-    return GroupState((*pages, body), tail)
+    return GroupState((*pages, in_its_memory(gm.host, gm.read, body)), tail)
 
 
 def _new_granules(gm: GroupMethod, room: int, most: int) -> int:
@@ -219,4 +238,4 @@ def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most:
     if gm.split:
         return take(gm, view, newest, max(min(recent_tokens(gm), most), gm.residual) + gm.granule)
     slots = take(gm, view, newest, min(recent_tokens(gm), most))
-    return encoded(pad_slots(slots, tail_slots(gm, most, room, view.k.shape[-1]) - slots.capacity), gm)
+    return placed_tail(gm, pad_slots(slots, tail_slots(gm, most, room, view.k.shape[-1]) - slots.capacity))

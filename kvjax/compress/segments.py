@@ -92,7 +92,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     whole = kept.shape[-1] <= capacity and gm.keep is None and not gm.sinks
     if whole and not gm.split:
         plain = whole_slots(gm, view)
-        return GroupState(tail=_tail(gm, pad_slots(plain, capacity - plain.capacity)))
+        return GroupState(tail=placed_tail(gm, pad_slots(plain, capacity - plain.capacity)))
     sinks = first_tokens(gm, view, kept)
     if sinks is not None:
         kept &= view.pos >= gm.sinks
@@ -100,9 +100,9 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
             capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1], gm.multiple)
     slots = take(gm, view, kept, capacity)
     if gm.keep is not None and gm.keep.lower is not None:
-        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
+        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), placed_tail(gm, slots))
     if not gm.split:
-        return GroupState(tail=_tail(gm, slots), sinks=sinks)
+        return GroupState(tail=placed_tail(gm, slots), sinks=sinks)
     # The tail is filled as if all tokens were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, empty_body(gm, tail, body_slots(gm, capacity)), tail)
@@ -110,8 +110,17 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     return GroupState((body,), tail, sinks=sinks)
 
 
-def _tail(gm: GroupMethod, slots: Slots) -> Slots:
-    """The slots of a group without a body, encoded and placed in device or host memory."""
+def placed_tail(gm: GroupMethod, slots: Slots) -> Slots:
+    """The slots of a group without a body, encoded and placed in device or host memory.
+
+    Raises NotImplementedError for slots in host memory that steps change on a GPU.
+    """
+    if gm.host is not None and gm.rewrites and platform() == "gpu":
+        raise NotImplementedError(
+            f"{gm.host!r} was given beside a keep that merges or encodes slots anew while decoding, and XLA "
+            "for GPUs copies what it changes within host memory: use a keep that only evicts, such as h2o, "
+            "or leave the host out"
+        )
     return in_its_memory(gm.host, gm.read, encoded(slots, gm))
 
 
@@ -126,7 +135,7 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most), 1)
     slots = take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
-    return encoded(slots, gm.replaced(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
+    return placed_tail(gm.replaced(codecs=(gm.keep.lower.keys, gm.keep.lower.values)), slots)
 
 
 def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int, room: int) -> GroupState:

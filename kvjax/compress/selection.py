@@ -48,17 +48,20 @@ def select(
     seen: Seen,
     due: Bool[Array, "B"],
     carried: dict[str, Any],
+    stored: Float[Array, "B K S H"] | None = None,
 ) -> Selected:
     """Selects the slots of one layer that a decode step evicts, in the rows that are due.
 
     With `at_once`, after every token, it is the worst slot beyond the budget, or the slots below a threshold;
     else all slots that are not among the budget's best. carried: what rows carry, by the key of the word.
+    stored: keys before rotation, for a merge that takes these instead of the view's.
     """
     assert keep.score is not None
-    given, back = view, None
+    given, back = view if stored is None else view._replace(k=stored), None
     if not keep.when.at_once or getattr(keep.score, "ordered", False):
         order, back = orders(view.pos)
         view, seen = _in_order(view, seen, order)
+        stored = None if stored is None else taken(stored, order)
     view = judged(traces, view, seen)
     score = ranked(keep, view, seen)
     lost = not_numbers(score, view.pos) & due
@@ -66,6 +69,7 @@ def select(
     rows: dict[str, Any] = {}
     if keep.merge is not None:
         stay = (view.pos >= 0) & ~gone
+        view = view if stored is None else view._replace(k=stored)
         view, rows = folded(keep, view, stay, seen, carried, one=keep.when.at_once)
     names = [name for name in written(keep.merge) if name != "traces"]
     new = {name: x for name in (*names, "traces") if (x := getattr(view, name)) is not None}

@@ -59,6 +59,11 @@ def merges_prompts(merge: Any) -> bool:
     return merge is not None and getattr(merge, "at_prompts", True)
 
 
+def merges_unrotated(keep: Any) -> bool:
+    """Whether a keep's merge takes keys before rotation, as they are stored, not as queries meet them."""
+    return keep is not None and getattr(keep.merge, "unrotated", False)
+
+
 def merged(
     merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
 ) -> tuple[View, dict[str, Any]]:

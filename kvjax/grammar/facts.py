@@ -24,7 +24,6 @@ class Fact(enum.Enum):
 
     EQUAL_HEADS = "all heads of a layer have the same number of slots"
     ONE_TIER = "all slots of a KV head are stored alike"
-    WRITTEN_ONCE = "a slot does not change once it is written"
     ALL_TOKENS = "every token has a slot in every layer"
     OWN_SLOTS = "every layer stores slots of its own"
     ROTATED_KEYS = "keys are stored rotated by their positions"
@@ -49,7 +48,6 @@ Reasons = Mapping[Fact, str]
 INTACT = {
     (Fact.EQUAL_HEADS, "keep"): "snapkv",
     (Fact.ONE_TIER, "keep"): "snapkv",
-    (Fact.WRITTEN_ONCE, "keep"): "h2o",
     (Fact.ROTATED_KEYS, "keep"): "snapkv",
     (Fact.KEYS_BY_POSITION, "keep"): "snapkv",
     (Fact.ROTATED_KEYS, "store"): "int8",

@@ -22,14 +22,12 @@ class KeepFacts(Stating):
         found = _looked_at(self)
         if _observes_prompts(self):
             found[Fact.OBSERVED] = "selects slots by what the layers record"
-        if self.merge is not None:
-            found[Fact.ROTATED_KEYS] = f"merges keys by {self.merge!r}"
-            if self.when.in_steps:
-                found[Fact.ONE_BY_ONE] = f"writes slots one by one while decoding ({self.merge!r})"
+        if self.merge is not None and self.when.in_steps:
+            found[Fact.ONE_BY_ONE] = f"writes slots one by one while decoding ({self.merge!r})"
         if self.lower is not None:
             found |= dict.fromkeys((Fact.ONE_BY_ONE, Fact.FIRST_TOKENS), "moves slots to a second tier")
         if not self.phase.first_alike:
-            found[Fact.WHOLE_PROMPTS] = f"sets the positions of the contexts of a prompt ({self.phase!r})"
+            found[Fact.WHOLE_PROMPTS] = f"rotates a prompt's keys otherwise for some queries ({self.phase!r})"
         if whole := _attends_to_all(self):
             found[Fact.DENSE_PROMPTS] = whole
         if self.restore is not None:
@@ -41,13 +39,10 @@ class KeepFacts(Stating):
         found = {
             Fact.ALL_TOKENS: "evicts other tokens in each layer",
         }
-        if self.when.in_steps:
-            if self.merge is not None:
-                found[Fact.WRITTEN_ONCE] = "merges slots while decoding"
         if not self.allocate.uniform:
             found[Fact.EQUAL_HEADS] = "gives heads unequal numbers of slots, which are stored in pages"
         if self.lower is not None:
-            found |= dict.fromkeys((Fact.ONE_TIER, Fact.WRITTEN_ONCE), "moves slots to a second tier")
+            found[Fact.ONE_TIER] = "moves slots to a second tier"
         if not self.phase.steady:
             anew = f"rotates keys anew whenever they are read ({self.phase!r})"
             found |= dict.fromkeys((Fact.ROTATED_KEYS, Fact.KEYS_BY_POSITION), anew)

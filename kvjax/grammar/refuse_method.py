@@ -34,6 +34,11 @@ def refused_parts(method: Method) -> Refusals:
             "decoding: use a keep that acts at the end of prompts, such as snapkv, or leave one out",
         ),
         (
+            None not in (read, host) and method.keep is not None and not method.keep.allocate.uniform,
+            f"{host!r} holds copies of pages of equally many slots on the device, and the keep gives heads "
+            "unequal numbers: use a keep that gives all the same, such as snapkv, or leave one out",
+        ),
+        (
             host is not None and page % granule != 0,
             f"{host!r} brings pages of {page} tokens to the device, which must be a "
             f"multiple of the {granule} tokens that are encoded together: give both the same number",

@@ -15,7 +15,8 @@ from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_host
 from kvjax.ops.decode.stacked_decode import on_lanes
-from kvjax.state.cache import Near, Slots
+from kvjax.state.cache import Near, Paged, Pages, Slots
+from kvjax.state.page_gather import layer_on_device
 
 # The most slots of a KV head that are copied back to host memory for a new token: a TPU copies whole tiles.
 BLOCK = 32
@@ -28,7 +29,22 @@ def far(slots: Slots) -> Slots:
     Arrays with one number per slot, such as scales, stay on the device. Raises NotImplementedError for rows
     that a TPU would re-lay out in host memory, together with all others.
     """
-    rows = [x for x in jax.tree.leaves((slots.k, slots.v)) if x.ndim > 4]
+    k, v = _far(slots)
+    return dataclasses.replace(slots, k=k, v=v, far=True)
+
+
+def far_pages(pool: Pages, most: int) -> Pages:
+    """The pool with its keys and values in host memory; `most`: the most pages of a layer.
+
+    As many are copied for every layer, since a program's copies have static sizes. Raises as `far`.
+    """
+    k, v = _far(pool)
+    return dataclasses.replace(pool, k=k, v=v, far=min(most, pool.owner.shape[0]))
+
+
+def _far(part: Slots | Pages) -> Any:
+    """Keys and values in host memory, but for arrays with one number per slot."""
+    rows = [x for x in jax.tree.leaves((part.k, part.v)) if x.ndim > part.pos.ndim]
     strange = [x for x in rows if x.dtype.itemsize == 1 or on_lanes(x)]
     if platform() == "tpu" and strange:
         raise NotImplementedError(
@@ -36,8 +52,7 @@ def far(slots: Slots) -> Slots:
             "bring from there in multiples of 128 numbers of two or four bytes: use another store, such as "
             "kivi or none, or leave Host() out"
         )
-    k, v = (jax.tree.map(lambda x: to_host(x) if x.ndim > 4 else x, y) for y in (slots.k, slots.v))
-    return dataclasses.replace(slots, k=k, v=v, far=True)
+    return jax.tree.map(lambda x: to_host(x) if x.ndim > part.pos.ndim else x, (part.k, part.v))
 
 
 def brought(slots: Slots, layer: int | Array) -> Slots:
@@ -54,6 +69,12 @@ def brought(slots: Slots, layer: int | Array) -> Slots:
     return dataclasses.replace(slots, near=Near(Slots(k, v, _one(slots.pos, layer), shared=slots.shared)))
 
 
+def brought_pages(pages: Paged, pool: Pages, layer: int | Array) -> Paged:
+    """The pages of a group while those of one layer are being copied to the device."""
+    near = layer_on_device(pages.layer(layer), pool, pages.first_layer + layer)
+    return dataclasses.replace(pages, near=near)
+
+
 def of_layer(slots: Slots, layer: int | Array) -> Slots:
     """One layer's slots, [1, B, K, S, ...], with the device's copy of its keys and values."""
     near = slots.near
@@ -65,9 +86,10 @@ def of_layer(slots: Slots, layer: int | Array) -> Slots:
     return dataclasses.replace(rest, k=k, v=v)
 
 
-def gone(slots: Slots) -> Slots:
-    """The slots without the device's copy of a layer."""
-    return dataclasses.replace(slots, near=None) if slots.far else slots
+def gone(part: Slots | Paged) -> Slots | Paged:
+    """The slots, or pages, without the device's copy of a layer."""
+    copied = isinstance(part, Paged) or part.far
+    return dataclasses.replace(part, near=None) if copied else part
 
 
 def stored(

@@ -20,9 +20,9 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone
 from kvjax.ops.base.memory import copy_blocks, listed, to_host
-from kvjax.place.by_layer import far
+from kvjax.place.by_layer import far, far_pages
 from kvjax.state.axes import specs_of_slots
-from kvjax.state.cache import Near, Slots
+from kvjax.state.cache import Near, Pages, Slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Host(Stating):
     last. resident: the share of the body's pages that the device holds, at least those that a step visits.
     Without a read method, all keys and values are in host memory, except an unencoded tail after codes of
     several tokens: a step copies those of a layer to the device while the layer below computes, as FlexGen
-    does (Sheng et al., 2023, arXiv:2303.06865, section 4.1), and copies a new token's back. Positions,
+    does (Sheng et al., 2023, arXiv:2303.06865, section 4.1), and copies a new token's back. Of pages of
+    unequal heads it copies as many as a layer can have, which is all that the layer has if every layer has
+    a budget of its own. Positions,
     summaries and all else stay on the device. If programs of the backend have no access to host memory,
     everything is on the device. Prompts and functions on rows copy all of a group of layers to the device and
     back, and there are no gradients.
@@ -47,8 +49,6 @@ class Host(Stating):
     @property
     def requires(self) -> Reasons:
         return {
-            Fact.EQUAL_HEADS: "brings equally many slots of every KV head to the device",
-            Fact.WRITTEN_ONCE: "sends new tokens back to host memory, and nothing else",
             Fact.OWN_SLOTS: "brings one layer after the other",
             Fact.SUMMARIES: "brings what is picked to the device",
         }
@@ -68,6 +68,11 @@ def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
     if host is None:
         return slots
     return far(slots) if read is None else in_host_memory(host, read, slots)
+
+
+def pool_in_its_memory(host: Host | None, pool: Pages, most: int) -> Pages:
+    """A pool moved to the memory that `host` says; most: the most pages of a layer."""
+    return pool if host is None else far_pages(pool, most)
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:

@@ -20,6 +20,7 @@ from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.protocols import View
 from kvjax.ops.attention.union import NEG_INF, attend
 from kvjax.ops.base.dispatch import form
+from kvjax.ops.base.memory import there
 from kvjax.ops.decode import ragged_decode as ragged
 from kvjax.state.cache import Paged, Pages
 from kvjax.state.code_forms import is_rows, meet
@@ -321,6 +322,8 @@ def take_pages(
     many as before, since a pool is sized for the most that each of its rows can need, unless it was cut.
     """
     _, rows, heads = tables[0].lengths.shape
+    # Rows of a pool that was cut own unequal parts of it.
+    far = -(-pool.far * len(index) // rows) if pages is None else len(index) * heads * tables[0].most
     pages = pool.owner.shape[0] * index.shape[0] // rows if pages is None else pages
     lists = pool.layers * rows * heads
     owned = jnp.where(pool.owner < 0, lists, pool.owner)
@@ -332,9 +335,12 @@ def take_pages(
     safe = jnp.minimum(owner, need.size - 1)
     free = owner >= need.size
     source = jnp.where(free, pool.owner.shape[0] - 1, first.reshape(-1)[safe] + page - start[safe])
-    moved = jax.tree.map(lambda x: x[source], pool)
+    moved = jax.tree.map(lambda x: there(lambda y: y[source], x), pool)
     moved = dataclasses.replace(
-        moved, owner=jnp.where(free, -1, owner), pos=jnp.where(free[:, None], -1, moved.pos)
+        moved,
+        owner=jnp.where(free, -1, owner),
+        pos=jnp.where(free[:, None], -1, moved.pos),
+        far=min(far, pages) if pool.far else 0,
     )
     start = jnp.minimum(start.reshape(need.shape), pages - 1)
 

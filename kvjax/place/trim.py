@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.hosts.arrays import fetch
+from kvjax.ops.base.memory import there
 from kvjax.state.cache import Cache, Paged
 from kvjax.state.codes import at_layer
 
@@ -45,16 +47,19 @@ def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
         used = int((fetch(pool.owner) >= 0).sum())
         # Pages are in the order of their owners, followed by the free ones.
         kept.append(min(bucket(max(used, 1)), pool.owner.shape[0]))
-        pools.append(jax.tree.map(lambda x, n=kept[-1]: x[:n], pool))
+        cut = jax.tree.map(partial(there, lambda x, n=kept[-1]: x[:n]), pool)
+        pools.append(dataclasses.replace(cut, far=min(pool.far, kept[-1])))
 
-    def cut(segment: Paged) -> Paged:
+    def cut_table(segment: Paged) -> Paged:
         page, last = cache.pools[segment.pool].page_tokens, kept[segment.pool] - 1
         longest = -(-int(fetch(segment.lengths).max(initial=0)) // page)
         most = min(bucket(max(longest, 1)), segment.most)
         return dataclasses.replace(segment, first=jnp.minimum(segment.first, last), most=most)
 
     groups = tuple(
-        dataclasses.replace(group, bodies=tuple(cut(s) if isinstance(s, Paged) else s for s in group.bodies))
+        dataclasses.replace(
+            group, bodies=tuple(cut_table(s) if isinstance(s, Paged) else s for s in group.bodies)
+        )
         for group in cache.groups
     )
     return dataclasses.replace(cache, groups=groups, pools=tuple(pools))

@@ -102,7 +102,8 @@ class Pages:
     k, v: [P, page, H] or Codes (v None: the first `shared` channels of k); pos, bias: [P, page]. owner[p] =
     (layer * B + row) * K + head with layers counted inside the pool, or -1 if the page is free; pages are in
     the order of their owners. traces: as of `Slots`, [P, page]. summary: what a read method keeps per
-    `granule` of its slots, [P, page / granule, ...].
+    `granule` of its slots, [P, page / granule, ...]. far: the most pages of a layer, as many as are copied to
+    the device for it, if k and v are in host memory; else 0.
     """
 
     k: Array | Codes
@@ -114,6 +115,7 @@ class Pages:
     summary: dict[str, Array] = dataclasses.field(default_factory=dict)
     layers: int = dataclasses.field(default=1, metadata=dict(static=True))
     shared: int = dataclasses.field(default=0, metadata=dict(static=True))
+    far: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     def values(self) -> Array:
         return dense(self.k)[..., : self.shared] if self.v is None else dense(self.v)
@@ -135,7 +137,7 @@ class Paged:
 
     first: the first page of each (row, KV head). lengths: the live slots of each. `pool` is the pool's index,
     `first_layer` the group's first layer in it, and `most` the most pages that a head can have. taught: as of
-    `Codes`, for the codes of these slots.
+    `Codes`, for the codes of these slots. near: while a program runs, the device's copy of one layer's pages.
     """
 
     first: Int[Array, "Lg B K"]
@@ -144,9 +146,10 @@ class Paged:
     first_layer: int = dataclasses.field(metadata=dict(static=True))
     most: int = dataclasses.field(metadata=dict(static=True))
     taught: Taught = dataclasses.field(default_factory=dict)
+    near: Pages | None = None
 
     def layer(self, index: int | Array) -> Paged:
-        return jax.tree.map(lambda x: x[index], self)
+        return jax.tree.map(lambda x: x[index], dataclasses.replace(self, near=None))
 
 
 @jax.tree_util.register_dataclass
@@ -295,7 +298,7 @@ def host_nbytes(tree: PyTree) -> int:
     """The part of `nbytes` in host memory; 0 if programs of the backend have no access to it.
 
     These are the keys and values of which the device holds copies of some pages (`Slots.near`), or of one
-    layer at a time (`Slots.far`).
+    layer at a time (`Slots.far`, `Pages.far`).
 
     >>> host_nbytes(np.zeros(3))
     0
@@ -314,14 +317,15 @@ def lies_far(tree: PyTree) -> PyTree:
         if not _is_far(x):
             return whole
         # Arrays with one number per slot stay on the device with the positions.
-        k, v = (jax.tree.map(lambda a: not x.far or a.ndim > 4, y) for y in (x.k, x.v))
+        least = x.pos.ndim if x.far else 0
+        k, v = (jax.tree.map(lambda a: a.ndim > least, y) for y in (x.k, x.v))
         return dataclasses.replace(whole, k=k, v=v)
 
     return jax.tree.map(one, tree, is_leaf=_is_far)
 
 
 def _is_far(x: Any) -> bool:
-    return isinstance(x, Slots) and (x.near is not None or x.far)
+    return bool(isinstance(x, Pages) and x.far) or (isinstance(x, Slots) and (x.near is not None or x.far))
 
 
 def check_alive(cache: Cache) -> None:

@@ -38,13 +38,13 @@ def test_a_method_that_is_named_does_not_break_the_fact_or_need_it():
 
 
 def test_a_message_has_the_fact_who_needs_it_who_breaks_it_and_what_helps():
+    quest = kvjax.method("quest", budget=0.5)
     with pytest.raises(ValueError) as error:
-        kvjax.chain(kvjax.method("adakv", budget=0.5), kvjax.method("offloaded"))
+        kvjax.chain(kvjax.method("finch", budget=0.5), quest)
     assert str(error.value) == (
-        "adakv + offloaded cannot work: Host(resident=0.0) brings equally many slots of every KV head to the "
-        "device, which needs that all heads of a layer have the same number of slots, and this keep gives "
-        "heads unequal numbers of slots, which are stored in pages: use snapkv for this keep, or leave "
-        "one out"
+        f"finch + quest cannot work: {quest.read!r} ranks keys at their positions, which needs that a key is "
+        "rotated by its position for all queries, and this keep rotates keys anew whenever they are read "
+        "(ByRank()): use snapkv for this keep, or leave one out"
     )
 
 

@@ -2,17 +2,21 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import steps
 from kvjax.grammar import Method, Store
 from kvjax.grammar.facts import Fact, clashes
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.state.cache import host_nbytes
+from kvjax.steps import Run
 from kvjax.store.affine import Affine
-from tests.methods.method_pairs import answers, apart, exact, unchecked
+from tests.methods.battery import model
+from tests.methods.method_pairs import PROMPTS, answers, apart, exact, talked, unchecked
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
@@ -29,6 +33,7 @@ MERGING = Method(dataclasses.replace(SNAP.keep, merge=ZipMerge(0.0)))
 LATENT = Method(make=GroupedLowRank(1.0, heads=2))
 # Both layers of the model are merged.
 MERGED = of("minicache", start=0)
+GEMS = of("gemfilter", budget=0.5, filter_layer=0)
 GISTS = BY_LABEL["gisting"].method()
 RANGES = BY_LABEL["smoothquant"].method()
 
@@ -41,7 +46,7 @@ CASES = {
         (of("finch", budget=0.5, question=4), QUEST),
         (of("finch", budget=0.5, question=4),),
     ),
-    "merges of unrotated keys": (Fact.ROTATED_KEYS, (MERGING, exact(unrotated=True)), (MERGING,)),
+    "memory tokens stored unrotated": (Fact.ROTATED_KEYS, (GISTS, exact(unrotated=True)), (GISTS,)),
     "latents under a read": (Fact.STORED_KEYS, (LATENT, HALF), (HALF,)),
     "latents under a merge": (Fact.STORED_KEYS, (LATENT, MERGING), (MERGING,)),
     "latents weighed as values": (
@@ -101,10 +106,40 @@ def test_what_is_refused_answers_wrongly_or_cannot_run(name):
     assert np.isnan(got).any() or apart(got, answers(kvjax.chain(*right))[0]) > 1e-3
 
 
-@pytest.mark.parametrize("method", [of("adakv", budget=0.5, window=4), MERGED], ids=str)
-def test_unequal_lists_and_merged_layers_would_stay_on_the_device(method):
-    _, cache = answers(sentence((method, of("offloaded"))), checked=False)
+def test_merged_layers_would_stay_on_the_device():
+    _, cache = answers(sentence((MERGED, of("offloaded"))), checked=False)
     assert host_nbytes(cache) == 0
+
+
+def read_shorter(one):
+    """The tokens that GemFilter reads of a prompt, and where they are."""
+    run, tokens = Run(model("4/2").config, GEMS), jnp.asarray([one])
+    lengths = jnp.asarray([len(one)])
+    read = steps.observe(run, model("4/2").params, tokens, lengths, None, frozenset())
+    source = np.asarray(read.source[0])
+    return [one[i] for i in source if i >= 0], source[source >= 0]
+
+
+def test_gemfilter_would_compare_queries_with_keys_that_they_do_not_meet():
+    keep = BY_LABEL["lm-infinite"].method()
+    with pytest.raises(ValueError, match=Fact.WHOLE_PROMPTS.value):
+        kvjax.chain(GEMS, keep)
+    shorter, _ = read_shorter(PROMPTS[0])
+    got = talked(sentence((GEMS, keep)), [PROMPTS[0]] * 2, checked=False)[0]
+    assert apart(got, talked(keep, [shorter] * 2)[0]) > 1e-3
+
+
+def test_contexts_of_a_text_would_end_elsewhere_in_the_text_that_gemfilter_reads():
+    """What is right has contexts of what GemFilter leaves of each, here counted in numpy."""
+    ids, lengths = PROMPTS[0], (12, 12)
+    contexts = lambda sizes, prefix: of("ape", contexts=sizes, shared_prefix=prefix)  # noqa: E731
+    with pytest.raises(ValueError, match=Fact.WHOLE_PROMPTS.value):
+        kvjax.chain(GEMS, contexts(lengths, 4))
+    shorter, source = read_shorter(ids)
+    left = np.histogram(source, (0, 4, 16, 28, len(ids)))[0].tolist()
+    want = talked(contexts(tuple(left[1:3]), left[0]), [shorter] * 2)[0]
+    got = talked(sentence((GEMS, contexts(lengths, 4))), [ids] * 2, checked=False)[0]
+    assert left[1] != 12 and apart(got, want) > 1e-3
 
 
 def test_first_tokens_apart_would_be_encoded_with_a_second_tier():

@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.api.prefill import bare_cache
+from kvjax.compress import segments
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
@@ -82,20 +83,31 @@ FREE = {
     "streamingllm": ("streamingllm",),
     "r-kv + int8": ("r-kv", "int8"),
     "h2o + intactkv": ("h2o", "intactkv"),
+    # These also merge slots while decoding, after every token or after several.
+    "d2o": ("d2o",),
+    "compressive-transformer": ("compressive-transformer",),
+    "keepkv + int8": ("keepkv", "int8"),
 }
 
 
-@pytest.mark.parametrize("name", sweep(FREE, "r-kv + int8"))
-def test_what_frees_slots_while_decoding_frees_them_in_host_memory(name):
+@pytest.mark.parametrize("name", sweep(FREE, "r-kv + int8", "d2o"))
+def test_what_changes_slots_while_decoding_changes_them_in_host_memory(name):
     keep, *store = FREE[name]
     # R-KV evicts after several tokens, and looks at keys.
-    more = dict(buffer=2, window=1) if keep == "r-kv" else {}
+    more = {"r-kv": dict(buffer=2, window=1), "d2o": dict(sinks=0)}.get(keep, {})
     parts = [kvjax.method(keep, budget=0.5, **more), *map(kvjax.method, store)]
     (want, near), (got, far) = talked(kvjax.chain(*parts), steps=6), talked(kvjax.chain(*parts, FAR), steps=6)
     assert_equal(want, got)
     for a, b in zip(near.groups, far.groups, strict=True):
         assert_equal(a.tail.pos, b.tail.pos)
     assert parts_of(far) and (host_nbytes(far) > 0) == memory.offers_host()
+
+
+def test_what_gpus_cannot_change_in_host_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(segments, "platform", lambda: "gpu")
+    merging = kvjax.chain(kvjax.method("compressive-transformer", budget=4, rate=2), FAR)
+    with pytest.raises(NotImplementedError, match="use a keep that only evicts, such as h2o"):
+        kvjax.prefill(small(), [[1, 2, 3, 4, 5, 6, 7]], method=merging, room=2)
 
 
 @needs_host
@@ -224,12 +236,8 @@ def test_a_step_on_a_mesh_sends_nothing_as_large_as_a_list(name):
 
 
 def test_what_the_word_cannot_do_is_refused_with_the_reason():
-    with pytest.raises(
-        ValueError, match="unequal numbers of slots, which are stored in pages: use snapkv for this keep"
-    ):
-        kvjax.chain(kvjax.method("adakv", budget=0.5), Host())
-    with pytest.raises(ValueError, match="and this keep merges slots while decoding: use h2o for this keep"):
-        kvjax.chain(kvjax.method("d2o", budget=0.5), Host())
+    with pytest.raises(ValueError, match="pages of equally many slots on the device, .* such as snapkv"):
+        kvjax.chain(kvjax.method("adakv", budget=0.5), kvjax.method("quest", budget=0.5), Host(0.5))
     with pytest.raises(ValueError, match="without a read method it reads all: chain it with one, such as"):
         kvjax.chain(kvjax.method("kivi"), Host(0.5))
     with pytest.raises(

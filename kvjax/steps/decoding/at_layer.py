@@ -15,7 +15,7 @@ from kvjax.grammar.protocols import Inputs
 from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
-from kvjax.state.cache import Cache, GroupState
+from kvjax.state.cache import Cache, GroupState, Pages
 from kvjax.steps.decoding.past import FoundPicks, Past
 from kvjax.steps.shared.run import Run
 
@@ -47,10 +47,10 @@ class AtLayer(NamedTuple):
     """One layer in a step: its inputs, the slots it attends to, and its results.
 
     q: the queries, rotated once the hooks before attention have run (x.q are unrotated). state: what its
-    group holds. past: the slots it attends to. others: further rotations in which queries attend to slots.
-    found: the pages that a read method picked. parts: attention over things that are not slots. received: the
-    attention that slots of each part of the past received from the query. rows: what rows carry to the next
-    step. left: what other layers, and the end of the step, take from this one.
+    group holds. past: the slots it attends to. pools: those of its pages. others: further rotations in which
+    queries attend to slots. found: the pages that a read method picked. parts: attention over things that are
+    not slots. received: the attention that slots of each part of the past received from the query. rows: what
+    rows carry to the next step. left: what other layers, and the end of the step, take from this one.
     """
 
     token: Token
@@ -60,6 +60,7 @@ class AtLayer(NamedTuple):
     q: Float[Array, "B N 1 H"]
     state: GroupState
     past: Past
+    pools: tuple[Pages, ...]
     others: tuple[PairRotation, ...] = ()
     found: FoundPicks | None = None
     parts: tuple[Part, ...] = ()

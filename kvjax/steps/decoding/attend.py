@@ -26,7 +26,7 @@ from kvjax.place.common import copies_of, lists_of
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import BasisOperands, factors_of, meet
-from kvjax.state.page_gather import gather_pages
+from kvjax.state.page_gather import gather_pages, page_positions
 from kvjax.state.picked_pages import spread, visited, visited_of_lists
 from kvjax.steps.decoding.at_layer import Part, Received
 from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
@@ -91,9 +91,7 @@ def _picking_if_more(past: Past, x: Projected, pools: tuple[Pages, ...], rows: i
 def _positions(segment: Slots | Paged, past: Past, pools: tuple[Pages, ...]) -> Int[Array, "B K S"]:
     if isinstance(segment, Slots):
         return segment.pos[past.index]
-    pos = gather_pages(segment.layer(past.index), pools[segment.pool]).pos
-    assert pos is not None
-    return pos
+    return page_positions(segment.layer(past.index), pools[segment.pool])
 
 
 def _merged(parts: Sequence[Part]) -> Part:

@@ -19,7 +19,15 @@ from kvjax.grammar.protocols import Seen
 from kvjax.grammar.read_protocols import Resting
 from kvjax.models.layers import Params
 from kvjax.state.cache import GroupState, Pages, Slots
-from kvjax.steps.decoding.losing_parts import emptied, held, losing, view_of, with_losing
+from kvjax.steps.decoding.losing_parts import (
+    as_stored,
+    emptied,
+    held,
+    keys_of_merge,
+    losing,
+    view_of,
+    with_losing,
+)
 from kvjax.steps.decoding.update_traces import weights_of
 from kvjax.steps.shared.run import Run
 
@@ -121,6 +129,8 @@ def _evict_layer(
         observed, None, length, keep.budget.count(length), layer, attention, weights=weights,
         fitted=of_layer(params, layer), protect=keep.protect,
     )  # fmt: skip
-    found = select(keep, gm.traces, view, seen, due, now)
+    parts = losing(gm, group)
+    found = select(keep, gm.traces, view, seen, due, now, keys_of_merge(gm, parts, index))
     rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, found.rows)
-    return _changing(gm, emptied(gm, losing(gm, group), index, found)), rows, lost | found.lost
+    found = as_stored(run, gm, attention.rope, parts, index, view, found, length)
+    return _changing(gm, emptied(gm, parts, index, found)), rows, lost | found.lost

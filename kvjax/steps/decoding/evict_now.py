@@ -19,7 +19,15 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.state.write import first_empty, write_slots
 from kvjax.steps.decoding.at_layer import Received
-from kvjax.steps.decoding.losing_parts import emptied, losing, tail_of, view_of, with_losing
+from kvjax.steps.decoding.losing_parts import (
+    as_stored,
+    emptied,
+    keys_of_merge,
+    losing,
+    tail_of,
+    view_of,
+    with_losing,
+)
 from kvjax.steps.decoding.update_traces import received_in_all
 from kvjax.steps.shared.run import Run
 
@@ -95,8 +103,11 @@ def evict_one(
         now.fitted,
         keep.protect,
     )
-    found = select(keep, gm.traces, view, seen, append, now.rows)
-    new = with_losing(gm, group, emptied(gm, losing(gm, group), layer.index, found))
+    parts = losing(gm, group)
+    stored = keys_of_merge(gm, parts, layer.index)
+    found = select(keep, gm.traces, view, seen, append, now.rows, stored)
+    found = as_stored(run, gm, layer.rope, parts, layer.index, view, found, length)
+    new = with_losing(gm, group, emptied(gm, parts, layer.index, found))
     if keep.lower is not None:
         new = _demoted(
             gm, layer.index, new, tail_of(group).layer(layer.index), view, found.gone, now.received

@@ -54,13 +54,15 @@ def decode_over_below(here: AtLayer) -> AtLayer:
 
 def bring_layers(here: AtLayer) -> AtLayer:
     """Takes this layer's slots as they arrive from host memory, and starts the copy of the next layer's."""
-    return here._replace(past=arrived(here.past), state=next_one(here.state, here.layer.index))
+    past, pools = arrived(here.past, here.pools)
+    state = next_one(here.state, here.layer.index, here.token.cache.pools)
+    return here._replace(past=past, pools=pools, state=state)
 
 
 def rotate_queries(here: AtLayer) -> AtLayer:
     """Rotates the queries by their positions, or as the method's phase says (then keys, too)."""
     token, past = here.token, here.past
-    rotation, *others = rotations_over(here.run, token.at, past.parts, past.index, token.cache.pools)
+    rotation, *others = rotations_over(here.run, token.at, past.parts, past.index, here.pools)
     q = rotated_queries(here.layer, here.x.q, rotation, token.length)
     return here._replace(q=q, past=past._replace(rotation=rotation), others=tuple(others))
 
@@ -87,9 +89,7 @@ def attend_in_other_rotations(here: AtLayer) -> AtLayer:
     """Attends to the slots in the further rotations of its phase."""
     token = here.token
     found = [
-        attend_other_rotation(
-            here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, rotation
-        )
+        attend_other_rotation(here.run, here.past, here.layer, here.asking, here.pools, token.at, rotation)
         for rotation in here.others
     ]
     return here._replace(parts=(*here.parts, *found))
@@ -102,7 +102,7 @@ def attend(here: AtLayer) -> AtLayer:
     """Attends to the parts of the past, and merges what was attended before."""
     token = here.token
     out, received, logits = attend_past(
-        here.run, here.past, here.layer, here.asking, token.cache.pools, token.at, here.found, here.parts
+        here.run, here.past, here.layer, here.asking, here.pools, token.at, here.found, here.parts
     )
     return here._replace(out=out, received=received, logits=logits)
 
@@ -113,7 +113,7 @@ def attend(here: AtLayer) -> AtLayer:
 def compare_slots_with_query(here: AtLayer) -> AtLayer:
     """Adds the numbers that traces compute from slots and the query to what slots received."""
     token = here.token
-    received = met_by(here.gm, here.past, here.q, token.at, token.cache.pools, here.received, here.layer)
+    received = met_by(here.gm, here.past, here.q, token.at, here.pools, here.received, here.layer)
     return here._replace(received=received)
 
 

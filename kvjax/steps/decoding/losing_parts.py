@@ -16,11 +16,13 @@ from jaxtyping import Array, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import Selected, grown
 from kvjax.compress.summaries import rewritten, sums_without
+from kvjax.grammar.calls import merges_unrotated
 from kvjax.grammar.protocols import View
+from kvjax.ops.base.memory import in_host, to_host
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.state.codes import Codes
-from kvjax.steps.shared.rotate import rotated_keys, rotations_over
+from kvjax.steps.shared.rotate import rotated_keys, rotations_over, unrotated_merges
 from kvjax.steps.shared.run import Run
 
 
@@ -75,6 +77,26 @@ def view_of(
     return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
 
 
+def as_stored(
+    run: Run, gm: GroupMethod, rope: Rope, parts: Sequence[Slots], index: int | Array, view: View,
+    found: Selected, length: Int[Array, "B"],
+) -> Selected:  # fmt: skip
+    """What was found in a `view_of` one layer, with merged keys as the parts store them."""
+    if not run.unrotated or "k" not in found.changed or merges_unrotated(gm.keep):
+        return found
+    k = unrotated_merges(rope, found.changed["k"], view, _stored_keys(parts, index), length)
+    return found._replace(changed=found.changed | {"k": k})
+
+
+def keys_of_merge(gm: GroupMethod, parts: Sequence[Slots], index: int | Array) -> Array | None:
+    """The stored keys of a `view_of` one layer, for a merge that takes them before rotation; else None."""
+    return _stored_keys(parts, index) if merges_unrotated(gm.keep) else None
+
+
+def _stored_keys(parts: Sequence[Slots], index: int | Array) -> Array:
+    return jnp.concatenate([part.layer(index).keys().k for part in parts], axis=2)
+
+
 def emptied(
     gm: GroupMethod, parts: Sequence[Slots], index: int | Array, found: Selected
 ) -> tuple[Slots, ...]:
@@ -107,14 +129,21 @@ def held(parts: Sequence[Slots]) -> Int[Array, "Lg B K"]:
     return sum(((part.pos >= 0).sum(-1, dtype=jnp.int32) for part in parts), jnp.int32(0))
 
 
+def _put(x: Array, new: Array, index: int | Array) -> Array:
+    """The array with one layer replaced, also if it is in host memory."""
+    if not in_host(x):
+        return x.at[index].set(new)
+    return jax.lax.dynamic_update_slice_in_dim(x, to_host(new[None].astype(x.dtype)), index, 0)
+
+
 def replace_layer(slots: Slots, index: int | Array, **leaves: Any) -> Slots:
     """Writes one layer's arrays back, encoded if the segment is encoded."""
 
     def put(old: Any, new: Array) -> Any:
         if not isinstance(old, Codes):
-            return old.at[index].set(new)
+            return _put(old, new, index)
         fresh = old.encoded(new, index)
-        return dataclasses.replace(old, data={n: x.at[index].set(fresh[n]) for n, x in old.data.items()})
+        return dataclasses.replace(old, data={n: _put(x, fresh[n], index) for n, x in old.data.items()})
 
     written = {n: put(getattr(slots, n), x) for n, x in leaves.items() if getattr(slots, n) is not None}
     return dataclasses.replace(slots, **written)

@@ -27,20 +27,20 @@ def pick(here: AtLayer) -> AtLayer:
     """Chooses the pages that this layer's query reads."""
     token, past = here.token, here.past
     q = here.x.q if isinstance(past.gm.read, Placing) else here.q
-    found = select_pages(here.run, past, q, token.length, token.cache.pools)
-    return here._replace(found=by_part(past, token.cache.pools, found))
+    found = select_pages(here.run, past, q, token.length, here.pools)
+    return here._replace(found=by_part(past, here.pools, found))
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:
     """Chooses pages for the layers above; the layer itself reads all of its slots."""
     token, past = here.token, here.past
-    found = select_pages(here.run, past, here.q, token.length, token.cache.pools)
+    found = select_pages(here.run, past, here.q, token.length, here.pools)
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
     if "picks" not in here.layer.publishes:
         return here
     if here.run.method.keep is not None:
         # Layers above hold other tokens in these slots, so they get the positions of the chosen tokens.
-        body, index = picked_from(past, token.cache.pools)
+        body, index = picked_from(past, here.pools)
         chosen = positions(body, index, past.gm.read.granule, found.pages, found.counts)
         found = found._replace(pages=jnp.where(chosen < 0, 2**30, chosen))
     return here.leaving(picks=found)
@@ -48,12 +48,12 @@ def pick_for_others(here: AtLayer) -> AtLayer:
 
 def take_picks(here: AtLayer) -> AtLayer:
     """Reads the pages that a layer below chose."""
-    return here._replace(found=by_part(here.past, here.token.cache.pools, here.layer.taken["picks"]))
+    return here._replace(found=by_part(here.past, here.pools, here.layer.taken["picks"]))
 
 
 def find_picks(here: AtLayer) -> AtLayer:
     """Reads those tokens chosen by a layer below that this layer holds."""
-    pools, wanted = here.token.cache.pools, jnp.sort(here.layer.taken["picks"].pages, axis=-1)
+    pools, wanted = here.pools, jnp.sort(here.layer.taken["picks"].pages, axis=-1)
     body, index = picked_from(here.past, pools)
     pos = body.pos[index]
     at = jax.vmap(jax.vmap(jnp.searchsorted))(wanted, pos)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.place import by_layer
-from kvjax.state.cache import GroupState, Segment, Slots
+from kvjax.state.cache import GroupState, Paged, Pages, Segment, Slots
+from kvjax.state.page_gather import in_layer
 from kvjax.steps.decoding.past import Past
 
 
@@ -23,47 +25,59 @@ def any_group_far(groups: Sequence[GroupState]) -> bool:
     return any(any_far(group.parts) for group in groups)
 
 
-def started(groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
+def started(groups: tuple[GroupState, ...], pools: tuple[Pages, ...]) -> tuple[GroupState, ...]:
     """The groups, after the copy of the first layer of the first group was started."""
-    return (_bringing(groups[0], 0), *groups[1:]) if any_group_far(groups) else groups
+    return (_bringing(groups[0], 0, pools), *groups[1:]) if any_group_far(groups) else groups
 
 
-def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], GroupState] | None:
+def ahead_of(
+    groups: Sequence[GroupState], pools: tuple[Pages, ...]
+) -> Callable[[Array, GroupState], GroupState] | None:
     """Starts the copy of a group's first layer while the group below runs; None if no group is far."""
-    return _ahead if any_group_far(groups) else None
+    return partial(_ahead, pools=pools) if any_group_far(groups) else None
 
 
-def _ahead(x: Float[Array, "B T D"], state: GroupState) -> GroupState:
+def _ahead(x: Float[Array, "B T D"], state: GroupState, pools: tuple[Pages, ...]) -> GroupState:
     if not any_far(state.parts):
         return state
     # The barrier keeps the copy from starting before the group below does, or all layers would be on the
     # device at once.
     _, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
-    return _bringing(state, first)
+    return _bringing(state, first, pools)
 
 
-def next_one(state: GroupState, index: int | Array) -> GroupState:
+def next_one(state: GroupState, index: int | Array, pools: tuple[Pages, ...]) -> GroupState:
     """The group while its layer `index` attends: the copy of the next layer is started, if there is one."""
     far = [s for s in state.parts if isinstance(s, Slots) and s.far]
     if not far:
         return state
     layers = far[0].pos.shape[0]
-    return without(state) if layers == 1 else _bringing(state, jnp.minimum(index + 1, layers - 1))
+    return without(state) if layers == 1 else _bringing(state, jnp.minimum(index + 1, layers - 1), pools)
 
 
 def without(state: GroupState) -> GroupState:
     """The group without copies of layers on the device."""
-    return state.with_parts([by_layer.gone(s) if isinstance(s, Slots) else s for s in state.parts])
+    return state.with_parts([by_layer.gone(s) for s in state.parts])
 
 
-def arrived(past: Past) -> Past:
-    """The past of one layer, whose slots are now all on the device."""
-    if not any_far(past.parts):
-        return past
-    parts = tuple(by_layer.of_layer(s, past.index) if isinstance(s, Slots) else s for s in past.parts)
-    return past._replace(parts=parts, index=0)
+def arrived(past: Past, pools: tuple[Pages, ...]) -> tuple[Past, tuple[Pages, ...]]:
+    """The past of one layer, whose slots are now all on the device, and the pools of its pages."""
+    parts: list[Segment] = []
+    for s in past.parts:
+        if isinstance(s, Slots):
+            parts.append(by_layer.of_layer(s, past.index))
+            continue
+        assert s.near is not None
+        one = in_layer(s.layer(past.index), pools[s.pool])
+        parts.append(jax.tree.map(lambda x: x[None], one))
+        pools = (*pools[: s.pool], s.near, *pools[s.pool + 1 :])
+    return past._replace(parts=tuple(parts), index=0), pools
 
 
-def _bringing(state: GroupState, layer: int | Array) -> GroupState:
-    far = [by_layer.brought(s, layer) if isinstance(s, Slots) and s.far else s for s in state.parts]
-    return state.with_parts(far)
+def _bringing(state: GroupState, layer: int | Array, pools: tuple[Pages, ...]) -> GroupState:
+    def one(s: Segment) -> Segment:
+        if isinstance(s, Paged):
+            return by_layer.brought_pages(s, pools[s.pool], layer)
+        return by_layer.brought(s, layer) if s.far else s
+
+    return state.with_parts([one(s) for s in state.parts])

@@ -21,7 +21,7 @@ def attend_or_recycle(here: AtLayer) -> AtLayer:
     What is selected is marked in a trace of the slots, so it stays selected wherever the slots move.
     """
     token, past = here.token, here.past
-    read, pools, number = past.gm.read, token.cache.pools, token.at + 1
+    read, pools, number = past.gm.read, here.pools, token.at + 1
     body, index = picked_from(past, pools)
     pos, marks = body.pos[index], body.traces[key_of(read.mark)][index]
     newest = past.tail.traces[key_of(read.mark)][past.index]
@@ -62,7 +62,7 @@ def _marked(
     parts, marks, start = here.past.parts, [], 0
     for part in parts[:-1]:
         paged = isinstance(part, Paged)
-        size = part.most * here.token.cache.pools[part.pool].page_tokens if paged else part.capacity
+        size = part.most * here.pools[part.pool].page_tokens if paged else part.capacity
         marks.append(body[..., start : start + size])
         start += size
     name = key_of(here.past.gm.read.mark)

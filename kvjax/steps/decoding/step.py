@@ -60,7 +60,8 @@ def step_hidden(
     def attend(layer: Layer, x: Projected, state: GroupState):
         gm = gms[layer.group]
         plan = layer_plan(run, bare[layer.group], facts_of(bare, layer, x, state))
-        here = plan(AtLayer(shared, gm, layer, x, x.q, state, Past(gm, layer.index, state.parts)))
+        past = Past(gm, layer.index, state.parts)
+        here = plan(AtLayer(shared, gm, layer, x, x.q, state, past, cache.pools))
         assert here.out is not None
         return here.out, here.state, here.left
 
@@ -72,9 +73,9 @@ def step_hidden(
 
     memory = Memory(
         at[:, None], attend, recur, held, implementation=run.without_gpu, takes=taken_by_method(bare),
-        ahead=ahead_of(cache.groups), on_mesh=run.on_mesh,
+        ahead=ahead_of(cache.groups, cache.pools), on_mesh=run.on_mesh,
     )  # fmt: skip
-    held_now = started(lend(cache.groups, gms))
+    held_now = started(lend(cache.groups, gms), cache.pools)
     x, groups, seen, *_ = decode_layers(params, token[:, None], run.config, memory, held_now)
     end = End(shared, groups, cache.pools, seen, x, full)
     for hook in end_plan(run, bare, any_group_far(cache.groups)):

@@ -28,9 +28,9 @@ from kvjax.compress.select import (
     union,
 )
 from kvjax.compress.summaries import summarised
-from kvjax.grammar.calls import merges_prompts
+from kvjax.grammar.calls import merges_prompts, merges_unrotated
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import View
+from kvjax.grammar.protocols import View, over_layers
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.layers import Params
 from kvjax.models.transformer import IdsOrVectors
@@ -43,7 +43,7 @@ from kvjax.steps.prefilling.probe import with_probe
 from kvjax.steps.prefilling.read import Prompt, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
 from kvjax.steps.shared.fitted_arrays import lend, returned, taught_groups, with_learnt
-from kvjax.steps.shared.rotate import seen_by_words
+from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges
 from kvjax.steps.shared.run import Run, repeated
 
 
@@ -140,9 +140,7 @@ def settled(
     carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
     for i, stay in kept.items():
         if merges_prompts(gms[i].keep.merge):  # type: ignore[union-attr]
-            views[i], carried[i] = merge_evicted(
-                gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first), carried[i], params
-            )
+            views[i], carried[i] = _merged(run, params, gms[i], views[i], stay, fresh[i], length, carried[i])
 
     paged = [i for i in scores if gms[i].paged]
     if paged:
@@ -155,6 +153,26 @@ def settled(
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1), asked)
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
+
+
+def _merged(
+    run: Run,
+    params: Params,
+    gm: GroupMethod,
+    view: View,
+    stay: Bool[Array, "Lg B K S"],
+    fresh: ComputedTokens,
+    length: Int[Array, "B"],
+    carried: dict[str, Any],
+) -> tuple[View, dict[str, Any]]:
+    """The view, as stored, with evicted slots merged into those that stay; and what rows carry then."""
+    spec, raw = run.attention_spec(gm.first), merges_unrotated(gm.keep)
+    met = view if raw else seen_by_words(run, spec.rope, view, length)
+    new, carried = merge_evicted(gm, met, stay, fresh, length, spec, carried, params)
+    if run.unrotated and not raw:
+        back = partial(unrotated_merges, spec.rope, length=length)
+        new = new._replace(k=over_layers(back, new.k, met, view.k))
+    return new, carried
 
 
 class _Sizes(NamedTuple):

@@ -14,9 +14,10 @@ from kvjax.models.attending import attend_new, attend_sets, rotary, rotated
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys, Masses, Reduction
-from kvjax.ops.base.rope import Rope
+from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.rope import Rope, angles, rotate
 from kvjax.state.cache import Paged, Pages, Segment
-from kvjax.state.page_gather import gather_pages
+from kvjax.state.page_gather import page_positions
 from kvjax.steps.shared.run import Run
 
 
@@ -42,8 +43,7 @@ def rotations_over(
     """The rotations of one query per row over one layer of some parts."""
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
-        pos = gather_pages(one, pools[one.pool]).pos if isinstance(one, Paged) else one.pos
-        assert pos is not None
+        pos = page_positions(one, pools[one.pool]) if isinstance(one, Paged) else one.pos
         # Copies of a row may share the slots of a part, and then rotate them alike.
         found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
     return rotations_of(run, at[:, None], found)
@@ -134,6 +134,23 @@ def met_keys(
     """A layer's queries, and sets of keys as these meet them."""
     keys = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
     return rotated_queries(layer, x.q, rotation, length), keys
+
+
+def unrotated_merges(
+    rope: Rope, merged: Float[Array, "B K S H"], met: View, stored: Float[Array, "B K S H"],
+    length: Int[Array, "B"],
+) -> Float[Array, "B K S H"]:  # fmt: skip
+    """One layer's merged keys before rotation, each rotated back by the position of its slot.
+
+    Slots mix keys of several positions, so merges are given keys as queries meet them. met: the view that the
+    merge was given. stored: the unrotated keys of all slots before it, which other slots keep.
+    """
+    changed = (merged != met.k).any(-1, keepdims=True)
+    pos = jnp.maximum(met.pos, 0)
+    cos, sin = angles(rope, pos, merged.shape[-1], length[:, None, None], dtype=wide(merged))
+    size = rope.amplitude**2
+    back = rotate(merged, cos / size, -sin / size, rope.start)
+    return jnp.where(changed, back.astype(stored.dtype), stored)
 
 
 def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
