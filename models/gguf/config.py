@@ -41,6 +41,7 @@ def config_of(file: Gguf) -> Json:
 
 READ: dict[str, Callable[[Gguf], Json]] = {
     "llama": dense.llama,
+    "llama4": experts.llama4,
     "mistral3": dense.ministral3,
     "qwen2": dense.qwen("qwen2"),
     "qwen3": dense.qwen("qwen3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvjax.base.errors import InputError
 from kvjax.models.gguf.fields import SIGMOID, Json, attention, depth, routed, same, windows
 from kvjax.models.gguf.reader import Gguf
 from kvjax.models.gguf.rope import rope_fields
@@ -30,6 +31,33 @@ def gpt_oss(file: Gguf) -> Json:
         "num_experts_per_tok": file.need("expert_used_count"),
         "intermediate_size": file.of("expert_feed_forward_length", file.of("feed_forward_length")),
         "swiglu_limit": 7.0,
+    }
+
+
+def llama4(file: Gguf) -> Json:
+    """Llama 4 (text). Files leave out what llama.cpp fixes: chunks, which layers rotate, growth and norms."""
+    if file.of("attention.sliding_window") == 0 or not file.of("expert_count", 0):
+        raise InputError(
+            f"{file.path} holds a model without chunks or experts under the architecture of Llama 4, which "
+            "is not read from GGUF: give the directory from the Hugging Face hub"
+        )
+    data = attention(file)
+    dense = data["intermediate_size"]
+    return {
+        "model_type": "llama4_text",
+        **data,
+        "intermediate_size": file.need("expert_feed_forward_length"),
+        "intermediate_size_mlp": dense,
+        "num_local_experts": file.need("expert_count"),
+        "num_experts_per_tok": file.need("expert_used_count"),
+        "interleave_moe_layer_step": file.need("interleave_moe_layer_step"),
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        # Scout has these norms, Maverick has not.
+        "use_qk_norm": file.need("expert_count") != 128,
     }
 
 

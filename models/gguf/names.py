@@ -53,6 +53,7 @@ _LAYER = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "operator_norm": "attn_norm",
     "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
@@ -104,7 +105,7 @@ _STATES = {
     "A_log": "ssm_a",
     "D": "ssm_d",
 }
-_MLP = re.compile(r"mlp\.(shared_experts?\.)?(gate|up|down)_proj")
+_MLP = re.compile(r"(?:mlp|feed_forward)\.(shared_experts?\.)?(gate|up|down)_proj")
 _EXPERT = re.compile(
     r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)"
 )

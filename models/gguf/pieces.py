@@ -63,19 +63,22 @@ class Joined(NamedTuple):
         return np.concatenate([keys.T, values])
 
 
-class Interleaved(NamedTuple):
-    """gpt-oss' experts as one tensor: gate and up by turns in their outputs, matrices [inputs, outputs].
+class StackedExperts(NamedTuple):
+    """All experts' matrices [inputs, outputs] as one tensor, gate and up joined in their outputs.
 
     parts: the tensors of the file, [experts, outputs, inputs] or, of biases, [experts, outputs].
+    by_turns: whether outputs of gate and up alternate, as of gpt-oss, or follow each other, as of Llama 4.
     """
 
     parts: tuple[StoredTensor, ...]
     shape: tuple[int, ...]
+    by_turns: bool
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         first, *rest = index or (slice(None),)
         held = [decoded(np.ascontiguousarray(part.data[first]), part.kind) for part in self.parts]
-        out = np.stack(held, axis=2).reshape(len(held[0]), -1, *held[0].shape[2:])
+        joined = np.stack(held, axis=2 if self.by_turns else 1)
+        out = joined.reshape(len(held[0]), -1, *held[0].shape[2:])
         return np.ascontiguousarray(out.swapaxes(1, -1) if out.ndim == 3 else out)[:, *rest]
 
 
@@ -104,5 +107,5 @@ class Concatenated(NamedTuple):
         return out[:, *rest]
 
 
-Piece = Decoded | Joined | Interleaved | Concatenated
+Piece = Decoded | Joined | StackedExperts | Concatenated
 """What a loader may take rows of."""

@@ -17,7 +17,7 @@ from kvjax.models.config import Config
 from kvjax.models.files import Stored
 from kvjax.models.gguf.names import concatenated, expert_of, gguf_name
 from kvjax.models.gguf.orders import columns_of, joined_rows, rows_of
-from kvjax.models.gguf.pieces import Concatenated, Decoded, Interleaved, Joined, Piece
+from kvjax.models.gguf.pieces import Concatenated, Decoded, Joined, Piece, StackedExperts
 from kvjax.models.gguf.reader import Gguf, StoredTensor
 from kvjax.models.hf_tensors import hf_name, tensors
 
@@ -27,7 +27,7 @@ _ROTATIONS = ".attn_rot_embd"
 # Architectures whose norms multiply by one more than the checkpoint's numbers.
 _FROM_ONE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _KEY_OR_VALUE = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.weight")
-_STACKED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_STACKED = re.compile(r"layers\.(\d+)\.(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 class Weights(NamedTuple):
@@ -75,7 +75,7 @@ class _Finder:
     def find(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """The tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
         if (found := _STACKED.fullmatch(name)) is not None:
-            return self._interleaved(*found.groups(), shape)
+            return self._experts(*found.groups(), shape)
         if parts := concatenated(name, self.file):
             return self._concatenated(name, parts, shape)
         if name.endswith("self_attn.kv_b_proj.weight") and (joined := self._joined(name, shape)) is not None:
@@ -160,7 +160,7 @@ class _Finder:
                 return self._misshapen(one, expected, part)
         return Concatenated(parts, shape, joined_rows(name, self.config))
 
-    def _interleaved(self, layer: str, what: str, bias: str | None, shape: tuple[int, ...]) -> Piece | None:
+    def _experts(self, layer: str, what: str, bias: str | None, shape: tuple[int, ...]) -> Piece | None:
         kind = "bias" if bias else "weight"
         names = [f"blk.{layer}.ffn_{part}_exps.{kind}" for part in what.split("_")[:-1]]
         held = [self._held(name) for name in names]
@@ -172,7 +172,7 @@ class _Finder:
         for name, one in zip(names, parts, strict=True):
             if one.shape != expected:
                 return self._misshapen(name, expected, one)
-        return Interleaved(parts, shape)
+        return StackedExperts(parts, shape, by_turns=self.file.architecture == "gpt-oss")
 
     def _joined(self, name: str, shape: tuple[int, ...]) -> Joined | None:
         prefix = f"blk.{name.split('.')[1]}"

@@ -87,6 +87,9 @@ CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CA
     "ministral3": _case("ministral3"),
     "gemma4": _case("gemma4_text", moe_intermediate_size=None),
     "gemma4_experts": _case("gemma4_experts", num_kv_shared_layers=0),
+    "llama4": _case(
+        "llama4_text", attention_chunk_size=8192, no_rope_layer_interval=4, floor_scale=8192, attn_scale=0.1
+    ),
     "glm_4_flash": _case(
         "glm4_moe_lite", **_LATER, first_k_dense_replace=1, mlp_layer_types=["dense", "sparse", "sparse"]
     ),
