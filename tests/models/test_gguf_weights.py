@@ -212,7 +212,7 @@ def test_an_unknown_architecture_lists_those_that_are_read(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(
-        InputError, match="architecture 'bert', expected one that is read from GGUF: llama, mistral3"
+        InputError, match="architecture 'bert', expected one that is read from GGUF: llama, llama4"
     ):
         load(tmp_path / "a.gguf")
 
