@@ -112,18 +112,11 @@ def _read_in_blocks(read: Any, tokens: int) -> list[Statement]:
     if tokens <= read.read_whole:
         return [Statement(f"A prompt of up to {read.read_whole} tokens is attended to as a whole.", (read,))]
     share = getattr(read, "share", lambda tokens: None)(tokens)
-    known = (
-        "as many as its tokens say" if share is None else f"{100 * share:.3g}% of what full attention does"
-    )
-    told = [
-        Statement(
-            f"But {_many(read.segment, 'token')} together attend to some blocks of "
-            f"{_many(read.block, 'token')}, {known}.",
-            (read,),
-        )
-    ]
+    known = "how many follows from the prompt" if share is None else f"{100 * share:.3g}% of full attention"
+    together, block = _many(read.segment, "token"), _many(read.block, "token")
+    told = [Statement(f"Every {together} together attend to selected blocks of {block}: {known}.", (read,))]
     if read.skip_layers:
-        told.append(Statement(f"The first {_many(read.skip_layers, 'layer')} attend to all before them."))
+        told.append(Statement(f"All tokens are attended to in the first {_many(read.skip_layers, 'layer')}."))
     return told
 
 

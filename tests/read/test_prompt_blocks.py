@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
+from kvjax.commands.explain_sentences import at_prefill
 from kvjax.compat.model_fit import check_fit
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.fitted import Fitted
@@ -224,3 +225,12 @@ def test_a_fit_gives_every_head_the_pattern_of_the_least_error():
 def test_texts_of_a_block_cannot_be_fitted():
     with pytest.raises(InputError, match="no text has more than a block of 64 tokens"):
         kvjax.fit(model(layers=3), "minference", ROWS)
+
+
+def test_explain_says_what_share_of_a_prompt_is_computed():
+    method = kvjax.method("critiprefill(budget=0.25, segment=32, block=8)")
+    told = [one.text for one in at_prefill(method, 448)]
+    assert "Every 32 tokens together attend to selected blocks of 8 tokens: 44.3% of full attention." in told
+    assert "A prompt of up to 32 tokens is attended to as a whole." in [
+        s.text for s in at_prefill(method, 32)
+    ]
