@@ -35,7 +35,7 @@ KINDS = {
     "store fewer bits": ("quant", "quant-mixed", "outlier-transform"),
     "store fewer numbers": ("low-rank", "pruning"),
     "read part of the cache": ("retrieval-sparse",),
-    "compute part of the prompt": (),
+    "compute part of the prompt": ("prefill-sparse",),
 }
 # Baselines have no family of their own.
 BASELINES = {

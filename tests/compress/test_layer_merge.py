@@ -106,7 +106,7 @@ def test_steps_in_one_pass_rows_files_and_tokens_taken_back(tmp_path):
     back = kvjax.rollback(after, 2)
     for got, want in zip(kept_positions(back), kept_positions(done.steps[0][1]), strict=True):
         np.testing.assert_array_equal(got, want)
-    with pytest.raises(InputError, match="a choice cannot be undone"):
+    with pytest.raises(InputError, match="a selection cannot be undone"):
         kvjax.rollback(kvjax.fork(back, 1), 2)
     got, _ = step(m, kvjax.take_rows(cache, [2, 2, 0, 3]), first[[2, 2, 0, 3], 0], append=True)
     assert off(got, done.steps[0][0][np.array([2, 2, 0, 3])]) < 1e-5

@@ -212,7 +212,7 @@ def test_forks_and_files_go_on_as_what_they_come_from(tmp_path):
     assert off(step(m, read, MAIN.steps[0], append=True)[0], want) == 0
     both, _ = step(m, forked, np.repeat(MAIN.steps[0], 2), append=True)
     assert max(off(both[::2], want), off(both[1::2], want)) < 1e-6
-    with pytest.raises(kvjax.InputError, match="a choice cannot be undone"):
+    with pytest.raises(kvjax.InputError, match="a selection cannot be undone"):
         kvjax.rollback(forked, 1)
 
 

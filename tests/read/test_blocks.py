@@ -162,7 +162,7 @@ def test_what_the_method_cannot_do_is_refused_with_the_reason():
         with pytest.raises(InputError, match=why):
             kvjax.prefill(conversation.model(name), conversation.TEXTS[:2, :13], method=method, room=8)
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)
-    with pytest.raises(InputError, match="has grown by their queries"):
+    with pytest.raises(InputError, match="includes their queries"):
         kvjax.rollback(cache, 1)
     with pytest.raises(InputError, match="a step reads the slots that its own token picks"):
         kvjax.verify(model("4/2"), cache, [[1]] * len(MAIN.first))
