@@ -351,7 +351,7 @@ def heads_split(path, x):
 @rows([r.label for r in ALL if r.stacks], ("adakv",))
 def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     row, done = BY_LABEL[label], talk(label)
-    m = model(row.model)
+    m = made(model(row.model), row.method())
     heads = m.config.kv_heads
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, heads), ("rows", "heads"), auto, devices=jax.devices()[: 2 * heads])
