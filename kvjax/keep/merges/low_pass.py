@@ -24,7 +24,8 @@ class LowPass:
 
     of all N keys before rotation, channel by channel, and of their values, where C_m is the orthonormal
     discrete cosine transform (DCT-II) of m numbers in the order of positions. They have the positions of the
-    n first ones, by which a layer's window counts. A KV head without evictions is unchanged. Raises ValueError for numbers of tokens that are negative or not whole.
+    n first ones, by which a layer's window counts. A KV head without evictions is unchanged. Raises
+    ValueError for numbers of tokens that are negative or not whole.
     """
 
     sinks: int

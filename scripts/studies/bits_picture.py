@@ -1,0 +1,40 @@
+"""The picture of bits.py: KL by bits per number, a panel for keys and one for values."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+PANELS = {"keys": ("keys", "unrotated keys"), "values": ("values",)}
+
+
+def picture(rows: Mapping[str, Mapping[str, float]]) -> bytes:
+    """A PNG: KL by bits per number, a line for each scheme."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9, 4.5), dpi=110, layout="constrained")
+    for axis, (title, parts) in zip(figure.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+        for label, points in lines(rows, parts).items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
+        axis.set(title=title, xlabel="bits per number, ranges included", yscale="log")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+        if title == "keys":
+            axis.set_ylabel("KL from the uncoded cache, nats per token")
+    data = io.BytesIO()
+    figure.savefig(data, format="png", metadata={"Software": None})
+    return data.getvalue()
+
+
+def lines(
+    rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """(bits, KL) of the levels of each scheme of these parts; seeds are left out."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, row in rows.items():
+        part, rest = name.split(", ", 1)
+        if part in parts and "seed" not in name:
+            label = rest.rpartition(",")[0] + (" (before RoPE)" if part.startswith("unrotated") else "")
+            found.setdefault(label, []).append((row["bits"], row["kl"]))
+    return found
