@@ -10,15 +10,17 @@ PANELS = {"keys": ("keys", "unrotated keys"), "values": ("values",)}
 
 def picture(rows: Mapping[str, Mapping[str, float]]) -> bytes:
     """A PNG: KL by bits per number, a line for each scheme."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure((9, 4.5), dpi=110, layout="constrained")
+    figure = Figure((9, 7.5), dpi=110, layout="constrained")
     for axis, (title, parts) in zip(figure.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+        axis.set_prop_cycle(color=colormaps["tab20"].colors)
         for label, points in lines(rows, parts).items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
         axis.set(title=title, xlabel="bits per number, ranges included", yscale="log")
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
         if title == "keys":
             axis.set_ylabel("KL from the uncoded cache, nats per token")
