@@ -1,7 +1,9 @@
 """Budgets over heads and layers: totals, floors, and the published formulas in plain Python."""
 
 import math
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,8 +26,13 @@ def draw(rng, lengths=LENGTHS, layers=L, slots=S):
     return jnp.asarray(scores, jnp.float32)
 
 
+@partial(jax.jit, static_argnums=0)
+def _counts(allocation, scores, n):
+    return allocation.counts(scores, n)
+
+
 def counts(allocation, scores, n):
-    return np.asarray(allocation.counts(scores, jnp.asarray(n, jnp.int32)))
+    return np.asarray(_counts(allocation, scores, jnp.asarray(n, jnp.int32)))
 
 
 @pytest.mark.parametrize("amount", [0.25, 0.333, 1.0, 7, 1])

@@ -3,6 +3,7 @@
 `view` has a row that ends in empty slots, which are full of numbers that must not count.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +27,11 @@ def view(rng):
     return slots(rng)
 
 
+def told(word, view, seen):
+    """What a word says of the slots, by one program."""
+    return jax.jit(lambda view: word(view, seen))(view)
+
+
 def lists(view):
     """(row, head, its live slots' keys and values), in float64."""
     for b, h in np.ndindex(B, K):
@@ -36,8 +42,12 @@ def lists(view):
 def test_keys_are_turned_back_whatever_rope_did_to_them(view):
     spec = Rope(kind="yarn", factor=4.0, original_max=8)
     seen = seen_by()._replace(attention=AttentionSpec(1.0, None, spec))
-    turned = rotate(view.k, *angles(spec, view.pos, H))
-    np.testing.assert_allclose(unrotated(view._replace(k=turned), seen)[0], view.k[0], rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def back(view):
+        return unrotated(view._replace(k=rotate(view.k, *angles(spec, view.pos, H))), seen)
+
+    np.testing.assert_allclose(back(view)[0], view.k[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [3, 12])
@@ -49,7 +59,7 @@ def test_leverage_is_the_diagonal_of_the_ridge_projection_of_sketched_unrotated_
     for b, h, k, _ in lists(view):
         raw = rope(k, -np.arange(len(k)), 10000.0)
         want[b, h, : len(k)] = leverage((raw - raw.mean(0)) @ phi, 0.1)
-    check(word(view, seen_by()), want, view)
+    check(told(word, view, seen_by()), want, view)
 
 
 def test_leverage_holds_where_the_ridge_is_less_than_the_rounding_of_the_sum(rng):
@@ -57,13 +67,13 @@ def test_leverage_holds_where_the_ridge_is_less_than_the_rounding_of_the_sum(rng
     channels = 10 * np.exp(rng.normal(size=32))
     x = rng.normal(size=(1, 2, 4096, 32)) * channels @ rng.normal(size=(32, 48))
     x = f32(x) / 48**0.5
-    got = geometry.leverage(x, jnp.ones(x.shape[:3]), 1e-2)
+    got = jax.jit(lambda x: geometry.leverage(x, jnp.ones(x.shape[:3]), 1e-2))(x)
     want = [leverage(np.asarray(one, np.float64), 1e-2) for one in x[0]]
     np.testing.assert_allclose(got[0], want, rtol=1e-4)
 
 
 def test_local_norms_are_shares_of_a_window_and_add_up_to_one(view):
-    got, want = LocalNorms(6)(view, seen_by()), np.zeros((B, K, S))
+    got, want = told(LocalNorms(6), view, seen_by()), np.zeros((B, K, S))
     for b, h, k, v in lists(view):
         for at in range(0, len(k), 6):
             a, c = ((x[at : at + 6] ** 2).sum(-1) for x in (k, v))
@@ -73,7 +83,7 @@ def test_local_norms_are_shares_of_a_window_and_add_up_to_one(view):
 
 def test_capacity_weighs_leverage_by_the_cosine_to_a_mean_query(rng, view):
     mean, word = rng.normal(size=(B, K * G, H)), ValueLeverage(tau=2.0, future=3, sinks=2)
-    got = word(view, seen_by({repr(QueryMoments(2, covariance=False)): (f32(mean), None)}))
+    got = told(word, view, seen_by({repr(QueryMoments(2, covariance=False)): (f32(mean), None)}))
     want = np.zeros((B, K, S))
     for b, h, k, v in lists(view):
         for q in mean[b, h * G : (h + 1) * G]:
@@ -90,7 +100,8 @@ def test_the_tokens_of_a_chunk_see_each_other_and_no_older_slot(rng, chunk):
     q, k = rng.normal(size=(B, K * G, t, H)), rng.normal(size=(B, K, t, H))
     lengths = np.array([10, 7])
     at = np.where(np.arange(t) < lengths[:, None], start[:, None] + np.arange(t), -1)
-    got = np.asarray(ChunkMass(chunk).of(f32(q), jnp.asarray(at), f32(k), jnp.asarray(at)[:, None]))
+    of = jax.jit(ChunkMass(chunk).of)
+    got = np.asarray(of(f32(q), at, f32(k), at[:, None]))
     want = np.zeros((B, K, t))
     for b, head in np.ndindex(B, K * G):
         for first in range(0, lengths[b], chunk):
@@ -100,7 +111,7 @@ def test_the_tokens_of_a_chunk_see_each_other_and_no_older_slot(rng, chunk):
     # What is held from before receives nothing, in any number of slots.
     for many in (t, t + 3):
         older = np.broadcast_to(np.where(np.arange(many) < 5, np.arange(many), -1), (B, K, many))
-        held = ChunkMass(chunk).of(f32(q), jnp.asarray(at), jnp.ones((B, K, many, H)), jnp.asarray(older))
+        held = of(f32(q), at, jnp.ones((B, K, many, H)), older)
         assert not np.asarray(held)[0].any()
 
 

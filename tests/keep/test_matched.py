@@ -34,6 +34,12 @@ def leaving(kept):
     return jnp.asarray(np.where(~kept, np.arange(SLOTS), SLOTS)[None, None])
 
 
+def match(word, view, kept, seen):
+    """The view with what leaves matched, by one program."""
+    run = jax.jit(lambda view, *lists: word(view, *lists, seen))
+    return jax.device_get(run(view, kept[None, None], leaving(kept)))
+
+
 def attention(q, k, v, bias=0.0):
     e = np.exp(q @ np.asarray(k, float).T / 2 + bias)
     return e.sum(-1), e @ np.asarray(v, float) / e.sum(-1, keepdims=True)
@@ -43,8 +49,7 @@ def attention(q, k, v, bias=0.0):
 def test_more_queries_than_slots_give_least_squares(rng, live):
     view, seen, q = given(rng, live)
     kept = np.isin(np.arange(SLOTS), [0, 2, 3, 7])
-    match = jax.jit(lambda view, *lists: AttentionMatching(LAST, turns=0)(view, *lists, seen))
-    view, got = jax.device_get((view, match(view, kept[None, None], leaving(kept))))
+    view, got = jax.device_get(view), match(AttentionMatching(LAST, turns=0), view, kept, seen)
     k, v = np.asarray(view.k[0, 0], float), np.asarray(view.v[0, 0], float)
     e = np.exp(q @ k[:live].T / 2)
     e /= e.max(-1, keepdims=True)
@@ -66,7 +71,7 @@ def test_more_queries_than_slots_give_least_squares(rng, live):
 def test_fewer_queries_than_slots_see_no_difference_and_change_least(rng):
     view, seen, q = given(rng, asked=2)
     kept = np.arange(SLOTS) < 8
-    got = AttentionMatching(LAST)(view, jnp.asarray(kept[None, None]), leaving(kept), seen)
+    got = match(AttentionMatching(LAST), view, kept, seen)
     total, want = attention(q, view.k[0, 0], view.v[0, 0])
     after, out = attention(q, view.k[0, 0][kept], got.v[0, 0][kept], np.asarray(got.bias[0, 0])[kept])
     np.testing.assert_allclose(after, total, rtol=1e-4)
@@ -79,10 +84,10 @@ def test_fewer_queries_than_slots_see_no_difference_and_change_least(rng):
 def test_weights_stay_within_their_bounds_and_a_list_that_nothing_leaves_as_it_is(rng):
     view, seen, _ = given(rng)
     one = np.arange(SLOTS) == 5
-    got = AttentionMatching(LAST)(view, jnp.asarray(one[None, None]), leaving(one), seen)
+    got = match(AttentionMatching(LAST), view, one, seen)
     assert np.abs(got.bias).max() <= 3 + 1e-6 and np.isfinite(got.v).all()
     all_of_it = np.ones(SLOTS, bool)
-    got = AttentionMatching(LAST)(view, jnp.asarray(all_of_it[None, None]), leaving(all_of_it), seen)
+    got = match(AttentionMatching(LAST), view, all_of_it, seen)
     np.testing.assert_array_equal(got.v, view.v)
     assert not got.bias.any()
 

@@ -12,12 +12,14 @@ from tests.ops.oracles import rms
 # Two rows; * opens a segment, - is padding: row 0 is a b* c - d*, row 1 is - a b* - -.
 REAL = jnp.asarray([[1, 1, 1, 0, 1], [0, 1, 1, 0, 0]], bool)
 SEGMENTS = jnp.asarray([[4, 7, 7, 7, 4], [0, 0, 1, 1, 1]], jnp.int32)
+append = jax.jit(cache.append, static_argnums=4)
+seen = jax.jit(cache.seen, static_argnames="window")
 NEW = {"x": jnp.arange(1.0, 11.0).reshape(2, 5, 1)}
 
 
 @pytest.mark.rotating
 def test_real_tokens_take_slots_in_order():
-    slots, at = cache.append(NEW, None, SEGMENTS, REAL, None)
+    slots, at = append(NEW, None, SEGMENTS, REAL, None)
     assert at.slot.tolist() == [[0, 1, 2, 2, 3], [-1, 0, 1, 1, 1]]
     assert at.first.tolist() == [[0, 1, 1, 1, 3], [0, 0, 1, 1, 1]]
     assert slots.kept["x"][..., 0].tolist() == [[1, 2, 3, 5, 0], [7, 8, 0, 0, 0]]
@@ -25,48 +27,52 @@ def test_real_tokens_take_slots_in_order():
 
 
 def test_the_first_token_continues_what_was_before():
-    before, _ = cache.append(NEW, None, SEGMENTS, REAL, None)
-    slots, at = cache.append(NEW, before, None, None, None)
+    before, _ = append(NEW, None, SEGMENTS, REAL, None)
+    slots, at = append(NEW, before, None, None, None)
     assert slots.capacity == 10 and slots.count.tolist() == [9, 7]
     assert slots.kept["x"][1, :, 0].tolist() == [7, 8, 6, 7, 8, 9, 10, 0, 0, 0]
     assert at.first.tolist() == [[3] * 5, [1] * 5]
 
 
 def test_tokens_see_their_segment_up_to_themselves():
-    slots, at = cache.append(NEW, None, SEGMENTS, REAL, None)
+    slots, at = append(NEW, None, SEGMENTS, REAL, None)
     want = np.zeros((2, 5, 5), bool)
     for row, token, keys in [(0, 0, [0]), (0, 1, [1]), (0, 2, [1, 2]), (0, 3, [1, 2]), (0, 4, [3]),
                              (1, 1, [0]), (1, 2, [1]), (1, 3, [1]), (1, 4, [1])]:  # fmt: skip
         want[row, token, keys] = True
-    got = cache.seen(at, cache.stored(slots))
+    got = seen(at, cache.stored(slots))
     np.testing.assert_array_equal(got[:, 0], want)
-    narrow = cache.seen(at, cache.stored(slots), window=1)
+    narrow = seen(at, cache.stored(slots), window=1)
     np.testing.assert_array_equal(narrow.sum(-1)[:, 0], [[1] * 5, [0, 1, 1, 1, 1]])
 
 
 def test_before_they_are_put_tokens_are_seen_behind_the_slots():
-    empty = cache.room(NEW, None, 7)
-    at = cache.places(empty, *cache.marks(NEW["x"], SEGMENTS, REAL))
-    got = cache.seen_arriving(empty, at)
+
+    @jax.jit
+    def run():
+        empty = cache.room(NEW, None, 7)
+        at = cache.places(empty, *cache.marks(NEW["x"], SEGMENTS, REAL))
+        full = cache.put(empty, NEW, at)
+        return at, cache.seen_arriving(empty, at), cache.seen(at, cache.stored(full))
+
+    at, got, by_slot = jax.device_get(run())
     assert not got[..., :7].any()
-    full = cache.put(empty, NEW, at)
-    by_slot = cache.seen(at, cache.stored(full))
     for row, token in zip(*np.nonzero(REAL), strict=True):
         np.testing.assert_array_equal(got[row, 0, :, 7 + token], by_slot[row, 0, :, at.slot[row, token]])
     assert not got[..., 7:][~np.broadcast_to(REAL[:, None, None], (2, 1, 5, 5))].any()
 
 
 def test_a_token_without_room_is_dropped():
-    slots, at = cache.append(NEW, None, None, None, 3)
+    slots, at = append(NEW, None, None, None, 3)
     assert slots.kept["x"][0, :, 0].tolist() == [1, 2, 3] and slots.count.tolist() == [5, 5]
     out = cache.checked(jnp.ones((2, 5, 1, 1)), at.slot[..., None], slots.capacity)
     assert np.isnan(out[0, :, 0, 0]).tolist() == [False, False, False, True, True]
 
 
 def test_less_room_than_before_is_refused():
-    before, _ = cache.append(NEW, None, None, None, None)
+    before, _ = append(NEW, None, None, None, None)
     with pytest.raises(ValueError, match="capacity is 4 slots, but initial_state has 5"):
-        cache.append(NEW, before, None, None, 4)
+        append(NEW, before, None, None, 4)
 
 
 def test_softmax_of_what_is_seen_is_exact_and_of_nothing_is_nothing(rng):
@@ -78,9 +84,9 @@ def test_softmax_of_what_is_seen_is_exact_and_of_nothing_is_nothing(rng):
     want = weights / np.maximum(weights.sum(-1, keepdims=True), 1)
     with jax.enable_x64(True):
         x, seen = jnp.asarray(scores), jnp.asarray(visible)
-        p, lse = (np.asarray(y) for y in cache.softmax(x, seen))
-        grad = jax.grad(lambda x: (cache.softmax(x, seen)[0] ** 2).sum())(x)
-        of_lse = jax.grad(lambda x: cache.softmax(x, seen)[1][:, :, 1:].sum())(x)
+        p, lse = (np.asarray(y) for y in jax.jit(cache.softmax)(x, seen))
+        grad = jax.jit(jax.grad(lambda x: (cache.softmax(x, seen)[0] ** 2).sum()))(x)
+        of_lse = jax.jit(jax.grad(lambda x: cache.softmax(x, seen)[1][:, :, 1:].sum()))(x)
     assert p.dtype == np.float64 and rms(p, want) < 1e-10 and (p[:, :, 0] == 0).all()
     assert np.isneginf(lse[:, :, 0]).all()
     assert rms(lse[:, :, 1:], np.log(weights[:, :, 1:].sum(-1)) + top[:, :, 1:, 0]) < 1e-10

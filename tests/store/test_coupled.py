@@ -1,5 +1,6 @@
 """Codes of several channels together, by codebooks of vectors, against brute force in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,11 +27,12 @@ def test_rows_become_the_nearest_vectors_of_their_layer_and_head(rng, bits):
     arrays = {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()}}
     codec = taught(CoupledCodes(2, bits, "key", fitted), arrays)
     x = rng.normal(size=(2, 2, 3, 5, 8))
-    data = codec.encode(jnp.asarray(x, jnp.float32))
+    data = jax.jit(codec.encode)(x.astype(np.float32))
     want = np.zeros_like(x)
     for i, b, k in np.ndindex(2, 2, 3):
         want[i, b, k] = vectors(books[i, k])(x[i, b, k])
-    np.testing.assert_allclose(codec.decode(data, 8, jnp.float32), want, atol=1e-6)
+    back = jax.jit(lambda data: codec.decode(data, 8, jnp.float32))(data)
+    np.testing.assert_allclose(back, want, atol=1e-6)
     assert data["words"].shape == (2, 2, 3, 5, {1: 1, 3: 2, 8: 1}[bits])
 
 
@@ -41,9 +43,9 @@ def test_many_tokens_are_encoded_in_pieces_as_they_are_at_once(rng, monkeypatch)
     arrays = {fitted.digest: {n: jnp.asarray(x[0]) for n, x in fitted.arrays.items()}}
     codec = taught(CoupledCodes(2, 4, "key", fitted), arrays)
     x = jnp.asarray(rng.normal(size=(3, 2, 21, 8)), jnp.float32)
-    whole = codec.encode(x)["words"]
+    whole = jax.jit(lambda x: codec.encode(x)["words"])(x)
     monkeypatch.setattr(coupled, "PIECE", 8)
-    np.testing.assert_array_equal(codec.encode(x)["words"], whole)
+    np.testing.assert_array_equal(jax.jit(lambda x: codec.encode(x)["words"])(x), whole)
 
 
 def test_centroids_are_means_of_what_is_nearest_to_them_by_weight(rng):

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_errors_are_those_of_the_outputs_of_each_head_and_query(rng):
     pairs = tuple((Affine(a), Affine(b)) for a, b in PAIRS)
     q32, k32, v32 = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
     inputs = Inputs(q32, q32, k32, q32[:, 0], jnp.asarray(pos), jnp.array([5]), k=k32, v=v32)
-    count, errors = OutputErrors(pairs, AttentionSpec(8**-0.5, None, Rope()))(inputs)
+    count, errors = jax.jit(OutputErrors(pairs, AttentionSpec(8**-0.5, None, Rope())))(inputs)
     assert count == 4 * 5
     for (a, b), error in zip(PAIRS, errors, strict=True):
         want = 0.0

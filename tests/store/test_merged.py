@@ -22,16 +22,23 @@ def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
+def merged(word, low, high, codec=None):
+    """The codes of both layers, by one program."""
+    low, high = (np.asarray(x, np.float32) for x in (low, high))
+    return jax.jit(lambda low, high: word.merge(low, high, codec))(low, high)
+
+
 def restored(lower, upper):
     """Rows of both layers; the upper one's codes have only their lengths."""
     assert set(upper.data) == {"size"}
-    return dense(lower), dense(Codes(lower.data | upper.data, upper.codec, upper.width, upper.dtype))
+    both = jax.jit(lambda *x: tuple(map(dense, x)))
+    return both(lower, Codes(lower.data | upper.data, upper.codec, upper.width, upper.dtype))
 
 
 @pytest.mark.parametrize("t", [0.0, 0.6, 1.0])
 def test_directions_lie_on_the_arc_and_layers_keep_their_lengths(t):
     low, high = rows(0), rows(1)
-    codes = MergedLayers(t=t).merge(jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32), None)
+    codes = merged(MergedLayers(t=t), low, high)
     want, n1, n2 = stacks.slerp(low, high, t)
     np.testing.assert_allclose(codes[0].data["direction"], want, atol=1e-6)
     for got, own, length in zip(restored(*codes), (low, high), (n1, n2), strict=True):
@@ -42,7 +49,7 @@ def test_directions_lie_on_the_arc_and_layers_keep_their_lengths(t):
 def test_layers_of_one_direction_come_back_as_they_were():
     low = rows(0)
     high = low * np.random.default_rng(2).uniform(0.1, 10, (B, K, S, 1))
-    codes = MergedLayers().merge(jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32), None)
+    codes = merged(MergedLayers(), low, high)
     for got, want in zip(restored(*codes), (low, high), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-5)
 
@@ -85,11 +92,14 @@ def test_the_pairs_of_the_largest_angles_stay_apart(gamma):
 
 
 def test_directions_may_be_codes_and_lengths_stay():
-    low, high = jnp.asarray(rows(0), jnp.float32), jnp.asarray(rows(1), jnp.float32)
-    codec = Affine(4, group=4)
-    codes = MergedLayers().merge(low, high, codec)
-    direction = between(jnp.asarray(unit(low)), jnp.asarray(unit(high)), 0.6)
-    want = codec.decode(codec.encode(direction), H, low.dtype)
+    low, high, codec = rows(0).astype(np.float32), rows(1).astype(np.float32), Affine(4, group=4)
+    codes = merged(MergedLayers(), low, high, codec)
+
+    @jax.jit
+    def coded(low, high):
+        return codec.decode(codec.encode(between(low, high, 0.6)), H, low.dtype)
+
+    want = coded(unit(low), unit(high))
     assert "size" in codes[0].data and "direction" not in codes[0].data
     for got, own in zip(restored(*codes), (low, high), strict=True):
         np.testing.assert_allclose(got, want * np.linalg.norm(own, axis=-1)[..., None], atol=1e-4)
