@@ -17,7 +17,7 @@ from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import Answering, Preferring
-from kvjax.grammar.read_protocols import Recycling, Remembering, Resting, Reusing, Sampling
+from kvjax.grammar.read_protocols import Recycling, Remembering, Resting, Reusing, Sampling, Tracing
 from kvjax.grammar.refuse_keep import crowded
 from kvjax.keep.observations.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
@@ -138,7 +138,7 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
         refuse(method, *_STORES_FACTORS)
     if isinstance(read, Sampling) and facts.clipped:
         refuse(method, "what is drawn weighs more than its probability, which layers clip", "quest")
-    if isinstance(read, Remembering) and (facts.latent or facts.lent):
+    if isinstance(read, Remembering | Tracing) and (facts.latent or facts.lent):
         refuse(
             method,
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
@@ -287,7 +287,8 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     if method.keep is not None and method.keep.probe is not None:
         refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
     score = None if method.keep is None else method.keep.score
-    traces = () if score is None else score.traces
+    traces = {*(() if score is None else score.traces)}
+    traces |= method.read.marks if isinstance(method.read, Tracing) else set()
     if any(getattr(t, "behind_layers", False) for t in traces):
         refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
     if any(getattr(t, "by_ids", False) for t in traces):

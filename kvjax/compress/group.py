@@ -15,7 +15,7 @@ from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_scor
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
-from kvjax.grammar.read_protocols import Asking, Recycling, Remembering
+from kvjax.grammar.read_protocols import Asking, Recycling, Remembering, Tracing
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
@@ -134,6 +134,7 @@ class GroupMethod:
         found = {*self.traces_of_keep}
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
         found |= {self.read.mark} if isinstance(self.read, Recycling) else set()
+        found |= {*self.read.marks} if isinstance(self.read, Tracing) else set()
         return tuple(sorted(found, key=key_of))
 
     @cached_property

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
-from kvjax.grammar.read_protocols import Asking, Counted, Learning, Remembering, Resting
+from kvjax.grammar.read_protocols import Asking, Counted, Learning, Remembering, Resting, Tracing
 from kvjax.models.attending import rotated
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.codes import Codes, dense, lent
-from kvjax.state.page_gather import gather_pages
+from kvjax.state.page_gather import gather_pages, gather_traces
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:
@@ -27,7 +27,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     # What is learnt from queries, too, is learnt at the end of a prefill.
     sums = {}
     if isinstance(gm.read, Learning) and not isinstance(gm.read, Asking):
-        sums = gm.read.learn(k, body.pos)
+        sums = gm.read.learn(k, body.pos, *((body.traces,) if isinstance(gm.read, Tracing) else ()))
     sums = sums | _totals(gm, k, body.keys().v, body.pos, sums, body.traces)
     return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 
@@ -181,13 +181,17 @@ def _of_lists(
             jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True)
         )
         new, k = {}, as_queries_meet(gm, k[None], pos[None])[0]
-        if isinstance(read, Learning):
+        if isinstance(read, Tracing):
+            all_traces = [*(() if lists is None else (gather_traces(lists, pools[lists.pool]),)), body.traces]
+            new = read.learn(k, pos, {n: jnp.concatenate([x[n] for x in all_traces], 2) for n in body.traces})
+        elif isinstance(read, Learning):
             new = read.learn(k, pos, *(() if asked is None else (asked,)))
         new = new | _totals(gm, k, v, pos, new, {})
         stay = {n: idle.reshape(-1, *(1,) * (x.ndim - 1)) for n, x in new.items()}
         return {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
 
-    bare = dataclasses.replace(lent(body, gm.taught), sums={}, summary={}, traces={}, near=None)
+    traces = body.traces if isinstance(read, Tracing) else {}
+    bare = dataclasses.replace(lent(body, gm.taught), sums={}, summary={}, traces=traces, near=None)
     return over_layers(one, bare, before, lists, asked)
 
 

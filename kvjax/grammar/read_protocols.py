@@ -87,13 +87,24 @@ class Recycling(Read, Protocol):
 
 @runtime_checkable
 class Placing(Read, Protocol):
-    """A read that compares queries and keys before rotation, and says by what the slots it picks are rotated.
+    """A read that compares queries and keys at one distance, and says by what the slots it picks are rotated.
 
-    `select` gets queries and keys unrotated, so keys are stored so.
+    `select` gets unrotated keys, which are therefore stored so, and queries rotated by the distance `apart`:
+    unrotated, if that is 0. So does `learn`, if the read is `Asking`.
     """
 
-    def places(self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"]) -> Int[Array, "B K P"]:
-        """What rotates picked slots at these positions (-1 is no slot); the tail begins at position `end`."""
+    @property
+    def apart(self) -> int:
+        """At which distance queries and keys are compared."""
+        ...
+
+    def places(
+        self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"], at: Int[Array, "B 1 1"]
+    ) -> Int[Array, "B K P"]:
+        """What rotates picked slots at these positions (-1 is no slot).
+
+        The tail begins at position `end`, and the query is at position `at`.
+        """
         ...
 
 
@@ -181,6 +192,22 @@ class Learning(Read, Protocol):
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
         """As in `Read`, with the result of `learn`."""
+        ...
+
+
+@runtime_checkable
+class Tracing(Learning, Protocol):
+    """A read that learns from traces of a prompt's tokens as well as from their keys."""
+
+    @property
+    def marks(self) -> frozenset[Trace]:
+        """The traces, which slots carry wherever they are."""
+        ...
+
+    def learn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"], traces: dict[str, Float[Array, "*b S"]]
+    ) -> dict[str, Array]:
+        """As in `Learning`; traces by their key."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvjax.grammar.read_protocols import Placing
+from kvjax.grammar.read_protocols import Placing, Tracing
 from kvjax.grammar.refuse_keep import Refusals
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ def refused_parts(method: Method) -> Refusals:
             isinstance(read, Placing) and not (method.store is not None and method.store.unrotated),
             f"{read!r} compares keys before rotation, and they are stored rotated: chain it with "
             "Method(store=Store(unrotated=True))",
+        ),
+        (
+            isinstance(read, Tracing) and method.keep is not None and method.keep.narrow is not None,
+            f"{read!r} learns from all tokens of a prompt, and the keep leaves some out of the upper layers: "
+            "use a keep that lets all layers read them, such as snapkv",
         ),
         (
             read is None and bool(getattr(host, "resident", 0)),

@@ -73,7 +73,7 @@ def _call(word: Any, specs: bool = False) -> _Call | str:
             continue
         if field.name == "spec" and (not specs or value in _UNSAID):
             continue
-        needed = field.default is field.default_factory is dataclasses.MISSING
+        needed = field.default is field.default_factory is dataclasses.MISSING and not field.kw_only
         bare = needed and name not in _NAMED and all(not label for label, _ in parts)
         parts.append(("" if bare else f"{field.name}=", _call(value, specs)))
     return _Call(f"{name}(", tuple(parts), ")")

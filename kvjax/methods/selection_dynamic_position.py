@@ -12,6 +12,7 @@ from kvjax.grammar.stages import PrefillAndDecode
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.algebra import AgeDecayed
 from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.budgets.phases import PromptAndGenerated
 from kvjax.keep.gates.controller import Controller, PredictedAttention
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.hashed import HashSimilarity
@@ -23,7 +24,21 @@ from kvjax.keep.scores.tokens import IsTokenType, SeparatorsFirst
 from kvjax.keep.scores.trigonometric import QueryCentres, Trigonometric
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Bits, Fit, Group, Page, Planes, Seed, TokenIds, Tokens, Window
+from kvjax.methods.shared import (
+    Amount,
+    Bits,
+    Fit,
+    Group,
+    Kernel,
+    Page,
+    Planes,
+    Seed,
+    Share,
+    TokenIds,
+    Tokens,
+    Window,
+    window_score,
+)
 from kvjax.store.affine import Affine
 
 
@@ -48,6 +63,26 @@ def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
     """
     keep = Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, phase=ByRank())
     return Method(keep)
+
+
+@paper(
+    "SnapStream: Efficient Long Sequence Decoding on Dataflow Accelerators",
+    arxiv="2511.03092",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def snapstream(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: Kernel = 5) -> Method:
+    """SnapStream (Li et al., 2025, arXiv:2511.03092): SnapKV for a prompt, a ring for generated tokens.
+
+    A prompt keeps its window and the best of its tokens by SnapKV's score, in the share 1 - `written` of the
+    budget, and these stay. Generated tokens have the rest, a ring: the oldest of them is evicted after every
+    token. Sources: the abstract and beginning of the paper, and summaries of it; there is no public code.
+    Deviations: first tokens stay by SnapKV's score, as others do, where the paper adds StreamingLLM's sinks;
+    the window of a prompt stays, where it is the beginning of the paper's ring; keys keep their positions;
+    the unused share of a short prompt goes to generated tokens.
+    """
+    score = PromptAndGenerated(window_score(window, kernel, "grouped"), Position(), written, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
 
 
 @paper(

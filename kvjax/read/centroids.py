@@ -15,11 +15,13 @@ from kvjax.state.cache import Slots
 
 
 def k_means(
-    x: Float[Array, "*b S H"], live: Bool[Array, "*b S"], count: int, turns: int
-) -> Float[Array, "*b C H"]:
+    x: Float[Array, "*b S H"], live: Bool[Array, "*b S"], count: int, turns: int,
+    root: Float[Array, "*b H H"] | None = None,
+) -> Float[Array, "*b C H"]:  # fmt: skip
     """Centroids of the live rows of x after `turns` iterations of Lloyd's algorithm (1982).
 
-    They start as evenly spaced live rows. A centroid that is nearest to no row does not move.
+    They start as evenly spaced live rows. A centroid that is nearest to no row does not move. root: distances
+    are those of x @ root; None is the identity.
 
     >>> x = jnp.asarray([[0.0], [1.0], [9.0], [11.0], [5.0]])
     >>> k_means(x, jnp.arange(5) < 4, 2, 3).tolist()
@@ -32,7 +34,7 @@ def k_means(
     start = jnp.take_along_axis(x, start[..., None], axis=-2)
 
     def turn(_: int | Array, centroids: Float[Array, "*b C H"]) -> Float[Array, "*b C H"]:
-        mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, axis=-2, dtype=x.dtype)
+        mine = jax.nn.one_hot(nearest_centroid(x, centroids, root), count, axis=-2, dtype=x.dtype)
         mine = mine * live[..., None, :].astype(x.dtype)
         held = mine.sum(-1)[..., None]
         total = jnp.einsum("...cs,...sh->...ch", mine, x, precision="highest")
@@ -41,8 +43,14 @@ def k_means(
     return jax.lax.fori_loop(0, turns, turn, start)
 
 
-def nearest_centroid(x: Float[Array, "*b S H"], centroids: Float[Array, "*b C H"]) -> Int[Array, "*b S"]:
-    """The index of the nearest centroid, the first one of equals."""
+def nearest_centroid(
+    x: Float[Array, "*b S H"], centroids: Float[Array, "*b C H"], root: Float[Array, "*b H H"] | None = None
+) -> Int[Array, "*b S"]:
+    """The index of the nearest centroid, the first one of equals; root: as in `k_means`."""
+    if root is not None:
+        x, centroids = (
+            jnp.einsum("...sh,...hi->...si", y, root, precision="highest") for y in (x, centroids)
+        )
     product = jnp.einsum("...ch,...sh->...cs", centroids, x, precision="highest")
     return first_largest(2 * product - (centroids**2).sum(-1)[..., None], -2)[0]
 

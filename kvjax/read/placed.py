@@ -27,7 +27,8 @@ class PlacedSegments(BlocksAndSinks):
     which are always read.
 
     >>> word = PlacedSegments(Budget(4), page=4, newest=8, sinks=2)
-    >>> word.pages_visited(64), word.places(jnp.asarray([[[8, 9, 0, 1]]]), jnp.asarray([[[20]]])).tolist()
+    >>> pos, end, at = (jnp.asarray([[x]]) for x in ([8, 9, 0, 1], [20], [29]))
+    >>> word.pages_visited(64), word.places(pos, end, at).tolist()
     (2, [[[18, 19, 16, 17]]])
     """
 
@@ -37,6 +38,7 @@ class PlacedSegments(BlocksAndSinks):
     sinks: int = 32
     skip_layers: int = 0
     by_list = True
+    apart = 0
 
     @property
     def requires(self) -> Reasons:
@@ -62,7 +64,9 @@ class PlacedSegments(BlocksAndSinks):
         best = jnp.where(held >= 0, s.reshape(held.shape), -jnp.inf).max(-1)
         return self.best(best, pos)
 
-    def places(self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"]) -> Int[Array, "B K P"]:
+    def places(
+        self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"], at: Int[Array, "B 1 1"]
+    ) -> Int[Array, "B K P"]:
         """The positions directly before `end`, in the order of the slots' own positions."""
         order = jnp.argsort(jnp.where(pos < 0, 2**30, pos), axis=-1, stable=True)
         rank = jnp.argsort(order, axis=-1).astype(jnp.int32)

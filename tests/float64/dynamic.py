@@ -289,6 +289,20 @@ def scope_kept(count, score, written):
     return of
 
 
+def ring_victims(count, window):
+    """The oldest of the written tokens before the window."""
+
+    def victim(lists, length, queries):
+        out = []
+        for slots in lists:
+            able = [i for i, s in enumerate(slots) if not s["read"] and s["pos"] < length - window]
+            full = len(slots) > count(length)
+            out.append(min(able, key=lambda i, s=slots: s[i]["pos"]) if full else None)
+        return out
+
+    return victim
+
+
 def scope_victims(count, window):
     """Of written tokens before the window, the one to which the newest query attends least."""
 

@@ -113,7 +113,8 @@ class Prompt:
 class At(NamedTuple):
     """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many.
 
-    layer: that of the list. queries: rotated, of the heads of its group and all tokens so far.
+    layer: that of the list. queries: rotated, of the heads of its group and all tokens so far. tokens: of the
+    prompt; surprise: -log of the probability of each, 0 for the first.
     """
 
     stored: int
@@ -122,6 +123,8 @@ class At(NamedTuple):
     lists: int
     layer: int
     queries: np.ndarray
+    tokens: list
+    surprise: np.ndarray
 
 
 class Row:
@@ -142,6 +145,10 @@ class Row:
     def __init__(self, prompt, kept, phase="position", leave=None, attends=None):
         self.decoder, self.next, self.phase = prompt.decoder, prompt.length, phase
         self.attends, self.prompt_tokens = attends, prompt.length
+        self.tokens = prompt.tokens
+        self.surprise = np.zeros(prompt.length)
+        chances = softmax(prompt.all_logits[:-1])[np.arange(prompt.length - 1), prompt.tokens[1:]]
+        self.surprise[1:] = -np.log(chances)
         self.leave = leave if getattr(leave, "at_prompts", True) else None
         self.memory = [{} for _ in kept]
         self.slots = []
@@ -231,7 +238,8 @@ class Row:
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
                     asked = self.queries[number][i * group : (i + 1) * group]
-                    where = At(self.next, self.prompt_tokens, i, len(lists), number, asked)
+                    at_list = self.next, self.prompt_tokens, i, len(lists), number
+                    where = At(*at_list, asked, self.tokens, self.surprise)
                     outs.append((q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 stands = [slot.get("bonus", 1.0) * np.log(slot.get("votes", 1)) for slot in slots]

@@ -2,15 +2,20 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+import kvjax
 from kvjax.grammar.protocols import Inputs
 from kvjax.keep.budgets.phases import IsGenerated, PromptAndGenerated
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.beehive import SampledAttention, SampleState
 from kvjax.keep.scores.score import KeyNorm, Position
+from tests.float64.reference import Prompt, Row
 from tests.keep.test_score import LENGTH, B, H, K, N, S, f32, seen_by
 from tests.keep.test_score import view as view  # a fixture
+from tests.methods import battery
+from tests.methods.table import BY_LABEL
 
 RECEIVED = repr(AccumulatedMass(Mass("sum")))
 
@@ -66,3 +71,20 @@ def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
     np.testing.assert_array_equal(word.judge(view, few), mark)
     score = SampledAttention(3, 2, 0.2)(view._replace(traces=view.traces | {repr(word): f32(got)}), seen_by())
     np.testing.assert_array_equal(score, np.where(got == -1, -np.inf, np.asarray(f32(received))))
+
+
+@pytest.mark.rotating
+def test_a_ring_of_generated_tokens_forgets_the_oldest():
+    row, m = BY_LABEL["snapstream"], battery.model("4/2")
+    prompts = battery.MAIN.first
+    _, cache = kvjax.prefill(m, prompts, method=row.method(), room=12)
+    rows = []
+    for tokens in prompts:
+        prompt = Prompt(battery.decoder("4/2"), tokens)
+        rows.append(Row(prompt, row.kept(prompt)))
+    for token in np.random.default_rng(8).integers(0, battery.VOCAB, (8, len(prompts))):
+        logits, cache = kvjax.step(m, cache, token)
+        want = [one.step(int(t), victim=row.victim) for one, t in zip(rows, token, strict=True)]
+        assert battery.off(logits, np.stack(want)) < 3e-5
+    held = battery.positions(cache)
+    assert all(held[i][b] == one.positions()[i] for b, one in enumerate(rows) for i in range(len(held)))

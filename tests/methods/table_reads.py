@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.float64 import reads
+from tests.float64 import reads, reads_by_index
 from tests.methods.expected import each_layer, snap
 from tests.methods.rows import KERNEL, THETA, WINDOW, count, everything, half, plain, row, split
 
@@ -38,6 +38,11 @@ def estimated_bytes(s):
     return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * beside * 4
 
 
+def metric_bytes(s):
+    """Two bytes for the cluster of a key, 4 centroids, and the root of a metric."""
+    return cluster_bytes(s) + s.layers * s.b * s.k * s.h * s.h * 4
+
+
 def threshold_bytes(s):
     """A threshold of every query head, and a sum of values of every list."""
     return split(everything, 1, 4, lambda s: 0, plain)(s) + s.layers * s.b * (s.n + s.k * s.h) * 4
@@ -46,6 +51,17 @@ def threshold_bytes(s):
 def marked_bytes(s):
     """A tail of the newest 4 and one more, and a mark beside every slot."""
     return split(everything, 1, 4, lambda s: 4, plain)(s) + s.layers * s.b * s.k * 5 * 4
+
+
+ENDS = tuple(range(8))
+EVENTS = dict(gamma=0.3, keys=2, beside=0.3, least=2, events=8, sinks=2, newest=4)
+
+
+def spans_bytes(slots):
+    """Two traces beside every slot, a tail of the newest 4 and one more, and 8 spans with a mean key each."""
+    return lambda s: (
+        split(slots, 1, 4, lambda s: 8, plain)(s) + s.layers * s.b * s.k * (5 * 8 + 8 * (4 + 4 * s.h))
+    )
 
 
 READS = [
@@ -93,6 +109,27 @@ READS = [
     row(
         "retroinfer", estimated_bytes, hyper=GROUPS | dict(newest=4, estimate=0.25), moves=False,
         attends=reads.retroinfer(count, clusters=4, turns=3, estimate=0.25, sinks=2, newest=4),
+    ),
+    row(
+        "retrievalattention", metric_bytes, hyper=GROUPS | dict(newest=4, window=6, scan=0.5), moves=False,
+        whole=dict(scan=1.0),
+        attends=reads_by_index.retrievalattention(
+            count, scan=0.5, clusters=4, turns=3, window=6, sinks=2, newest=4
+        ),
+    ),
+    row(
+        "a2ats", metric_bytes, hyper=GROUPS | dict(newest=4, window=6), moves=False, whole=dict(newest=32),
+        attends=reads_by_index.a2ats(count, clusters=4, turns=3, window=6, sinks=2, newest=4, theta=THETA),
+    ),
+    row(
+        "em-llm", spans_bytes(everything), hyper=EVENTS, moves=False,
+        attends=reads_by_index.Recalled(count, **EVENTS),
+    ),
+    row(
+        "sentencekv", spans_bytes(half),
+        hyper=dict(read=0.5, window=WINDOW, kernel=KERNEL, separators=ENDS, sentences=8, sinks=2, newest=4),
+        moves=False, whole=dict(read=1.0), kept=each_layer(snap()),
+        attends=reads_by_index.sentencekv(count, separators=ENDS, sinks=2, newest=4),
     ),
     row(
         "reattention", split(everything, 4, 6, lambda s: 0, plain), hyper=dict(page=4, newest=6, sinks=2),

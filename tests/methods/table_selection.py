@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.float64 import dynamic, merges
+from tests.float64.reference import window_score
 from tests.methods import selection
 from tests.methods.expected import chooses, citrus_score, each_layer, ends, headkv_kept
 from tests.methods.rows import (
@@ -59,6 +60,13 @@ SELECTION = [
         hyper=dict(separators=selection.SEPARATORS, window=2, written=0.05), whole=dict(written=0.0),
         kept=dynamic.scope_kept(count, selection.shotkv_score, 0.05),
         victim=dynamic.scope_victims(count, 2),
+    ),
+    row(
+        "snapstream", lambda s: dense(half_and_one, extra=4)(s) + queries_of(2)(s),
+        hyper=dict(written=0.05, window=2, kernel=KERNEL),
+        whole=dict(written=0.0),
+        kept=dynamic.scope_kept(count, lambda p, i: window_score(p, i, 2, KERNEL), 0.05),
+        victim=dynamic.ring_victims(count, 2),
     ),
     row(
         "laq", dense(half), hyper=dict(ahead=selection.AHEAD, window=2, kernel=KERNEL),

@@ -268,7 +268,7 @@ def _read(
         if isinstance(read, Placing):
             tail = past.tail.pos[past.index]
             end = jnp.where(tail >= 0, tail, at[:, None, None] + 1).min(-1, keepdims=True)
-            place = read.places(keys.pos, end)
+            place = read.places(keys.pos, end, at[:, None, None])
         keys = keys._replace(k=rotated(rope_of_keys(layer), keys.k, place, at + 1))
     elif past.rotation is not None:
         keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.summaries import as_queries_meet
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_protocols import Placing, Sampling
+from kvjax.models.attending import rotary
 from kvjax.place.host import fetched
 from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
@@ -26,7 +27,10 @@ from kvjax.steps.shared.run import Run
 def pick(here: AtLayer) -> AtLayer:
     """Chooses the pages that this layer's query reads."""
     token, past = here.token, here.past
-    q = here.x.q if isinstance(past.gm.read, Placing) else here.q
+    q = here.q
+    if isinstance(past.gm.read, Placing):
+        apart = jnp.full((q.shape[0], 1), past.gm.read.apart, jnp.int32)
+        q = rotary(here.layer, here.x.q, apart, token.length) if past.gm.read.apart else here.x.q
     found = select_pages(here.run, past, q, token.length, here.pools)
     return here._replace(found=by_part(past, here.pools, found))
 

@@ -31,7 +31,9 @@ from kvjax.compress.summaries import summarised
 from kvjax.grammar.calls import merges_prompts, merges_unrotated
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import View, over_layers
+from kvjax.grammar.read_protocols import Placing
 from kvjax.keep.observations.observe import UnrotatedKeys
+from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
@@ -149,7 +151,7 @@ def settled(
         groups |= dict(zip(paged, some, strict=True))
     groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
     for i in fresh:
-        asked = fresh[i].observed[key_of(asks)] if (asks := gms[i].asks) is not None else None
+        asked = _asked(run, gms[i], fresh[i], length)
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1), asked)
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
@@ -173,6 +175,19 @@ def _merged(
         back = partial(unrotated_merges, spec.rope, length=length)
         new = new._replace(k=over_layers(back, new.k, met, view.k))
     return new, carried
+
+
+def _asked(
+    run: Run, gm: GroupMethod, fresh: ComputedTokens, length: Int[Array, "B"]
+) -> tuple[Float[Array, "layers B N W H"], Int[Array, "layers B W"]] | None:
+    """The newest queries, as a read that learns from them compares them with keys, and their positions."""
+    if gm.asks is None:
+        return None
+    q, at = fresh.observed[key_of(gm.asks)]
+    if not isinstance(gm.read, Placing):
+        return q, at
+    rope, apart = run.attention_spec(gm.first).rope, gm.read.apart
+    return over_layers(lambda q, at: rotated(rope, q, apart - at, length), q, at), at
 
 
 class _Sizes(NamedTuple):
