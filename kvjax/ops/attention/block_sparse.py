@@ -111,7 +111,7 @@ def block_received(
         return jax.lax.scan(segment, zero, strips)[0]
 
     heads, b = keys.k.shape[1], q.shape[0]
-    found = jax.lax.map(row, jnp.arange(b * call.lists))
+    found = jax.lax.map(row, jnp.arange(b * call.lists, dtype=jnp.int32))
     return tuple(one.over(x.reshape(b, heads, -1, slots), 2) for one, x in zip(mass, found, strict=True))
 
 
@@ -174,7 +174,7 @@ class _Call:
 
     def each(self, segment: Callable[[_Part], tuple[Array, ...]]) -> tuple[Array, ...]:
         """Calls `segment` for every segment: on a CPU one after the other, else for all lists at once."""
-        rows = jnp.arange(self.q.shape[0])
+        rows = jnp.arange(self.q.shape[0], dtype=jnp.int32)
         if platform() == "cpu":
             return jax.lax.map(lambda r: jax.lax.map(segment, self.row(r)), rows)
         parts = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), jax.vmap(self.row)(rows))
@@ -195,6 +195,7 @@ class _Call:
         row = part.row // self.lists * self.heads + part.row % self.lists * self.heads // self.lists
         if self.columns is not None:
             state = more(state, self._columns(part, row))
+        zero = jnp.zeros((), jnp.int32)
         size, inside = self.together, jnp.arange(self.block, dtype=jnp.int32)
 
         def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -202,11 +203,11 @@ class _Call:
             blocks = jax.lax.dynamic_slice(part.order, (at,), (size,))
 
             def cut(x: Array) -> Array:
-                start = lambda i: (row, blocks[i] * self.block, *(0,) * (x.ndim - 2))  # noqa: E731
+                start = lambda i: (row, blocks[i] * self.block, *(zero,) * (x.ndim - 2))  # noqa: E731
                 each = (1, self.block, *x.shape[2:])
                 return jnp.concatenate([jax.lax.dynamic_slice(x, start(i), each)[0] for i in range(size)])
 
-            live = jnp.repeat(at + jnp.arange(size) < part.count, self.block)
+            live = jnp.repeat(at + jnp.arange(size, dtype=jnp.int32) < part.count, self.block)
             index = (blocks[:, None] * self.block + inside[None]).reshape(-1)
             return at + size, more(state, _Met(cut(self.k), cut(self.v), cut(self.k_pos), index, live))
 
