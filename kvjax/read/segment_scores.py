@@ -35,7 +35,7 @@ class SegmentScores(PromptReadFacts):
     The last segment of a row attends to everything.
 
     >>> SegmentScores(Budget(0.25), segment=64, block=16).share(256)
-    0.64375
+    0.775
     """
 
     budget: Budget

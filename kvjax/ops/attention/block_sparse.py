@@ -25,9 +25,16 @@ WIDE = 512
 class Picks(NamedTuple):
     """What segments of queries attend to, of the keys that they see.
 
-    blocks: the blocks of keys, for each of I equal segments of the queries and J equal blocks; P is the
-    number of KV heads if the query heads of a group share them, or of query heads. columns: further keys that
-    all segments attend to, by their index; -1 is none. A key that lies in a picked block, too, counts once.
+    Args:
+        blocks: the blocks of keys, for each of I equal segments of the queries and J equal blocks; P is the
+            number of KV heads if the query heads of a group share them, or of query heads.
+        columns: further keys that all segments attend to, by their index; -1 is none. A key that lies in a
+            picked block, too, counts once.
+
+    Eight queries in two segments; the second attends to its own block of keys alone:
+
+    >>> Picks(jnp.asarray([[[[True, False], [False, True]]]])).blocks.shape
+    (1, 1, 2, 2)
     """
 
     blocks: Bool[Array, "B P I J"]
