@@ -9,6 +9,8 @@ from tests.float64.reference import best, window_score
 
 def shared_out(prefer, total, most):
     """Proportional shares, rounded down; the remaining slots are given out one by one."""
+    if total == 0:
+        return np.zeros(len(prefer), int)
     counts = np.minimum(np.floor(prefer * total / prefer.sum()), most).astype(int)
     while counts.sum() < total and (counts < most).any():
         for i in np.flatnonzero(counts < most)[: total - counts.sum()]:

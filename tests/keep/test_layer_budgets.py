@@ -2,12 +2,15 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.grammar.refuse_keep import crowded
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Pyramid
 from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, MeanOverHeads
 from kvjax.keep.budgets.preference import ByAttention
+from kvjax.keep.budgets.profile import ByProfile, CopyProfile
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, K, S, check, f32, probabilities, seen_by, window_of
@@ -36,6 +39,31 @@ def test_layers_keep_prefixes_of_equal_shares_that_fill_the_stack(rng):
         order = np.argsort(before, axis=None)[: LAYERS * (n[b] - 2)]
         want = 2 + np.bincount(order // free.shape[1], minlength=LAYERS)
         assert got[:, b].tolist() == [[c] * K for c in want] and want[0] > want[1] > want[2]
+
+
+ALLOCATIONS = {
+    "heads": AcrossHeads(),
+    "layers": AcrossLayers(),
+    "hits": ByHits(2.0),
+    "prefix": ByPrefix(),
+    "decay": ByDecay(2),
+    "pyramid": Pyramid(window=2),
+    "attention": ByAttention(2),
+    "profile": ByProfile(CopyProfile(), 2, 1.2),
+    "uncertainty": ByUncertainty(2),
+}
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 5])
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_few_slots_beside_protected_ones_are_no_more_than_the_budget(name, spare, rng):
+    s, n = scores_of(rng, [0.1, 2, 12]), np.full(B, 2 + spare)
+    allocate, more = ALLOCATIONS[name], []
+    if hasattr(allocate, "preference"):
+        more = [f32(rng.random((LAYERS, B, K)) + 0.1)]
+    got = np.asarray(allocate.counts(f32(s), jnp.asarray(n), *more))
+    assert (got.sum((0, 2)) <= LAYERS * K * n).all()
+    assert (got >= 2).all()
 
 
 def test_prefixes_of_scores_that_sum_to_nothing_follow_what_is_above_zero(rng):

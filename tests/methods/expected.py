@@ -315,7 +315,7 @@ def kvcrush_kept(prompt, share=0.5):
         for head in kept:
             others = np.flatnonzero(~head)
             others = others[np.argsort(distance[others], kind="stable")]
-            head[others[:: len(others) // r][:r]] = True
+            head[others[:: len(others) // max(r, 1)][:r]] = True
         found.append(kept)
     return found
 

@@ -131,10 +131,12 @@ class ByPrefix:
         free = jnp.maximum(jnp.where(jnp.isfinite(free), free, 0.0), 0.0)
         part = jnp.cumsum(-jnp.sort(-free, axis=-1), -1)
         part = part / jnp.maximum(part[..., -1:], 1e-30)
+        # What is before each slot: a share of 0 keeps none of them.
+        before = jnp.concatenate([jnp.zeros_like(part[..., :1]), part[..., :-1]], -1)
         most, total = live - base, len(scores) * n - base.sum(0)
 
         def kept(p: Float[Array, "B"]) -> Int[Array, "L B"]:
-            return jnp.minimum((part < p[None, :, None]).sum(-1, dtype=jnp.int32) + 1, most)
+            return jnp.minimum((before < p[None, :, None]).sum(-1, dtype=jnp.int32), most)
 
         def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             """Bisects the interval that contains the largest share that fits."""
