@@ -301,10 +301,10 @@ class Pyramid:
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         # For a given mean, a layer's count is monotone in the prompt's length (from the mean on), so the
-        # largest count is at the shortest or the longest prompt.
+        # largest count is at the shortest or the longest prompt of that mean.
         mean = np.arange(1, n + 1)[None]
         if self.variant == "paper":
-            ends = (self._shortest(np, mean), np.full_like(mean, tokens))
+            ends = (self._shortest(np, mean), self._longest(mean, tokens))
             rows = [self._paper(np, mean, length, layers) for length in ends]
         else:
             rows = [self._kvpress_most(mean + part, mean, tokens, layers) for part in (0.0, 0.999)]
@@ -340,6 +340,13 @@ class Pyramid:
         """The smallest row length whose budget is n slots; xp is numpy or jax.numpy."""
         ratio = None if self.budget is None else self.budget.ratio
         return n if ratio is None else xp.where(n == 1, n, -(-n * ratio.denominator // ratio.numerator))
+
+    def _longest(self, n: np.ndarray, tokens: int) -> np.ndarray:
+        """The largest row length, of at most `tokens`, whose budget is n slots."""
+        ratio = None if self.budget is None else self.budget.ratio
+        if ratio is None:
+            return np.full_like(n, tokens)
+        return np.minimum(-(-(n + 1) * ratio.denominator // ratio.numerator) - 1, tokens)
 
     def _floored_off(self, length: Int[Array, "B"], n: Int[Array, "B"]) -> Float[Array, "B"]:
         """The fraction lost when ratio * length was rounded down to n; 0 if n is not that product."""
