@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.state.codes import Codec
 from kvjax.store.rotate import SKETCH, constant, draw
+from kvjax.store.sphere import length_of, stored_length
 from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 _SAMPLES, _TURNS, _ENTRIES = 20_000, 25, 256
@@ -71,7 +72,8 @@ class Normalised(Wrapper):
 
     y = (x / a - m) / b, with a and b the roots of each token's mean square before and after, and m the mean
     of `tokens` tokens of a head in every channel (arXiv:2505.18231, section 4). Stored are "scales" float16
-    [*b, S, 2], a and a b, and "means" float16 [*b, S / tokens, H]. Raises ValueError for no tokens.
+    [*b, S, 2], a and a b (`stored_length`), and "means" float16 [*b, S / tokens, H]. Raises ValueError for no
+    tokens.
     """
 
     tokens: int
@@ -109,14 +111,15 @@ class NormalisedCodec(WrappedCodec):
         means = y.reshape(*x.shape[:-2], -1, tokens, x.shape[-1]).mean(-2).astype(jnp.float16)
         y = y - jnp.repeat(means.astype(jnp.float32), tokens, -2)
         b = _size(y)
-        kept = {"scales": jnp.concatenate([a, a * b], -1).astype(jnp.float16), "means": means}
+        kept = {"scales": stored_length(jnp.concatenate([a, a * b], -1)), "means": means}
         return joined(normal=kept, rest=self.codec.encode(y / _or_one(b)))
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        kept = {name: x.astype(jnp.float32) for name, x in part_of(data, "normal").items()}
-        rows = self.codec.decode(part_of(data, "rest"), width, jnp.float32) * kept["scales"][..., 1:]
-        means = jnp.repeat(kept["means"], self.normalised.tokens, -2, total_repeat_length=rows.shape[-2])
-        return (rows + kept["scales"][..., :1] * means).astype(dtype)
+        kept = part_of(data, "normal")
+        scales, means = length_of(kept["scales"]), kept["means"].astype(jnp.float32)
+        rows = self.codec.decode(part_of(data, "rest"), width, jnp.float32) * scales[..., 1:]
+        means = jnp.repeat(means, self.normalised.tokens, -2, total_repeat_length=rows.shape[-2])
+        return (rows + scales[..., :1] * means).astype(dtype)
 
 
 def _size(x: Float[Array, "*b H"]) -> Float[Array, "*b 1"]:

@@ -25,23 +25,31 @@ _FAR = 2.0**16
 
 
 def _length(x: Float[Array, "*b S H"]) -> Float16[Array, "*b S"]:
-    """||x||, or -||x|| / 2^16 if it exceeds float16; NaN beyond 4e9."""
+    """||x||, as `stored_length` stores it."""
     square = jnp.square(x.astype(jnp.float32)).sum(-1)
     # The root's gradient at 0 is no number.
-    length = jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
+    return stored_length(jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square))))
+
+
+def stored_length(length: Float[Array, "*b"]) -> Float16[Array, "*b"]:
+    """A number of at least 0 in float16, divided by -2^16 if it exceeds float16; NaN beyond 4e9."""
     large = ~(length <= float(jnp.finfo(jnp.float16).max))
     far = jnp.where(length < _FAR * 65504, -length / _FAR, jnp.nan)
     return jnp.where(large, far, length).astype(jnp.float16)
 
 
-def _of_length(length: Float16[Array, "*b S"]) -> Float[Array, "*b S"]:
-    """The number that `_length` stores, in float32."""
-    wide = length.astype(jnp.float32)
+def length_of(stored: Float16[Array, "*b"]) -> Float[Array, "*b"]:
+    """The number that `stored_length` stores, in float32.
+
+    >>> length_of(stored_length(jnp.asarray([2.0, 2.0**20]))).tolist()
+    [2.0, 1048576.0]
+    """
+    wide = stored.astype(jnp.float32)
     return jnp.where(wide < 0, -_FAR * wide, wide)
 
 
 def _long(x: Float[Array, "*b S H"], length: Float16[Array, "*b S"], dtype: DTypeLike) -> Array:
-    return (x * _of_length(length)[..., None]).astype(dtype)
+    return (x * length_of(length)[..., None]).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +73,7 @@ class LloydMax:
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         bounds = sphere_codebook(x.shape[-1], self.bits).bounds
         length = _length(x)
-        by = _of_length(jnp.where(length == 0, jnp.float16(1), length))
+        by = length_of(jnp.where(length == 0, jnp.float16(1), length))
         direction = x.astype(jnp.float32) / by[..., None]
         codes = jnp.zeros(x.shape, jnp.uint32)
         for bound in bounds:
