@@ -297,7 +297,8 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
     """
     n, newest = keep.budget.capacity(tokens), keep.when.in_steps
     # With unequal budgets per layer, the smallest must hold the protected slots.
-    n = keep.allocate.fewest(n, tokens) if hasattr(keep.allocate, "fewest") else n
+    fewest = getattr(keep.allocate, "fewest", None)
+    n = n if fewest is None else fewest(n, tokens)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
     stays = (pos == tokens - 1) & newest
     more = 0 if keep.restore is None else keep.restore.tokens

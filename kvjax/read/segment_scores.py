@@ -89,7 +89,8 @@ class SegmentScores(PromptReadFacts):
                 low == -NEG_INF, 0, low
             ).astype(kind)
 
-        middle = sum(ends(q, self.segment)) / 2
+        high, low = ends(q, self.segment)
+        middle = (high + low) / 2
         middle = middle.reshape(b, heads, -1, *middle.shape[2:])
         products = [
             jnp.einsum("bkgih,bkjh->bkgij", middle, y, precision="highest") for y in ends(k, self.block)

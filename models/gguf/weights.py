@@ -75,7 +75,7 @@ class _Finder:
     def find(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """The tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
         if (found := _STACKED.fullmatch(name)) is not None:
-            return self._experts(*found.groups(), shape)
+            return self._experts(found[1], found[2], found[3], shape)
         if parts := concatenated(name, self.file):
             return self._concatenated(name, parts, shape)
         if name.endswith("self_attn.kv_b_proj.weight") and (joined := self._joined(name, shape)) is not None:

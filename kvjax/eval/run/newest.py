@@ -40,10 +40,10 @@ def _counts(pattern: object) -> bool:
 def _protecting(keep: Keep, tokens: int) -> Keep:
     """The keep with these tokens protected, in an allocation that gives every list room for all protected."""
     protect, allocate = (*keep.protect, QuestionWindow(tokens)), keep.allocate
-    if hasattr(allocate, "holding"):
+    if (holding := getattr(allocate, "holding", None)) is not None:
         first = sum(p.tokens for p in protect if isinstance(p, Sink))
-        newest = max(p.tokens for p in protect if _counts(p))
-        allocate = allocate.holding(first + newest)
+        newest = max(p.tokens for p in protect if isinstance(p, Recent) and isinstance(p.tokens, int))
+        allocate = holding(first + newest)
     return dataclasses.replace(keep, protect=protect, allocate=allocate)
 
 

@@ -218,7 +218,8 @@ class Pages:
     def _adopt_codes(self, job: Job, cache: Cache) -> None:
         blocks, most = self._blocks(job)
         assert self.kind.coded is not None
-        each = code_lists_of(cache, self.pools, most * self.kind.coded.granules)
+        pools = tuple(pool for pool in self.pools if isinstance(pool, CodePool))
+        each = code_lists_of(cache, pools, most * self.kind.coded.granules)
         self.lists[job.id] = np.concatenate([one.stored for one in each]).astype(np.int32)
         self._check_kept(job, int(self.lists[job.id].max()))
         heads = np.arange(self.heads, dtype=np.int32)[:, None] * self.blocks
