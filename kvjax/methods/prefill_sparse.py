@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.papers import paper
@@ -36,6 +37,10 @@ def critiprefill(
     tokens. Steps read the full cache. Deviation: a prompt over a cache is read in full, and one in pieces is
     refused; the authors' code also reads the first 4096 tokens in full.
     """
+    if segment % block:
+        raise InputError(
+            f"critiprefill: segment must be a multiple of block, which is {block}, got {segment}"
+        )
     return Method(read_prompt=SegmentScores(Budget(budget), segment, block, below, skip_layers))
 
 
@@ -85,6 +90,8 @@ def xattention(
     paper also searches one for every head. A prompt over a cache is read in full, and one in pieces is
     refused.
     """
+    if block % stride:
+        raise InputError(f"xattention: block must be a multiple of stride, which is {stride}, got {block}")
     return Method(read_prompt=Antidiagonals(covered, stride, block, skip_layers))
 
 

@@ -196,7 +196,9 @@ def test_wrong_tokens_are_refused():
     with pytest.raises(InputError, match="token id 64 is outside the vocabulary"):
         kvjax.verify(m, cache, [[64]] * 4)
     short = Model(dataclasses.replace(m.config, max_positions=36), m.params)
-    with pytest.raises(InputError, match="12 tokens were given and the model has 4 positions behind"):
+    with pytest.raises(
+        InputError, match="12 tokens were given and the model has 4 positions after this cache"
+    ):
         kvjax.verify(short, kvjax.prefill(short, MAIN.first, room=12)[1], DRAFT)
 
 

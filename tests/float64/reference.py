@@ -147,8 +147,9 @@ class Row:
         self.attends, self.prompt_tokens = attends, prompt.length
         self.tokens = prompt.tokens
         self.surprise = np.zeros(prompt.length)
-        chances = softmax(prompt.all_logits[:-1])[np.arange(prompt.length - 1), prompt.tokens[1:]]
-        self.surprise[1:] = -np.log(chances)
+        if len(prompt.all_logits) == prompt.length:  # else upper layers read a part of the prompt
+            chances = softmax(prompt.all_logits[:-1])[np.arange(prompt.length - 1), prompt.tokens[1:]]
+            self.surprise[1:] = -np.log(chances)
         self.leave = leave if getattr(leave, "at_prompts", True) else None
         self.memory = [{} for _ in kept]
         self.slots = []

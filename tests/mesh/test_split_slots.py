@@ -26,6 +26,7 @@ from tests.sweep import sweep
 APART = (
     "full", "random", "sink-recent", "hashevict", "l2compress", "h2o", "snapkv", "snapkv windowed", "keepkv",
     "less", "minicache", "int8", "mikv", "h2o + int8", "alisa", "laq", "ems", "zipcache", "dcp", "qserve",
+    "zdc",
 )  # fmt: skip
 WHOLE = [label for label in first_of_each_class() if label not in APART]
 CASES = [(rules, label) for rules in ("sequence", "tensor+sequence") for label in APART]
@@ -65,8 +66,9 @@ def test_a_list_whose_slots_lie_apart_answers_as_one_that_lies_together(rules, l
         # the first empty slot, and one sum, how many are empty.
         assert program.as_text().count(" all-reduce(") == 2 * LAYERS + 2
         assert len(collectives(program.as_text())) == (1 + 2) * LAYERS + 2 * LAYERS
+    made = there if method.make is None else kvjax.prepare(there, method)
     for token, (want, after) in zip(MAIN.steps, done.steps, strict=True):
-        logits, state = program(with_fitted(there.params, method), state, token.astype(np.int32), EVERY)
+        logits, state = program(with_fitted(made.params, method), state, token.astype(np.int32), EVERY)
         assert off(logits, want) < same(label)
         assert positions(state) == positions(after)
 
