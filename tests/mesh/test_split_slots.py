@@ -60,13 +60,13 @@ def test_a_list_whose_slots_lie_apart_answers_as_one_that_lies_together(rules, l
     assert off(logits, done.prompt[0]) < 1e-5
     assert positions(held) == positions(done.prompt[1])
     slots_apart(held, 4)
-    program, state = compiled_step(there, held)
+    made = there if method.make is None else kvjax.prepare(there, method)
+    program, state = compiled_step(made, held)
     if (rules, label) == ("sequence", "full"):
         # Per layer one maximum, and one sum of weights and of outputs; for all layers at once one minimum,
         # the first empty slot, and one sum, how many are empty.
         assert program.as_text().count(" all-reduce(") == 2 * LAYERS + 2
         assert len(collectives(program.as_text())) == (1 + 2) * LAYERS + 2 * LAYERS
-    made = there if method.make is None else kvjax.prepare(there, method)
     for token, (want, after) in zip(MAIN.steps, done.steps, strict=True):
         logits, state = program(with_fitted(made.params, method), state, token.astype(np.int32), EVERY)
         assert off(logits, want) < same(label)
