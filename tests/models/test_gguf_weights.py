@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.io.load import load
-from kvjax.models.gguf.reader import decodes
+from kvjax.models.gguf.pieces import Concatenated, StackedExperts
+from kvjax.models.gguf.reader import StoredTensor, decodes
 from tests.models.gguf_files import CASES, checkpoint, write_case, write_gguf
 from tests.sweep import sweep
 
@@ -282,3 +283,27 @@ def test_commands_take_a_file(file, capsys):
     assert main(["inspect", str(file)]) == 0
     assert "llama" in capsys.readouterr().out
     assert main(["inspect", str(file.with_suffix(".nowhere"))]) == 2
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
+@pytest.mark.parametrize("by_turns", [True, False])
+def test_stacked_experts_are_decoded_and_joined(kind, by_turns):
+    """Gate and up, quantised apart, as one tensor [experts, inputs, outputs], whole and in part."""
+    rng = np.random.default_rng(0)
+    number = gguf.GGMLQuantizationType[kind]
+    codes = [gguf.quants.quantize(rng.standard_normal((3, 4, 64), np.float32), number) for _ in range(2)]
+    gate, up = (gguf.quants.dequantize(x, number) for x in codes)
+    parts = tuple(StoredTensor(x, kind, (3, 4, 64)) for x in codes)
+    want = np.stack([gate, up], 2).reshape(3, 8, 64) if by_turns else np.concatenate([gate, up], 1)
+    found = StackedExperts(parts, (3, 64, 8), by_turns)
+    np.testing.assert_array_equal(found[()], want.swapaxes(1, 2))
+    np.testing.assert_array_equal(found[1:3, :5], want.swapaxes(1, 2)[1:3, :5])
+
+
+def test_tensors_joined_along_their_outputs_are_read_in_any_order():
+    rng = np.random.default_rng(0)
+    first, second = (rng.standard_normal((n, 6), np.float32) for n in (4, 3))
+    parts = tuple(StoredTensor(x, "F32", x.shape) for x in (first, second))
+    rows = np.array([6, 0, 4, 1, 5, 2, 3])
+    found = Concatenated(parts, (7, 6), rows)
+    np.testing.assert_array_equal(found[1:6, 2:4], np.concatenate([first, second])[rows][1:6, 2:4])
