@@ -102,7 +102,7 @@ def _build_tier(
     sizes = [view.pos.shape[0] for view in views]
     shares = [sum(tier.most[sum(sizes[:i]) :][:size]) for i, size in enumerate(sizes)]
     out: dict[int, Paged] = {}
-    for batch in _pools(keep, tier.codecs):
+    for batch in _pools(keep, tier.codecs, views):
         _, rows, heads, _ = views[batch[0]].pos.shape
         count = sum(sizes[i] for i in batch) * rows * heads
         # Budgets that move between layers may all move to those of one pool.
@@ -133,12 +133,16 @@ def _of_layer(keep: Keep, tier: Tier, batch: list[int], sizes: list[int], pool: 
     return max(pool_pages(rows * max(tier.most[i] for i in layers), rows * heads, page, tier.longest), 1)
 
 
-def _pools(keep: Keep, codecs: list[tuple[Any, Any]]) -> list[list[int]]:
-    """Which groups share a pool: if the budget moves between layers, all that are encoded alike."""
+def _pools(keep: Keep, codecs: list[tuple[Any, Any]], views: list[View]) -> list[list[int]]:
+    """Which groups share a pool: if the budget moves between layers, all that are encoded alike.
+
+    Slots of unequal widths, such as those of layers with an index of their own and without, lie apart.
+    """
     numbers = range(len(codecs))
     if not keep.allocate.across_layers:
         return [[i] for i in numbers]
-    return [[i for i in numbers if codecs[i] == own] for own in dict.fromkeys(codecs)]
+    forms = [(*own, v.k.shape[4:], v.v.shape[4:]) for own, v in zip(codecs, views, strict=True)]
+    return [[i for i in numbers if forms[i] == own] for own in dict.fromkeys(forms)]
 
 
 def list_slots(keep: Keep, slots: int, tokens: int) -> int:
