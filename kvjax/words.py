@@ -30,7 +30,8 @@ from kvjax.grammar.protocols import (
 from kvjax.grammar.read_protocols import Read
 from kvjax.grammar.when import PREFILL_END, STEP, Every, When, WhenFull
 from kvjax.keep.algebra import Pool, Word, rank, stage, standardised
-from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold, Uniform, UpTo
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Threshold, Uniform, UpTo
+from kvjax.keep.budgets.pyramid import Pyramid
 from kvjax.keep.observations.observe import (
     DecayedMass,
     Hidden,

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.keep.algebra import Pool
-from kvjax.keep.budgets.budget import Pyramid, Threshold
+from kvjax.keep.budgets.budget import Threshold
 from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, MeanOverHeads
 from kvjax.keep.budgets.lazy import Lookback
 from kvjax.keep.budgets.preference import ByAttention
 from kvjax.keep.budgets.profile import ByProfile, DriftProfile, SearchedProfile
+from kvjax.keep.budgets.pyramid import Pyramid
 from kvjax.keep.observations.probe import Episode, ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.composite import Composite, PlusLayerMean

@@ -10,7 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget
-from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Pyramid, Uniform
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Uniform
+from kvjax.keep.budgets.pyramid import Pyramid
 from kvjax.place.paged import pool_pages
 from tests.sweep import sweep
 

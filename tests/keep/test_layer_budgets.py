@@ -7,10 +7,11 @@ import pytest
 import kvjax
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.grammar.refuse_keep import crowded
-from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Pyramid
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers
 from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, MeanOverHeads
 from kvjax.keep.budgets.preference import ByAttention
 from kvjax.keep.budgets.profile import ByProfile, CopyProfile
+from kvjax.keep.budgets.pyramid import Pyramid
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, K, S, check, f32, probabilities, seen_by, window_of

@@ -12,8 +12,9 @@ import pytest
 import kvjax
 from kvjax.compress.pages import most_left
 from kvjax.grammar import Budget, Keep, Method, Store, chain
-from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Threshold
 from kvjax.keep.budgets.preference import ByAttention
+from kvjax.keep.budgets.pyramid import Pyramid
 from kvjax.keep.scores.score import Position
 from kvjax.methods.user import from_file
 from kvjax.state.cache import Paged, nbytes
