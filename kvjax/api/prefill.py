@@ -247,7 +247,7 @@ def read_prompt(
 
 
 def _check_pieces(method: Method, lengths: Int[np.ndarray, "B"], chunk: int | None) -> None:
-    """InputError if a prompt would be read in pieces of which a method picks blocks as a whole."""
+    """InputError if a prompt would be read in pieces, and the method picks blocks of the whole prompt."""
     reads = any(one.read_prompt is not None for one in method.sentences)
     if reads and chunk is not None and chunk < (longest := int(lengths.max())):
         raise InputError(

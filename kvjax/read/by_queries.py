@@ -19,7 +19,7 @@ from kvjax.state.codes import dense
 
 
 def query_root(q: Float[Array, "B N W H"], at: Int[Array, "B W"], heads: int) -> Float[Array, "B K H H"]:
-    """The symmetric root of E[q q'] over a group's queries, of which those with at = -1 do not count.
+    """The symmetric root of E[q q'] over a group's queries; queries with at = -1 do not count.
 
     |x root|^2 is then the mean square of the products of x with these queries.
 

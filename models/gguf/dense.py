@@ -23,7 +23,7 @@ def ministral3(file: Gguf) -> Json:
     scaling = data.pop("rope_scaling", {"rope_type": "default"})
     scaling |= {"rope_theta": data["rope_theta"]}
     if weight := file.of("rope.scaling.yarn_log_multiplier"):
-        # The whole of mscale_all_dim, of which other architectures give a tenth.
+        # Here the file stores mscale_all_dim itself; files of other architectures store a tenth of it.
         scaling |= {"mscale": float(weight), "mscale_all_dim": float(weight)}
     if beta := file.of("attention.temperature_scale"):
         original = file.need("rope.scaling.original_context_length")

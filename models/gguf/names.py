@@ -156,7 +156,7 @@ def expert_of(name: str) -> tuple[str, str, int] | None:
 
 
 def concatenated(name: str, file: Gguf) -> list[str]:
-    """The tensors of a file that are one tensor of a checkpoint, one behind the other; none for others."""
+    """The tensors of a file that are concatenated to a tensor of a checkpoint; none for other names."""
     layer = f"blk.{name.split('.')[1]}" if name.startswith("layers.") else ""
     if name.endswith("linear_attn.in_proj_qkvz.weight"):
         return [f"{layer}.attn_qkv.weight", f"{layer}.attn_gate.weight"]

@@ -83,7 +83,7 @@ class StackedExperts(NamedTuple):
 
 
 class Concatenated(NamedTuple):
-    """Several tensors of a file, one behind the other along their outputs, as one.
+    """Several tensors of a file, concatenated along their outputs.
 
     parts: [outputs, inputs] or [experts, outputs, inputs] each. rows: which outputs of all of them, of
     matrices alone, are its rows, in order; None for all as they are.

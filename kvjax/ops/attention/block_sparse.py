@@ -1,8 +1,8 @@
 """Attention of a prompt's queries to blocks of keys that were picked for them, in plain jnp.
 
-Queries are taken a segment at a time and keys a few blocks at a time, in a loop that ends behind a segment's
-last picked block. So the work is that of what was picked, however unequal segments are, and no map of all
-queries exists.
+A loop takes one segment of queries after another, and a few blocks of keys at a time; it ends after the last
+block that was picked for a segment. So only picked blocks cost work, however unequal segments are, and scores
+of all queries and keys are never in memory at once.
 """
 
 from __future__ import annotations
