@@ -235,12 +235,15 @@ def _from_url(url: str, out: Path, tell: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _reached(url: str) -> Iterator[None]:
-    """Turns errors of an address into one sentence."""
+    """Turns errors of an address into one sentence, and closes the answer that an error holds."""
     import http.client
+    import urllib.error
 
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise InputError(
             f"{url:.160} could not be downloaded ({error!s:.160}): check the address and the network"
         ) from error
