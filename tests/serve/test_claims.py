@@ -9,8 +9,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.serve.grammar import System, words
 from kvjax.serve.ledger.blocks import Ledger
+from kvjax.serve.ledger.nodes import pieces
 from kvjax.serve.ledger.tree import PrefixTree
 from kvjax.serve.load.metrics import Slo, metrics
 from kvjax.serve.load.synth import synthetic
@@ -145,6 +147,35 @@ def test_whole_chunks_of_a_prefix_are_mapped_into_every_request():
     assert long["hit_rate"] == 0 and long["duration"] == none["duration"]
 
 
+def test_room_for_the_longest_output_preempts_nobody():
+    requests = synthetic("azure-conv:requests=60,rate=50,seed=0")
+    requests, pages = [one for one in requests if one.most <= 8192], 3 * 8192 // 64
+    sure = system("tensorrt-llm")
+    most = dataclasses.replace(sure, preempt=words.Recompute())
+    found = {name: run(one, requests, pages) for name, one in (("sure", sure), ("most", most))}
+    assert found["sure"]["preemptions"] == 0 < found["most"]["preemptions"]
+    assert all(one["completed"] == len(requests) for one in found.values())
+    one, other = (simulate(s, requests, LLAMA, pages=10**5) for s in (sure, most))
+    np.testing.assert_array_equal(one.ends, other.ends)
+
+
+def test_weights_in_host_memory_cost_every_step_as_much_whatever_its_rows():
+    def step(text, rows):
+        ends = simulate(system(text), at_once([9] * rows), LLAMA).ends
+        return float(np.diff(ends).mean())
+
+    def first(text):
+        return simulate(system(text), [Request(0, 0.0, 16000, 1)], LLAMA).ends[0]
+
+    far, here = "hf-accelerate(longest=64)", "fastertransformer(longest=64)"
+    assert step(far, 8) < 1.01 * step(far, 1) and step(far, 1) > 10 * step(here, 1)
+    # The bytes of the weights of Llama 3.1 8B, without its embedding, at 25.7 GB/s.
+    assert step(far, 1) - step(here, 1) == pytest.approx(2 * 7.5e9 / (131072 / 5.1e-6), rel=0.02)
+    assert first("hf-accelerate(longest=16384)") < 2.5 * first("fastertransformer(longest=16384)")
+    with pytest.raises(kvjax.InputError, match="do not say how long weights take"):
+        simulate(system(far), at_once([1]), dataclasses.replace(LLAMA, move=0.0))
+
+
 def test_a_chain_of_devices_brings_the_first_token_sooner():
     def first(text, costs=LLAMA, prompt=16000):
         return simulate(system(text), [Request(0, 0.0, prompt, 1)], costs).ends[0]
@@ -239,6 +270,51 @@ def test_groups_of_one_prefix_read_it_once():
     }
     assert read["grouped", small] < 0.7 * read["first come", small]
     assert read["grouped", large] >= read["first come", large]
+
+
+def branches(rows, prompt, own, output=64):
+    """Requests of one prompt, each with `own` tokens of its own behind it, after one that reads it first."""
+    first = Request(0, 0.0, prompt + own, 1, (("all",), ("own", 0)), prompt)
+    more = [Request(i, 5.0, prompt + own, output, (("all",), ("own", i)), prompt) for i in range(1, rows + 1)]
+    return [first, *more]
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_pages_that_rows_share_are_read_once(rows):
+    requests = branches(rows, 4096, 64)
+    once = system("chunkattention")
+    each = dataclasses.replace(once, attend=words.ByRow())
+    found = [run(one, requests) for one in (once, each)]
+    assert found[0]["mean_tpot_ms"] < found[1]["mean_tpot_ms"]
+    # A step reads rows - 1 times 4,096 slots less, which are all in whole pages.
+    saved = 1e3 * LLAMA.slot * (rows - 1) * 4096
+    assert found[1]["mean_tpot_ms"] - found[0]["mean_tpot_ms"] == pytest.approx(saved, rel=0.05)
+    alone = synthetic(APART)
+    one, other = (simulate(s, alone, LLAMA) for s in (once, each))
+    np.testing.assert_array_equal(one.ends, other.ends)
+
+
+def pieces_of(requests, text):
+    """The pieces of the step with the most rows, by the tables of the loop."""
+    found, one = [], system(text)
+
+    def watch(loop):
+        tables = [loop.ledger.tables[entry.request.id] for entry in loop.writing]
+        if len(tables) > len(found):
+            found[:] = tables
+
+    simulate(one, requests, LLAMA, watch=watch)
+    return found, pieces(found, one.attend.pages)
+
+
+def test_nodes_are_cut_into_nearly_equal_pieces():
+    tables, cut = pieces_of(branches(6, 2048, 1500, 16), "deft")
+    sizes = [len(one.pages) for one in cut]
+    assert sum(sizes) == len({page for table in tables for page in table}) < 0.6 * sum(map(len, tables))
+    assert max(sizes) <= 1.1 * np.mean(sizes)
+    _, cut = pieces_of(branches(6, 1024, 20, 16), "deft")
+    sizes = [len(one.pages) for one in cut]
+    assert max(sizes) > 1.5 * np.mean(sizes)
 
 
 @needs_traces

@@ -1,5 +1,6 @@
 """The loop under every system: all end with every token, no page is lost, slices of steps change nothing."""
 
+import dataclasses
 import inspect
 import random
 
@@ -18,6 +19,7 @@ from kvjax.serve.view import Plan
 
 # An iteration costs 10 ms and more with tokens and slots.
 COSTS = Costs("by hand", 0.01, 0.0, 2e-6, 1e-5, 0.0, 1e-5, 1e6, 1.0)
+HEAVY = dataclasses.replace(COSTS, weights=1e-3)
 SMALL = {"longest": 64, "room": 64, "rows": 4, "tokens": 24, "page": 4, "quantum": 3}
 
 
@@ -56,7 +58,7 @@ def test_every_request_ends_with_every_token_and_no_page_is_lost(id):
                 table = loop.ledger.tables[entry.request.id]
                 assert len(table) == entry.held and entry.stored <= entry.held * system.page
 
-        out = simulate(system, crowd(seed), COSTS, pages=pool(system), watch=watch)
+        out = simulate(system, crowd(seed), HEAVY, pages=pool(system), watch=watch)
         assert len(out.entries) == 24
         for entry in out.entries:
             assert entry.state == "ended" and entry.written == entry.request.output
@@ -84,7 +86,7 @@ def test_a_pool_that_is_too_small_loses_nothing_and_ends(batch, preempt):
 def test_many_steps_at_once_are_the_same_steps_one_by_one(id):
     system = small(id)
     requests = crowd(3, rate=5.0)
-    fast, slow = (simulate(system, requests, COSTS, pages=pool(system), steps=n) for n in (None, 1))
+    fast, slow = (simulate(system, requests, HEAVY, pages=pool(system), steps=n) for n in (None, 1))
     np.testing.assert_array_equal(fast.ends, slow.ends)
     assert [e.spans for e in fast.entries] == [e.spans for e in slow.entries]
     assert [e.preempted for e in fast.entries] == [e.preempted for e in slow.entries]
@@ -158,7 +160,7 @@ def test_policies_change_nothing_of_what_they_see():
             assert [(e.stored, e.written, e.state, e.held) for one in lists for e in one] == before
             assert lists == [view.waiting, view.reading, view.writing, view.away] and first == second
 
-        simulate(small(id), requests, COSTS, pages=pool(small(id)), watch=watch)
+        simulate(small(id), requests, HEAVY, pages=pool(small(id)), watch=watch)
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in range(1, 20))]

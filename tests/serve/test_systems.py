@@ -29,6 +29,7 @@ def test_equal_sentences_are_equal_values_and_their_text_builds_them_again():
         (dict(share=words.Tree()), "add evict=LRU()"),
         (dict(evict=words.LRU()), "add share=Tree()"),
         (dict(order=words.LongestPrefix()), "add share=Tree()"),
+        (dict(attend=words.ByNode()), "add share=Tree()"),
         (dict(order=words.SkipJoin(), preempt=words.Swap(), batch=words.Chunked()), "batch=Iterations()"),
         (dict(order=words.SkipJoin()), "preempt=Swap()"),
         (dict(order=words.Bins()), "batch=Whole()"),

@@ -46,19 +46,41 @@ def append_and_attend(
     new: their keys and values [R, K, T, H], rotated; pos: -1 for tokens beyond. A pool with uncoded tokens
     takes T = 1. options: as of `attend`.
     """
-    steps = _places(pos.shape[1])
-    writes = jnp.broadcast_to(steps < counts[:, None, None], (*stored.shape, pos.shape[1]))
     count = stored + counts[:, None]
     if pool.plain is not None:
+        writes = _writes(stored, counts, pos)
         return _with_residual(pool, table, stored, count, writes, q, new, pos, layer, options)
-    where = jnp.broadcast_to(pos[:, None], writes.shape)
-    words = encoded(pool.coded, *new, where)
-    held = put(pool.words, pool.coded, table, stored[..., None] + steps, words, writes, layer)
-    k, v, at = listed(held, pool.coded, table, layer)
+    pool = append_codes(pool, table, stored, counts, new, pos, layer)
+    return attend_codes(pool, table, count, q, pos, layer, **options)[0], pool
+
+
+def append_codes(
+    pool: CodePool, table: Int[Array, "R K M"], stored: Int[Array, "R K"], counts: Int[Array, "R"],
+    new: tuple[Array, Array], pos: Int[Array, "R T"], layer: int | Array,
+) -> CodePool:  # fmt: skip
+    """Appends the first `counts` of T tokens to their row's lists, in a pool without uncoded tokens."""
+    writes = _writes(stored, counts, pos)
+    words = encoded(pool.coded, *new, jnp.broadcast_to(pos[:, None], writes.shape))
+    at = stored[..., None] + _places(pos.shape[1])
+    held = put(pool.words, pool.coded, table, at, words, writes, layer)
+    return dataclasses.replace(pool, words=held)
+
+
+def attend_codes(
+    pool: CodePool, table: Int[Array, "B K M"], count: Int[Array, "B K"], q: Float[Array, "B N T H"],
+    pos: Int[Array, "B T"], layer: int | Array, **options: Any,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:  # fmt: skip
+    """Attention over the first `count` tokens of every list: (out, lse)."""
+    k, v, at = listed(pool.words, pool.coded, table, layer)
     assert at is not None
     live = _places(at.shape[2]) < count[..., None]
-    out, _, _ = attend(q, _keys(k, v, jnp.where(live, at, -1)), pos, **options)
-    return out, dataclasses.replace(pool, words=held)
+    return attend(q, _keys(k, v, jnp.where(live, at, -1)), pos, **options)[:2]
+
+
+def _writes(stored: Array, counts: Array, pos: Array) -> Array:
+    """Which of T tokens [R, K, T] are stored."""
+    count = pos.shape[1]
+    return jnp.broadcast_to(_places(count) < counts[:, None, None], (*stored.shape, count))
 
 
 def _with_residual(

@@ -5,10 +5,12 @@ A policy never changes an answer: every request gets the tokens that `kvjax.gene
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from kvjax.base.errors import InputError
@@ -21,7 +23,7 @@ from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Together
+from kvjax.serve.grammar.words import Brought, ByNode, Together
 from kvjax.serve.holding import Holding
 from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
 from kvjax.serve.requests import AWAY, Entry, Request
@@ -96,6 +98,9 @@ class Engine:
             raise InputError(
                 f"{system.split!r} takes several devices, expected Together(): `kvjax simulate` runs it"
             )
+        if isinstance(system.weights, Brought):
+            # Every call of a program brings them from host memory.
+            model = dataclasses.replace(model, params=jax.device_get(model.params))
         self.model, self.source, self.loop = model, source, Loop(system, pages)
         self.sizes = min(rows, 64), longest
         self.arena: Arena | None = None
@@ -117,6 +122,7 @@ class Engine:
     def accept(self, job: Job, arrived: float) -> Request:
         """Makes a `Request` of a job, and decides whether its slots are in pages or in lanes."""
         keys: tuple[Any, ...] = ()
+        job.model = self.model
         page = self.loop.system.page
         holding = self.holding(job.method)
         if holding is None:
@@ -130,7 +136,9 @@ class Engine:
             if self.arena is None:
                 self.arena = Arena(self.model, page, self.count)
             if store not in self.pages:
-                self.pages[store] = Pages(self.model, self.arena, *self.sizes, store)
+                attend = self.loop.system.attend
+                by_node = attend.pages if isinstance(attend, ByNode) else 0
+                self.pages[store] = Pages(self.model, self.arena, *self.sizes, store, by_node)
             job.place = self.pages[store]
             if job.method == Method():
                 # Prefixes are shared under the full cache alone: only there does a page depend on its tokens

@@ -20,15 +20,34 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.mixer import Step as Recurrence
 from kvjax.models.transformer import decode_layers, unembed
+from kvjax.ops.attention.by_node import attend_by_node
 from kvjax.ops.decode.page_pool import PagePool
 from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_write import paged_write
-from kvjax.serve.device.code_step import CodePool, append_and_attend
+from kvjax.serve.device.code_step import CodePool, append_and_attend, append_codes, attend_codes
 from kvjax.serve.device.coding import coded
 from kvjax.state.cache import GroupState
 
 NAME = "pages"
+
+
+class Nodes(NamedTuple):
+    """The pieces of pages of which each is read once, for all rows that share it.
+
+    blocks: those of every piece. rows: the rows that attend to it, -1 for none. first: slots of these rows
+    before it. size: the most slots in it.
+    """
+
+    blocks: Int[Array, "I P"]
+    rows: Int[Array, "I Q"]
+    first: Int[Array, "I"]
+    size: Int[Array, "I"]
+
+    def lengths(self, stored: Int[Array, "R K"]) -> Int[Array, "I K"]:
+        """Slots of every piece and KV head, where rows have `stored`."""
+        of = stored[jnp.maximum(self.rows[:, 0], 0)]
+        return jnp.clip(of - self.first[:, None], 0, self.size[:, None])
 
 
 class Rows(NamedTuple):
@@ -36,12 +55,13 @@ class Rows(NamedTuple):
 
     blocks: the blocks of each row. A block is one page of every layer and KV head; in a layer's pool its page
     of a head has index head * (number of blocks) + block. stored: slots per layer, row and KV head. next: the
-    position of the row's next token.
+    position of the row's next token. nodes: how shared pages are read once; None: every row reads its own.
     """
 
     blocks: Int[Array, "R M"]
     stored: Int[Array, "L R K"]
     next: Int[Array, "R"]
+    nodes: Nodes | None = None
 
 
 def as_stored(
@@ -78,11 +98,15 @@ def paged_hidden(
         assert x.k is not None and x.v is not None
         table, stored = table_of(pool, rows.blocks, heads), rows.stored[layer.number]
         q, k = (rotary(layer, y, at, length) for y in (x.q, x.k))
+        how: dict[str, Any] = dict(scale=layer.scale, window=layer.window, softcap=config.attention_softcap)
         if isinstance(pool, CodePool):
-            out, pool = append_and_attend(
-                pool, table, stored, counts, q, (k, x.v), pos, layer.index,
-                scale=layer.scale, window=layer.window, softcap=config.attention_softcap,
-            )  # fmt: skip
+            if rows.nodes is None:
+                out, pool = append_and_attend(
+                    pool, table, stored, counts, q, (k, x.v), pos, layer.index, **how
+                )
+            else:
+                pool = append_codes(pool, table, stored, counts, (k, x.v), pos, layer.index)
+                out = _by_node(pool, rows.nodes, stored + counts[:, None], q, pos, layer.index, how)
             return out, GroupState(rows={NAME: pool}), {}
         k, v, numbers = as_stored(pool, store, k, x.v)
         numbers["pos"] = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, t))
@@ -94,10 +118,11 @@ def paged_hidden(
             )  # fmt: skip
         else:
             pool = paged_write(pool, table, stored, counts, k, v, layer.index, numbers=numbers)
-        out, _, _ = paged_decode(
-            q, pool, table, stored + counts[:, None], pos, layer.index, scale=layer.scale,
-            window=layer.window, softcap=config.attention_softcap, implementation=implementation,
-        )  # fmt: skip
+        how["implementation"] = implementation
+        if rows.nodes is None:
+            out, _, _ = paged_decode(q, pool, table, stored + counts[:, None], pos, layer.index, **how)
+        else:
+            out = _by_node(pool, rows.nodes, stored + counts[:, None], q, pos, layer.index, how)
         return out, GroupState(rows={NAME: pool}), {}
 
     def recur(layer: Layer, step: Recurrence, state: GroupState) -> Any:
@@ -107,6 +132,20 @@ def paged_hidden(
     states = tuple(GroupState(rows={NAME: pool}) for pool in pools)
     x, states, *_ = decode_layers(params, tokens, config, memory, states)
     return x, tuple(state.rows[NAME] for state in states)
+
+
+def _by_node(
+    pool: Pool, nodes: Nodes, stored: Array, q: Array, pos: Array, layer: Any, how: dict[str, Any]
+) -> Array:
+    """Attention of one token of every row, in which every page is read once."""
+    table, lengths = table_of(pool, nodes.blocks, stored.shape[1]), nodes.lengths(stored)
+
+    def over(q: Array, q_pos: Array) -> tuple[Array, Array]:
+        if isinstance(pool, CodePool):
+            return attend_codes(pool, table, lengths, q, q_pos, layer, **how)
+        return paged_decode(q, pool, table, lengths, q_pos, layer, **how)[:2]
+
+    return attend_by_node(over, q, pos, nodes.rows)
 
 
 class PagedStep(NamedTuple):

@@ -26,9 +26,10 @@ from kvjax.serve.device.code_step import CodePool, adopt_codes
 from kvjax.serve.device.coding import codes_refusal
 from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lists import code_lists_of, in_front, lists_of
-from kvjax.serve.device.paged_step import PagedStep, Rows, adopt, put_back, read_piece, taken
+from kvjax.serve.device.paged_step import Nodes, PagedStep, Rows, adopt, put_back, read_piece, taken
 from kvjax.serve.device.reading import read_alone, size_of
 from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
+from kvjax.serve.ledger.nodes import pieces
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
@@ -99,16 +100,21 @@ class Pages:
     """Requests in pages of an arena whose slots are encoded alike.
 
     rows: how many rows a step has; a larger batch has four times as many. most: pages of the longest request.
-    store: how slots are encoded; None stores them as computed. lists: slots per layer and KV head, by
+    store: how slots are encoded; None stores them as computed. by_node: pages of a piece, if pages that rows
+    share are read once; 0: every row reads its own. lists: slots per layer and KV head, by
     request. read_tokens: how many prompt tokens were computed.
     """
 
-    def __init__(self, model: Model, arena: Arena, rows: int, most: int, store: Store | None = None):
+    def __init__(
+        self, model: Model, arena: Arena, rows: int, most: int, store: Store | None = None, by_node: int = 0
+    ):
         self.arena, self.kind = arena, Kind(arena.shape, store)
         assert not self.kind.why, self.kind.why
         self.params, self.rows = with_fitted(model.params, Method()), rows
         self.heads, self.blocks, self.layers = arena.shape.heads, arena.blocks, arena.layers
         self.step = PagedStep(model.config, store)
+        # Codes with an uncoded ring have their pages for themselves.
+        self.by_node = 0 if self.kind.plain is not None else by_node
         # A table has at least one page beside those of uncoded tokens.
         self.most = of_a_few(max(most, self.kind.holding.first + 1))
         self.lists: dict[int, np.ndarray] = {}
@@ -147,7 +153,7 @@ class Pages:
             self._check_room(job, n)
         token, active = np.zeros(rows, np.int32), np.zeros(rows, bool)
         token[: len(jobs)], active[: len(jobs)] = tokens, True
-        state = self.pools, self._rows(jobs, rows)
+        state = self.pools, self._rows(jobs, rows)._replace(nodes=self._nodes(jobs))
         draws = draws_of(jobs, where, rows)
         done = write_slice(self.step, self.params, state, token, active, draws, np.int32(n), top_of(jobs))
         self.pools = done.state[0]
@@ -166,6 +172,19 @@ class Pages:
             table = self.tables[job.id]
             blocks[i, : len(table)], stored[:, i], at[i] = table, self.lists[job.id], job.next
         return Rows(blocks, stored, at)  # type: ignore[arg-type]  # they go to the device by the call
+
+    def _nodes(self, jobs: list[Job]) -> Nodes | None:
+        if not self.by_node:
+            return None
+        found, page = pieces([self.tables[job.id] for job in jobs], self.by_node), self.kind.holding.page
+        count = of_a_few(len(found), 16, 4)
+        blocks = np.zeros((count, self.by_node), np.int32)
+        rows = np.full((count, of_a_few(max(len(one.rows) for one in found), times=4)), -1, np.int32)
+        first, size = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for i, one in enumerate(found):
+            blocks[i, : len(one.pages)], rows[i, : len(one.rows)] = one.pages, one.rows
+            first[i], size[i] = one.first * page, len(one.pages) * page
+        return Nodes(blocks, rows, first, size)  # type: ignore[arg-type]  # to the device by the call
 
     def _check_room(self, job: Job, n: int) -> None:
         longest, room = int(self.lists[job.id].max()), self.kind.holding.tokens(len(self.tables[job.id]))

@@ -10,9 +10,12 @@ from kvjax.serve.grammar.words import (
     LRU,
     Apart,
     Arrival,
+    Attend,
     Batch,
     Bins,
     Blocks,
+    ByNode,
+    ByRow,
     Chain,
     Iterations,
     Lanes,
@@ -24,18 +27,20 @@ from kvjax.serve.grammar.words import (
     PrefillFirst,
     PrefixGroups,
     Recompute,
+    Resident,
     SkipJoin,
     Split,
     Swap,
     Together,
     Tree,
+    Weights,
     Whole,
 )
 
 
 @dataclass(frozen=True)
 class System:
-    """A serving system: memory layout, prefix sharing, eviction, queue order, batching, and preemption.
+    """A serving system: where slots lie, who shares them, who runs next, who gives way, and on what devices.
 
     Raises InputError for a value that does not belong in its field, and for two words that exclude each
     other.
@@ -51,6 +56,8 @@ class System:
     batch: Batch = Iterations()
     preempt: Preempt = Recompute()
     split: Split = Together()
+    weights: Weights = Resident()
+    attend: Attend = ByRow()
 
     def __post_init__(self) -> None:
         for field, kinds in _KINDS.items():
@@ -87,6 +94,8 @@ _KINDS = {
     "batch": Batch.__args__,
     "preempt": Preempt.__args__,
     "split": Split.__args__,
+    "weights": Weights.__args__,
+    "attend": Attend.__args__,
 }
 
 
@@ -101,6 +110,10 @@ def _refusals(system: System) -> list[tuple[bool, str]]:
         (shares and system.evict is None, "Tree() keeps pages until something evicts them: add evict=LRU()"),
         (not shares and system.evict is not None, "LRU() evicts from a tree: add share=Tree()"),
         (not shares and by_prefix, f"{order!r} looks for prefixes in a tree: add share=Tree(), evict=LRU()"),
+        (
+            not shares and isinstance(system.attend, ByNode),
+            f"{system.attend!r} reads shared pages once: add share=Tree(), evict=LRU()",
+        ),
         (
             isinstance(order, SkipJoin) and not isinstance(batch, Iterations),
             f"SkipJoin chooses anew every iteration, and {batch!r} does not: write batch=Iterations()",

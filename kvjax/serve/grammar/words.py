@@ -178,6 +178,11 @@ class Swap(Word):
     """The request that arrived last moves to host memory, and returns from there."""
 
 
+@dataclass(frozen=True)
+class Reserved(Word):
+    """No preemption: a request starts if pages for its longest output are free beside those of others."""
+
+
 # --- split: which devices do what -------------------------------------------------------------------------
 
 
@@ -204,8 +209,38 @@ class Chain(Word):
     devices: int = 2
 
 
+# --- weights: where they lie -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resident(Word):
+    """On the device."""
+
+
+@dataclass(frozen=True)
+class Brought(Word):
+    """In host memory, from which every iteration brings them all to the device."""
+
+
+# --- attend: how a decode step reads pages that several rows share -----------------------------------------
+
+
+@dataclass(frozen=True)
+class ByRow(Word):
+    """Every row reads all of its pages."""
+
+
+@dataclass(frozen=True)
+class ByNode(Word):
+    """Pages that several rows share are read once for all of them, in pieces of at most `pages` pages."""
+
+    pages: int = 8
+
+
 Place = Blocks | Spans | Lanes
 Order = Arrival | Shortest | LongestPrefix | PrefixGroups | Bins | SkipJoin
 Batch = Whole | Iterations | PrefillFirst | Chunked
-Preempt = Never | Recompute | Swap
+Preempt = Never | Recompute | Swap | Reserved
 Split = Together | Apart | Chain
+Weights = Resident | Brought
+Attend = ByRow | ByNode

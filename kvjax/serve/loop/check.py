@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Never
+from kvjax.serve.grammar.words import Never, Reserved
 from kvjax.serve.policies.room import extra, pages
 from kvjax.serve.requests import AWAY, READING, WAITING, WRITING
 from kvjax.serve.view import Plan, View
@@ -33,7 +33,9 @@ def check(system: System, plan: Plan, view: View) -> None:
         raise IllegalPlan(
             f"{name} moves a request to the host that holds no slots, or plans {plan.steps} steps"
         )
-    if any(entry.state != AWAY for entry in plan.back) or (plan.out and isinstance(system.preempt, Never)):
+    if any(entry.state != AWAY for entry in plan.back) or (
+        plan.out and isinstance(system.preempt, Never | Reserved)
+    ):
         raise IllegalPlan(
             f"{name} brings back a request that is on the device, or preempts where the system never does"
         )

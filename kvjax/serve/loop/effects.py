@@ -21,7 +21,8 @@ class Move(NamedTuple):
 class Run(NamedTuple):
     """An iteration, up to `steps` times: which requests decode a token, and how many tokens others prefill.
 
-    standing: rows of finished requests, computed in vain. Pages are in the ledger's tables. An interpreter
+    standing: rows of finished requests, computed in vain. shared: slots that `write` would read again, were
+    pages that several rows share not read once (ByNode). Pages are in the ledger's tables. An interpreter
     stops early when a request finishes or arrives.
     """
 
@@ -29,6 +30,7 @@ class Run(NamedTuple):
     read: list[tuple[Entry, int]]
     steps: int
     standing: int
+    shared: int = 0
 
 
 class Done(NamedTuple):

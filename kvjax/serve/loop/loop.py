@@ -13,8 +13,9 @@ from bisect import insort
 from collections.abc import Generator
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Swap, Whole
+from kvjax.serve.grammar.words import ByNode, Swap, Whole
 from kvjax.serve.ledger.blocks import Ledger
+from kvjax.serve.ledger.nodes import read_again
 from kvjax.serve.ledger.tree import PrefixTree
 from kvjax.serve.loop.check import check
 from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
@@ -69,7 +70,7 @@ class Loop:
             self._make_room(plan)
             if isinstance(self.system.preempt, Swap) and (plan.out or plan.back):
                 now = self._hear((yield Move(plan.out, plan.back)))
-            done = yield Run(plan.write, plan.read, plan.steps, len(self.standing))
+            done = yield Run(plan.write, plan.read, plan.steps, len(self.standing), self._shared(plan))
             self._settle(plan, done)
             now = self._hear(done)
 
@@ -207,6 +208,12 @@ class Loop:
         entry.held = 0
         if self.tree is not None:
             self.tree.released(entry.keys)
+
+    def _shared(self, plan: Plan) -> int:
+        if not isinstance(self.system.attend, ByNode):
+            return 0
+        tables = [self.ledger.tables[entry.request.id] for entry in plan.write]
+        return read_again(tables) * self.system.page
 
     # --- after an iteration ---
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Chunked, Iterations, PrefillFirst, SkipJoin, Whole
+from kvjax.serve.grammar.words import Chunked, Iterations, PrefillFirst, Reserved, SkipJoin, Whole
 from kvjax.serve.policies.order import ordered, queue
-from kvjax.serve.policies.preempt import Preemption, give_way, reserve, steps_that_fit
+from kvjax.serve.policies.preempt import Preemption, give_way, promises, reserve, running, steps_that_fit
 from kvjax.serve.policies.room import extra, pages
 from kvjax.serve.requests import AWAY, READING, WAITING, WRITING, Entry
 from kvjax.serve.view import Plan, View
@@ -113,11 +113,13 @@ def starts(
     new: Read = []
     if rows <= 0 or tokens <= 0 or view.away or not view.waiting:
         return new
-    spare = free - reserve(view) if view.writing or view.reading else free
+    promised = isinstance(system.preempt, Reserved)
+    spare = free - (promises(system, view) if promised else reserve(view) if running(view) else 0)
     for entry in ordered(system.order, view, rows):
         match = view.match(entry)
         todo = entry.goal - match.tokens
-        need = pages(system.place, entry.request, entry.goal) - match.pages + match.idle
+        most = entry.request.most if promised else entry.goal
+        need = pages(system.place, entry.request, most) - match.pages + match.idle
         if need > spare or (todo > tokens and not cut and new):
             break
         new.append((entry, min(todo, tokens) if cut else todo))

@@ -32,9 +32,9 @@ def give_way(system: System, view: View) -> Preemption:
     if need <= view.free:
         return come_back(system, view, Preemption(view.writing, view.reading, [], [], view.free - need))
     free, out = view.free, []
-    running = sorted(view.writing + view.reading, key=lambda entry: entry.age)
-    while need > free and len(running) > 1:
-        last = running.pop()
+    latest = sorted(running(view), key=lambda entry: entry.age)
+    while need > free and len(latest) > 1:
+        last = latest.pop()
         free += view.gives(last)
         need -= extra(place, last) if last.state == "writing" else 0
         out.append(last)
@@ -59,6 +59,19 @@ def come_back(system: System, view: View, kept: Preemption) -> Preemption:
 def reserve(view: View) -> int:
     """Pages that stay free for running requests: a hundredth, as vLLM's watermark."""
     return max(1, view.pages // 100)
+
+
+def running(view: View) -> list[Entry]:
+    """The requests that hold pages on the device and are not over."""
+    return view.writing + view.reading
+
+
+def promises(system: System, view: View) -> int:
+    """Pages that running requests may still take, up to their longest outputs (Reserved)."""
+    return sum(
+        pages(system.place, entry.request, entry.request.most - entry.evicted) - entry.held
+        for entry in running(view)
+    )
 
 
 def steps_that_fit(system: System, rows: list[Entry], free: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Chain
+from kvjax.serve.grammar.words import Brought, Chain
 from kvjax.serve.loop import Done, Loop, Move, Run, Wait
 from kvjax.serve.requests import Entry, Request
 from kvjax.serve.sim.chain import searched
@@ -38,6 +39,8 @@ def one_instance(
 ) -> Outcome:  # fmt: skip
     """Serves requests, in their order of arrival, on one instance of the model; see `simulate`."""
     devices = system.split.devices if isinstance(system.split, Chain) else 1
+    if isinstance(system.weights, Brought):
+        costs = dataclasses.replace(costs, base=costs.base + costs.bringing)
     calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62, devices), Loop(system, pages)
     effects = loop.run()
     effect = next(effects)
@@ -88,7 +91,9 @@ class _Calendar:
         most = min(run.steps, left, self.steps)
         comes = self.queue[self.next].arrived if self.next < len(self.queue) else float("inf")
         slots = sum(entry.slots for entry in write) + rows
-        pairs, tokens, again = slots, rows + run.standing, self.how.again
+        # Slots are read once where rows share them; products are computed for every row.
+        pairs, slots = slots, slots - run.shared
+        tokens, again = rows + run.standing, self.how.again
         for entry, count in run.read:
             slots += entry.stored + count + again * entry.goal
             pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal

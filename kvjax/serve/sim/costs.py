@@ -37,6 +37,16 @@ class Costs:
         """Seconds of an iteration with so many tokens, slots read, and pairs of a query and a key."""
         return self.base + max(self.weights + self.slot * slots, self.token * tokens + self.pair * pairs)
 
+    @property
+    def bringing(self) -> float:
+        """Seconds to bring all weights from host memory: their bytes at the rate at which slots move."""
+        if not (self.weights and self.slot and self.move):
+            raise InputError(
+                f"{self.by}: weights={self.weights:g}, slot={self.slot:g} and move={self.move:g} do not say "
+                "how long weights take from host memory, expected numbers above 0: take a roofline"
+            )
+        return self.weights / self.slot * self.move
+
     def pages(self, page: int) -> int:
         """How many pages of `page` tokens fit in the memory."""
         return int(self.memory / (self.slot_bytes * page))

@@ -11,6 +11,7 @@ from kvjax.serve.grammar.words import (
     Never,
     PrefillFirst,
     Recompute,
+    Reserved,
     Shortest,
     SkipJoin,
     Spans,
@@ -105,3 +106,17 @@ def vattention(page: int = 32, ahead: int = 1, rows: int = 256, tokens: int = 81
     kept mapped.
     """
     return System(place=Spans(page, ahead), batch=PrefillFirst(rows, tokens), preempt=Recompute())
+
+
+@paper(
+    "TensorRT-LLM: in-flight batching with a paged cache (NVIDIA, 2023)",
+    claim="admitting only what surely ends preempts nobody, where admitting all that fits now preempts",
+    reverses="memory for every request at once: both admit the same, and take as many iterations",
+    tested="test_room_for_the_longest_output_preempts_nobody",
+)
+def tensorrt_llm(page: int = 64, rows: int = 64) -> System:
+    """TensorRT-LLM (NVIDIA, 2023): iterations, pages of 64 tokens, and `GUARANTEED_NO_EVICT`, its default.
+
+    Its other mode, `MAX_UTILIZATION`, is `System(..., preempt=Recompute())`.
+    """
+    return System(place=Blocks(page), batch=Iterations(rows), preempt=Reserved())

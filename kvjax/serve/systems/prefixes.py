@@ -6,6 +6,7 @@ from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import (
     LRU,
     Blocks,
+    ByNode,
     Chunked,
     LongestPrefix,
     PrefillFirst,
@@ -78,3 +79,37 @@ def vtensor(page: int = 128, ahead: int = 1, rows: int = 256, tokens: int = 8192
     """
     place, batch = Spans(page, ahead), PrefillFirst(rows, tokens)
     return System(place=place, share=Tree(), evict=LRU(), batch=batch)
+
+
+@paper(
+    "ChunkAttention: Efficient Self-Attention with Prefix-Aware KV Cache and Two-Phase Partition",
+    arxiv="2402.15220",
+    claim="a step reads each page of a common prompt once: 32 requests take less time per token than apart",
+    reverses="prompts without a common prefix: every page has one reader, and nothing changes",
+    tested="test_pages_that_rows_share_are_read_once",
+)
+def chunkattention(page: int = 64, rows: int = 256, tokens: int = 8192) -> System:
+    """ChunkAttention (Ye et al., 2024, arXiv:2402.15220), section 3: the first phase by chunk, then by row.
+
+    page: tokens of a chunk, a node of the paper's tree. Deviation: each chunk is attended to apart, and all
+    parts merge at the end; the paper merges shared chunks while it goes through them.
+    """
+    batch = PrefillFirst(rows, tokens)
+    return System(place=Blocks(page), share=Tree(), evict=LRU(), batch=batch, attend=ByNode(1))
+
+
+@paper(
+    "DeFT: Decoding with Flash Tree-attention for Efficient Tree-structured LLM Inference",
+    arxiv="2404.00242",
+    claim="every node of a tree is read once, in pieces of which the largest is at most 1.1 of the mean",
+    reverses="branches shorter than ten pieces: pieces are as unequal as branches",
+    tested="test_nodes_are_cut_into_nearly_equal_pieces",
+)
+def deft(pages: int = 8, page: int = 16, rows: int = 256, tokens: int = 8192) -> System:
+    """DeFT (Yao et al., 2024, arXiv:2404.00242), section 3: grouped by node, and nodes are cut evenly.
+
+    pages: the most pages of a piece. Deviation: a piece lies in one node; DeFT-Flatten's may span several,
+    with a mask.
+    """
+    batch = PrefillFirst(rows, tokens)
+    return System(place=Blocks(page), share=Tree(), evict=LRU(), batch=batch, attend=ByNode(pages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Bins, Lanes, Never, Whole
+from kvjax.serve.grammar.words import Bins, Brought, Lanes, Never, Whole
 from kvjax.serve.systems.papers import paper
 
 
@@ -36,3 +36,18 @@ def multi_bin_batching(bins: int = 4, rows: int = 8, longest: int = 1024, room: 
     batch, an incomplete one starts.
     """
     return System(place=Lanes("max", room), order=Bins(bins, longest), batch=Whole(rows), preempt=Never())
+
+
+@paper(
+    "Hugging Face Accelerate: big model inference, modules in host memory until they are called",
+    claim="a step takes as long for 8 rows as for one, and over ten times as long as with resident weights",
+    reverses="a prompt of 16,000 tokens: its computation hides most of what bringing the weights takes",
+    tested="test_weights_in_host_memory_cost_every_step_as_much_whatever_its_rows",
+)
+def hf_accelerate(rows: int = 8, longest: int = 8192) -> System:
+    """Accelerate's `cpu_offload` under `transformers`' generate: static batches, weights from host memory.
+
+    Deviation: all weights are brought for an iteration at once, not module by module; prompts of a batch are
+    not padded; room is for `longest` tokens, where `transformers` lets caches grow.
+    """
+    return System(place=Lanes("max", longest), batch=Whole(rows), preempt=Never(), weights=Brought())
