@@ -314,7 +314,8 @@ def test_nodes_are_cut_into_nearly_equal_pieces():
     assert max(sizes) <= 1.1 * np.mean(sizes)
     _, cut = pieces_of(branches(6, 1024, 20, 16), "deft")
     sizes = [len(one.pages) for one in cut]
-    assert max(sizes) > 1.5 * np.mean(sizes)
+    # Where it reverses, the claim's bound does not hold.
+    assert max(sizes) > 1.1 * np.mean(sizes)
 
 
 @needs_traces
