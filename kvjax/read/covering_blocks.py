@@ -71,7 +71,7 @@ class CoveringBlocks(PromptReadFacts):
         vertical, slash = attention.sum(2) / count, by_distance(attention, index) / count
         keys = mean_of(prompt.k, prompt.pos, self.block)
         keys = jnp.repeat(keys, prompt.q.shape[1] // keys.shape[1], axis=1)
-        alike = self._alike(prompt, asked.sum(2) / count, keys, vertical)[..., None]
+        alike = self._alike(prompt, asked.astype(attention.dtype).sum(2) / count, keys, vertical)[..., None]
         verticals = self._best(vertical, alike)
         slashes = self._best(slash, alike)
         at = np.arange(seen.shape[-1])
