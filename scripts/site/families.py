@@ -16,10 +16,13 @@ from scripts.site.markdown import escaped, table
 
 ROOT = Path(__file__).parents[2]
 NAME = "families"
-# Families that load from GGUF files: `kvjax.models.gguf.config` makes their config.json.
+# Families that load from GGUF files, in both forms where a file's architecture holds two.
 GGUF = (
-    "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2",
-    "deepseek_v2", "deepseek_v3", "mamba2",
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "smollm3", "exaone4",
+    "seed_oss", "ernie4_5", "cohere2", "glm4", "ministral3", "mixtral", "qwen3_moe", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mamba2", "glm4_moe", "minimax_m2", "lfm2",
+    "gemma4_text", "llama4_text", "lfm2_moe", "ernie4_5_moe", "nemotron_h", "granite", "granitemoehybrid",
+    "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 
 

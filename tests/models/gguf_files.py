@@ -119,11 +119,20 @@ def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0, rounded: boo
     params = init(made, jax.random.key(seed))
     rng = np.random.default_rng(seed)
 
-    def moved(x: jax.Array) -> jax.Array:
-        new = x + 0.2 * rng.standard_normal(x.shape).astype(np.float32)
+    # Layers side by side have one norm in a file: it moves by the same numbers in all of them.
+    norm = 0.2 * np.random.default_rng(seed + 1).standard_normal(made.d_model).astype(np.float32)
+    alike = config["model_type"] == "falcon_h1"
+
+    def moved(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        shared = alike and getattr(path[-1], "key", "") == "attn_norm"
+        new = x + (
+            np.broadcast_to(norm, x.shape)
+            if shared
+            else 0.2 * rng.standard_normal(x.shape).astype(np.float32)
+        )
         return (new * 4).round() / 4 if rounded else new
 
-    save_hf(Model(made, jax.tree.map(moved, params), name="tiny"), folder)
+    save_hf(Model(made, jax.tree.map_with_path(moved, params), name="tiny"), folder)
     # With all that was given, such as windows that nothing uses.
     architectures = json.loads((folder / "config.json").read_text())["architectures"]
     (folder / "config.json").write_text(json.dumps({"architectures": architectures} | config))
