@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# By the names that papers and their code use.
+# By the name in the paper or its code: the call to write instead.
 VERBS = {
     "llmlingua": "kvjax.shorten(model, documents, by='llmlingua')",
     "longllmlingua": "kvjax.shorten(model, documents, question=..., by='longllmlingua')",

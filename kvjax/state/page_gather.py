@@ -33,7 +33,7 @@ def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"
 
 
 def gather_summary(segment: Paged, pool: Pages) -> dict[str, Array]:
-    """What a read method keeps for one layer's pages, [B, K, M * page / granule, ...]."""
+    """The read method's summaries of one layer's pages, [B, K, M * page / granule, ...]."""
     return in_lists(pool.summary, segment, pool)
 
 

@@ -142,7 +142,8 @@ def _ramp(pace: np.ndarray, share: np.ndarray) -> tuple[float, float]:
     if inside.sum() > 1:
         slope, base = np.polyfit(pace[inside], share[inside], 1)
         return float(slope), float(base)
-    # Too few points for a fit: any line that is 0 and 1 where the shares are.
+    # Fewer than two shares lie between 0 and 1: a line that is at most 0 where shares are 0, at least 1 where
+    # they are 1.
     zero = pace[share <= 10 * _CLOSE].max(initial=0.0)
     one = pace[share >= 1 - 10 * _CLOSE].min(initial=2 * float(pace.max()) + zero)
     if not inside.any():

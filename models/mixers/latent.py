@@ -143,9 +143,9 @@ class Latent(Mixer):
         def outputs(out: Float[Array, "B N T R"]) -> Array:
             return jnp.einsum("bntr,nrd->bntd", out, to_value)
 
-        # Queries meet nothing of what is stored behind the rotated key.
-        behind = jnp.zeros((b, n, t, layer.slots.key - end), q.dtype)
-        asked = jnp.concatenate([absorbed, q[..., nope:], behind], -1)
+        # Zeros for the channels stored after the rotated key, so they add nothing to the logits.
+        zeros = jnp.zeros((b, n, t, layer.slots.key - end), q.dtype)
+        asked = jnp.concatenate([absorbed, q[..., nope:], zeros], -1)
         stored = self.stored(p, x, config)
         expand = Expand(queries, keys, outputs)
         projected = Projected(asked, stored, None, x, expand=expand, picking=picking)
