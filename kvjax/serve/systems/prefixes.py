@@ -101,7 +101,7 @@ def chunkattention(page: int = 64, rows: int = 256, tokens: int = 8192) -> Syste
 @paper(
     "DeFT: Decoding with Flash Tree-attention for Efficient Tree-structured LLM Inference",
     arxiv="2404.00242",
-    claim="every node of a tree is read once, in pieces of which the largest is at most 1.1 of the mean",
+    claim="nodes are read once; of ten pieces or more, the largest is at most 1.1 of the mean",
     reverses="branches shorter than ten pieces: pieces are as unequal as branches",
     tested="test_nodes_are_cut_into_nearly_equal_pieces",
 )
