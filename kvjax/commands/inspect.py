@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         metavar="DIR|GGUF|NAME|CACHE_FILE",
-        help="a model directory or GGUF file, a shipped model, org/name of the hub, or a file of "
-        "kvjax.save_cache",
+        help="a model directory, its config.json alone or a GGUF file, a shipped model, org/name of the hub, "
+        "or a file of kvjax.save_cache",
     )
     parser.add_argument(
         "--context",
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from kvjax.models.gguf.reader import is_gguf
 
+    args.what = _directory_of(args.what)
     if Path(args.what).is_file() and not is_gguf(Path(args.what)):
         from kvjax.commands.inspect_cache import print_cache
 
@@ -58,3 +59,15 @@ def run(args: argparse.Namespace) -> None:
         from kvjax.commands.inspect_model import print_model
 
         print_model(args.what, args.context, args.dtype)
+
+
+def _directory_of(what: str) -> str:
+    """The directory of a config.json, whose shapes need no weights; anything else as given."""
+    from kvjax.base.errors import InputError
+
+    path = Path(what)
+    if path.suffix != ".json" or not path.is_file():
+        return what
+    if path.name != "config.json":
+        raise InputError(f"{what} is no config.json: give it this name, in a directory of its own")
+    return str(path.parent)

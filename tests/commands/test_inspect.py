@@ -99,6 +99,18 @@ def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
     assert rows["parameters"] == "815.74 k, 1.6 MiB in bfloat16"
 
 
+def test_a_config_alone_is_inspected_as_its_directory_is(tmp_path, capsys):
+    text = (SHIPPED / "recall-tiny" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text)
+    assert main(["inspect", str(tmp_path), "--context", "64"]) == 0
+    whole = capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "config.json"), "--context", "64"]) == 0
+    assert capsys.readouterr().out == whole != ""
+    (tmp_path / "mine.json").write_text(text)
+    assert main(["inspect", str(tmp_path / "mine.json")]) != 0
+    assert "mine.json is no config.json: give it this name" in capsys.readouterr().err
+
+
 @pytest.mark.rotating
 def test_inspect_says_which_method_cannot_run_on_a_model(tmp_path, capsys):
     config = json.loads((SHIPPED / "recall-tiny" / "config.json").read_text())
