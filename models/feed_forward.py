@@ -341,7 +341,8 @@ class ExpertsBesideMLP(MoE):
         dense = norm("dense_post_norm", GatedMLP()(p, norm("mlp_norm", x), config))
         flat = x.reshape(-1, x.shape[-1])
         chosen, weight = self.route(p, self._routed(p, flat, config))
-        weight = weight * p["expert_scale"].astype(weight.dtype)[chosen]
+        # A plain gather: indexing refuses parameters of the whole mesh where every device has its own tokens.
+        weight = weight * jnp.take(p["expert_scale"].astype(weight.dtype), chosen, axis=0, mode="clip")
         out = self._experts(p, norm("experts_norm", flat), chosen, weight, config)
         return dense + norm("experts_post_norm", out).reshape(x.shape)
 

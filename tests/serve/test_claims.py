@@ -274,7 +274,7 @@ def test_groups_of_one_prefix_read_it_once():
 
 
 def branches(rows, prompt, own, output=64):
-    """Requests of one prompt, each with `own` tokens of its own behind it, after one that reads it first."""
+    """Requests of one prompt, each with `own` further tokens, after a request that reads the prompt first."""
     first = Request(0, 0.0, prompt + own, 1, (("all",), ("own", 0)), prompt)
     more = [Request(i, 5.0, prompt + own, output, (("all",), ("own", i)), prompt) for i in range(1, rows + 1)]
     return [first, *more]

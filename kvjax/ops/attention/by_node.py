@@ -15,7 +15,7 @@ OverPieces = Callable[[Array, Array], tuple[Array, Array]]
 def attend_by_node(
     over: OverPieces, q: Float[Array, "R N 1 H"], q_pos: Int[Array, "R 1"], rows: Int[Array, "I Q"]
 ) -> Float[Array, "R N 1 H"]:
-    """Attention of R rows over I pieces, of which piece i belongs to the rows `rows[i]` (-1: none).
+    """Attention of R rows over I pieces; the rows `rows[i]` attend to piece i (-1: no row).
 
     DeFT (Yao et al., 2024, arXiv:2404.00242, section 3) and ChunkAttention (Ye et al., 2024,
     arXiv:2402.15220, section 3.2): the queries of all rows below a node of the tree attend to its keys side
@@ -39,7 +39,7 @@ def attend_by_node(
     of = jnp.where(there, rows, 0)
     asked = q[of, :, 0].swapaxes(1, 2)
     out, lse = over(asked, jnp.where(there, q_pos[of, 0], -1))
-    # One line for every piece and query: [I * Q, N].
+    # Pieces and queries on one axis: [I * Q, N].
     lse = lse.swapaxes(1, 2).reshape(-1, q.shape[1])
     out = out.swapaxes(1, 2).reshape(*lse.shape, -1)
     to = jnp.where(there, rows, count).reshape(-1)

@@ -33,7 +33,7 @@ NAME = "pages"
 
 
 class Nodes(NamedTuple):
-    """The pieces of pages of which each is read once, for all rows that share it.
+    """Pieces of the pages; a step reads each once, for all rows that share it.
 
     blocks: those of every piece. rows: the rows that attend to it, -1 for none. first: slots of these rows
     before it. size: the most slots in it.
