@@ -358,6 +358,43 @@ def test_a_client_that_goes_away_frees_its_pages(stream, monkeypatch):
     clean(one)
 
 
+def test_clients_that_go_away_during_an_iteration_leave_when_it_ends(monkeypatch):
+    """An iteration takes seconds while its program compiles; nobody's pages are freed before it ends."""
+    run, began, go = Engine._run, threading.Event(), threading.Event()
+
+    def held(self, effect):
+        if len(effect.write) == 3:
+            began.set()
+            assert go.wait(120)
+        return run(self, effect._replace(steps=1))
+
+    def said(client):
+        rows = [line.split() for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
+        page = {name.removeprefix("kvjax_"): int(value) for name, value in rows}
+        return page["requests_running"], page["requests_leaving"], page["pages_free"]
+
+    def until(client, true):
+        limit = time.monotonic() + 60
+        while not true(said(client)) and time.monotonic() < limit:
+            time.sleep(0.02)
+        return said(client)
+
+    monkeypatch.setattr(Engine, "_run", held)
+    one = service()
+    body = GREEDY | {"prompt": [1, 2, 3], "max_tokens": 40, "ignore_eos": True, "stream": True}
+    with door(one) as client:
+        with contextlib.ExitStack() as clients:
+            for _ in range(3):
+                clients.enter_context(client.stream("POST", "/v1/completions", json=body))
+            assert began.wait(120)
+        running, leaving, free = until(client, lambda page: page[1] == 3)
+        assert (running, leaving) == (3, 3) and free < PAGES
+        go.set()
+        assert until(client, lambda page: page[0] == 0) == (0, 0, PAGES)
+        assert one.counts["requests_gone"] == 3 and one.counts["generated_tokens"] < 60
+    clean(one)
+
+
 def test_closing_ends_those_under_way_and_takes_no_more():
     one, ended = service(), []
     for _ in range(3):

@@ -21,10 +21,12 @@ COUNTERS = {
 
 def metrics_page(service: Service) -> str:
     """The page; all names begin with kvjax_, and those of counters end with _total."""
-    loop = service.engine.loop
+    loop, gone = service.engine.loop, service.engine.gone
     gauges = {
         "requests_running": ("requests that hold pages", len(loop.reading) + len(loop.writing)),
         "requests_waiting": ("requests that hold none", len(loop.waiting) + len(loop.away)),
+        # Pages are freed between iterations: while a program compiles they are still held.
+        "requests_leaving": ("requests whose client went away, and that leave next", len(gone)),
         "pages": ("pages of the pool", loop.ledger.pages),
         "pages_free": ("pages that are free or may be evicted", loop.ledger.free + loop.ledger.idle),
     }
