@@ -129,7 +129,7 @@ _ATTENTION = (
        "one learned key and value per head", _PER_TOKEN + "k and v", "Attention(kv_bias=True)"),
     _A("clipped-softmax", "Quantizable Transformers: Removing Outliers by Helping Attention Heads Do Nothing",
        "2306.12929", "attn-arch", "weights that can be exactly 0", _PER_TOKEN + "k and v",
-       "Attention(clip=)"),
+       "Attention(clip=)", aliases=("quantizable-transformers",)),
     _A("forgetting", "Forgetting Transformer: Softmax Attention with a Forget Gate", "2503.02130",
        "attn-arch", "logits decay by gates that depend on the tokens between",
        _PER_TOKEN + "k, v and how much each has decayed", "Forgetting", "bytes-forgetting", ("fox",)),

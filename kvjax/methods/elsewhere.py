@@ -1,4 +1,4 @@
-"""Papers that are verbs, architectures or rewrites of weights here, not methods: what to write instead."""
+"""Papers that are no method here: verbs, architectures, conversions, rewrites of weights, papers left out."""
 
 from __future__ import annotations
 
@@ -28,6 +28,33 @@ OF_WEIGHTS = {
     "outlier-suppression": "moves scales of norms into weights; omniquant has scales of keys and values",
 }
 
+# Papers that make another model of a given one, which is trained or used as it is.
+CONVERSIONS = {
+    "eckvh": "eckvh:kv_heads=2",
+    "lorc": "lorc",
+    "matryoshkakv": "matryoshkakv:rank=16",
+}
+
+# What was considered and is left out: what it does, and why. `scripts.studies.left_out` measures two of them.
+LEFT_OUT = {
+    "commvq": "it adds up vectors of codebooks that commute with RoPE; 'cq' has one vector per code, and "
+    "'csr' sums of vectors",
+    "decoquant": "it stores keys and values as two factors, of which the smaller one stays whole and costs "
+    "more bits in short texts than its codes save; 'quarot' rotates without stored factors",
+    "hisparse": "it is a buffer of a serving system for slots in host memory, without codes of its own; "
+    "'quest + offloaded' has slots in host memory",
+    "kvtc": "it codes caches at rest by main components of all layers, without a coder here; "
+    "kvjax.save_cache(path, cache, coder='range') codes files without loss",
+    "lossless": "codes in memory have a fixed width; kvjax.save_cache(path, cache, coder='range') codes "
+    "files without loss",
+    "rotorquant": "it rotates 3 channels where 'turboquant' rotates all, with larger errors at the same "
+    "bytes; 'q-int4' rotates blocks",
+    "xquant-cl": "it codes differences between the inputs of layers; 'xquant' codes the inputs, and "
+    "'aqua-kv' what the layer below does not predict",
+}
+# Names of the same idea, by the name above.
+ALSO = {"mpo": "decoquant", "planarquant": "rotorquant", "isoquant": "rotorquant"}
+
 
 def elsewhere(name: str) -> str:
     """What to write for a paper that is not a method, as a clause; empty for an unknown name.
@@ -38,6 +65,8 @@ def elsewhere(name: str) -> str:
     'is an architecture: see `kvjax architectures yoco`'
     >>> elsewhere("os-plus").startswith("changes no number of a cache")
     True
+    >>> elsewhere("LoRC")
+    'makes another model: see `kvjax convert --help`, for example `lorc`'
     """
     from kvjax.models.architectures import architecture
 
@@ -46,6 +75,10 @@ def elsewhere(name: str) -> str:
         return f"is {VERBS[name]}"
     if name in OF_WEIGHTS:
         return f"changes no number of a cache, because it {OF_WEIGHTS[name]}"
+    if name in CONVERSIONS:
+        return f"makes another model: see `kvjax convert --help`, for example `{CONVERSIONS[name]}`"
+    if (which := ALSO.get(name, name)) in LEFT_OUT:
+        return f"is left out: {LEFT_OUT[which]}"
     try:
         return f"is an architecture: see `kvjax architectures {architecture(name).id}`"
     except ValueError:

@@ -15,20 +15,22 @@ DECODED = "codes without a kernel are taken out of their stack to be decoded, a 
 OVER = "a layer is decoded over the one below it, whose numbers are made as well, and its keys are turned"
 TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
 RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
+PADDED = "slots with fewer components are filled up with zeros whenever they are read"
 IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
 POOLED = {"compressive-transformer": MERGED}
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
     "cpu": IN_STEPS | AT_PREFILL | {
         "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
+        "zdc": PADDED,
     } | POOLED,
     "v5e:2x2": {
         "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
         "less": TAKEN, "qserve": DECODED, "skvq": DECODED,
         "int4": DECODED, "intactkv": DECODED, "prefixquant": DECODED, "think": DECODED, "mikv": DECODED,
-        "zipcache": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
+        "zipcache": DECODED, "adakv-int4": DECODED, "magicpig": RELAID, "zdc": PADDED,
     } | POOLED,
-    "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED} | POOLED,
+    "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED, "zdc": PADDED} | POOLED,
 }  # fmt: skip
 
 

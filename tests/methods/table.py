@@ -438,7 +438,7 @@ ROWS = [
 
 # Rows and further rows of classes of layout of which compilers' record (`tests/aot/layouts.json`) has no step
 # yet.
-UNRECORDED = ("freqkv", "zdc")
+UNRECORDED = ("freqkv",)
 FURTHER = [
     chained(
         "h2o + kivi",

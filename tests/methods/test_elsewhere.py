@@ -2,14 +2,16 @@
 
 import ast
 import inspect
+import re
 
 import pytest
 
 import kvjax
 from kvjax.commands.methods import filtered, listing
 from kvjax.methods import METHODS
-from kvjax.methods.elsewhere import OF_WEIGHTS, VERBS, elsewhere
+from kvjax.methods.elsewhere import ALSO, CONVERSIONS, LEFT_OUT, OF_WEIGHTS, VERBS, elsewhere
 from kvjax.methods.registry import ALIASES
+from kvjax.train.conversion.conversions import CONVERSIONS as MADE
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -29,6 +31,10 @@ def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
         ("mha", "kvjax architectures transformer"),
         ("AWQ", "changes no number of a cache.*kvjax.load"),
         ("os-plus", "changes no number of a cache.*omniquant has shifts and scales"),
+        ("Quantizable Transformers", "kvjax architectures clipped-softmax"),
+        ("LoRC", "makes another model: see `kvjax convert --help`, for example `lorc`"),
+        ("MPO", "is left out: it stores keys and values as two factors.*'quarot' rotates"),
+        ("RotorQuant", "is left out: it rotates 3 channels where 'turboquant' rotates all"),
     ],
 )
 def test_the_name_of_what_is_no_method_leads_to_it(name, said):
@@ -43,6 +49,22 @@ def test_a_search_that_finds_no_method_says_what_the_paper_is():
         kvjax.InputError, match="fastserve is a serving system: see `kvjax systems fastserve`"
     ):
         filtered(listing(), search="fastserve")
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_of_a_paper_exists_and_is_no_method(name):
+    assert CONVERSIONS[name].partition(":")[0] in MADE
+    assert name not in METHODS and name not in ALIASES
+
+
+def test_what_is_left_out_is_no_method_and_names_methods_that_exist():
+    names = LEFT_OUT.keys() | ALSO.keys()
+    assert not names & (METHODS.keys() | ALIASES.keys() | VERBS.keys() | CONVERSIONS.keys())
+    assert set(ALSO.values()) <= LEFT_OUT.keys()
+    for text in LEFT_OUT.values():
+        named = [n for quoted in re.findall(r"(?<!=)'([^']+)'", text) for n in quoted.split(" + ")]
+        assert named == [] or set(named) <= METHODS.keys(), text
+        assert named or "kvjax.save_cache(path, cache, coder='range')" in text
 
 
 def test_papers_on_weights_name_methods_that_exist_and_are_none():

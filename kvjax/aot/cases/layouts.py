@@ -150,6 +150,7 @@ SENTENCES = {
     "think": _one("think", fitted=NORMS),
     "mikv": _one("mikv", **HALF),
     "zipcache": _one("zipcache", **HALF),
+    "zdc": _one("zdc", **HALF),
     "snapkv-kivi": Sentence((("snapkv", HALF), ("kivi", {}))),
     "adakv-int4": Sentence((("adakv", PAGED), ("int4", {}))),
     "h2o-int8": Sentence((("h2o", HALF), ("int8", {}))),
