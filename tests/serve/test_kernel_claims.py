@@ -9,9 +9,14 @@ from jax.extend.core import ClosedJaxpr
 import kvjax
 from kvjax.ops.attention.flash_prefill import flash_prefill
 from kvjax.ops.attention.union import Keys, attend, merge
+from kvjax.ops.decode.page_pool import make_pool
+from kvjax.ops.decode.paged_decode import paged_decode
+from kvjax.ops.decode.ragged_decode import ragged_decode
+from kvjax.ops.decode.stacked_decode import stacked_decode
 from kvjax.pallas_kernels.flash_prefill.plan import MASKED, UNSEEN, Sizes, block_kinds
 from kvjax.serve.device.arena import Kind, Shape, _rows
 from kvjax.serve.systems.kernels import KERNELS
+from kvjax.words import Float8, Rotate
 from tests.methods import battery
 from tests.serve import test_kernel_claims as this
 
@@ -58,6 +63,79 @@ def test_a_causal_prompt_visits_half_of_the_blocks_and_masks_the_diagonal(blocks
     assert (kinds != UNSEEN).sum() == blocks * (blocks + 1) // 2 and (kinds == MASKED).sum() == blocks
     newer = np.asarray(block_kinds(at + 16 * blocks, at, Sizes(size, size, 1.0)))
     assert (newer != UNSEEN).all() and not (newer == MASKED).any()
+
+
+def attention(q, k, v):
+    """Attention in float64, [T, H]."""
+    z = q @ k.T / np.sqrt(q.shape[1])
+    p = np.exp(z - z.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rotation_before_float8_makes_the_error_of_outliers_smaller(seed):
+    """The paper's numbers (section 4.3): N(0, 1), and to every thousandth N(0, 100) is added; eight heads."""
+
+    def coded(codec, x):
+        return np.float64(codec.decode(codec.encode(jnp.asarray(x, jnp.float32)[None]), 128, jnp.float32)[0])
+
+    def error(codec, heads):
+        each = []
+        for q, k, v in heads:
+            got = attention(coded(codec, q), coded(codec, k), coded(Float8(), v))
+            each.append(np.mean((got - attention(q, k, v)) ** 2))
+        return np.sqrt(np.mean(each))
+
+    draw = np.random.default_rng(seed)
+    plain = draw.normal(size=(8, 3, 512, 128))
+    far = plain + 10 * draw.normal(size=plain.shape) * (draw.random(plain.shape) < 1e-3)
+    rotated = Rotate("hadamard") >> Float8()
+    assert 1.1 < error(Float8(), far) / error(rotated, far) < 1.3
+    assert error(Float8(), plain) / error(rotated, plain) == pytest.approx(1, abs=0.02)
+
+
+def laid_out(k, v, page, seed):
+    """The pool of keys and values [K, S, H] in pages that lie anywhere, and their table [1, K, M]."""
+    pages = k.shape[0] * k.shape[1] // page
+    table = np.random.default_rng(seed).permutation(pages).astype(np.int32)
+    words = np.zeros((2, 1, pages, page, k.shape[2]), np.float32)
+    words[:, 0, table] = np.stack([k, v]).reshape(2, pages, page, -1)
+    return make_pool(*map(jnp.asarray, words)), jnp.asarray(table.reshape(1, k.shape[0], -1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_cache_in_four_layouts_gives_one_attention(seed):
+    heads, slots, width, lengths = 2, 64, 8, np.array([[37, 50]])
+    draw = np.random.default_rng(seed)
+    q = jnp.asarray(draw.normal(size=(1, 2 * heads, 1, width)), jnp.float32)
+    k, v = draw.normal(size=(2, heads, slots, width)).astype(np.float32)
+    want = [
+        attention(np.float64(q[0, i]), *(x[i // 2, : lengths[0, i // 2]] for x in (k, v))) for i in range(4)
+    ]
+    scale, at = width**-0.5, jnp.full((1, 1), slots, jnp.int32)
+    found = {}
+    for page in (4, 16):
+        pool, table = laid_out(k, v, page, seed)
+        found[page] = paged_decode(q, pool, table, jnp.asarray(lengths), at, scale=scale)[0]
+    found["rows"] = stacked_decode(
+        q, *(jnp.asarray(x)[None, None] for x in (k, v)), jnp.asarray(lengths), at, scale=scale
+    )[0]
+    starts = jnp.asarray([[0, slots]])
+    flat = (jnp.asarray(x.reshape(-1, width)) for x in (k, v))
+    found["ragged"] = ragged_decode(
+        q, *flat, starts, jnp.asarray(lengths), most=slots, aligned=slots, scale=scale
+    )[0]
+    for got in found.values():
+        np.testing.assert_allclose(got[0], want, atol=1e-5)
+
+
+def test_a_table_weighs_little_beside_its_pages():
+    def share(page, width, dtype):
+        shape = (1, 6, page, width)
+        pool = jax.eval_shape(lambda: make_pool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+        return 4 * pool.words.shape[1] / (4 * np.prod(pool.words.shape))
+
+    assert share(16, 128, jnp.bfloat16) == 1 / 2048 and share(1, 8, jnp.float32) == 1 / 64
 
 
 def parts_of(seed, slots, workers):

@@ -44,6 +44,26 @@ _ROWS = (
         "test_a_causal_prompt_visits_half_of_the_blocks_and_masks_the_diagonal",
     ),
     Kernel(
+        "flashattention3",
+        "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision",
+        "2407.08608",
+        'kvjax.words: Rotate("hadamard") >> Float8()',
+        "attention of float8 operands has 1.1 to 1.3 times less error if a Hadamard matrix rotates "
+        "queries and keys with outliers; the paper has 2.6, and its asynchrony is not here",
+        "numbers without outliers: the same error",
+        "test_a_rotation_before_float8_makes_the_error_of_outliers_smaller",
+    ),
+    Kernel(
+        "flashinfer",
+        "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving",
+        "2501.01005",
+        "kvjax.ops.decode: paged_decode, ragged_decode, stacked_decode",
+        "pages of any size, ragged rows and rectangles of one cache give one attention; a table of pages of "
+        "16 tokens weighs 1/2,048 of them (128 channels, bfloat16)",
+        "pages of one token with 8 channels: the table weighs 1/64 of them",
+        "test_one_cache_in_four_layouts_gives_one_attention",
+    ),
+    Kernel(
         "flash-decoding",
         "Flash-Decoding for long-context inference (Dao et al., 2023)",
         "",
