@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--synthetic", metavar="NAME:OPTION=N,...",
         help="azure-conv or azure-code (lengths and gaps like theirs: requests, rate, cv, seed), or tree "
-        "(common prefixes: also groups, prefix, suffix, output)",
+        "(common prefixes: also groups, prefix, suffix, output); calls=N: calls of other programs",
     )  # fmt: skip
     add("--requests", type=whole(1), metavar="N", help="the first N of a trace (default: all)")
     add("--costs", metavar="FILE", help="a JSON file of costs, in place of --model and --device")

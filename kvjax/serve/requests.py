@@ -9,7 +9,25 @@ from kvjax.base.errors import InputError
 from kvjax.serve.holding import Holding
 
 WAITING, READING, WRITING, AWAY = "waiting", "reading", "writing", "away"
+CALLING = "calling"
 ENDED, REFUSED, GONE = "ended", "refused", "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of another program: after `after` output tokens a request waits `seconds` before the next one.
+
+    predicted: the seconds that a predictor estimates; None: the true ones.
+    """
+
+    after: int
+    seconds: float
+    predicted: float | None = None
+
+    @property
+    def expected(self) -> float:
+        """Its seconds, as predicted."""
+        return self.seconds if self.predicted is None else self.predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +37,7 @@ class Request:
     keys: identify the prompt's beginning, one for every `span` tokens; equal keys mean equal tokens.
     predicted: the output length that a predictor estimates before the start; None: the true length. ready:
     tokens of the prompt whose slots come with it, because another device prefilled them. holding: what its
-    pages hold; None: as many tokens as the system's pages have.
+    pages hold; None: as many tokens as the system's pages have. calls: of other programs, in order.
     """
 
     id: int
@@ -31,12 +49,20 @@ class Request:
     predicted: int | None = None
     ready: int = 0
     holding: Holding | None = None
+    calls: tuple[Call, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.output) < 1 or self.arrived < 0 or self.arrived != self.arrived:
             raise InputError(
                 f"request {self.id} has {self.prompt} tokens, writes {self.output} and arrives at "
                 f"{self.arrived} s, expected at least one token of each and a time from 0 up"
+            )
+        after = [0, *(call.after for call in self.calls), self.output]
+        late = any(a >= b for a, b in zip(after, after[1:], strict=False))
+        if self.calls and (late or not min(call.seconds for call in self.calls) >= 0):
+            raise InputError(
+                f"request {self.id} of {self.output} tokens has calls {self.calls}, expected calls "
+                "one after the other, before its last token, of 0 seconds or more"
             )
         if not 0 <= self.ready < self.prompt:
             raise InputError(
@@ -78,7 +104,8 @@ class Entry:
     how often it was preempted. idle: iterations in which its row stood idle after it finished. evicted:
     stored tokens that hold no slot in its longest list, because its method evicted them at the end of the
     prompt. shorter: slots by which its lists are shorter than the longest, on average. outside: whether its
-    slots lie outside the pool, in a cache of its own.
+    slots lie outside the pool, in a cache of its own. called: how many of its calls began; until: when the
+    last one returns, in seconds.
     """
 
     request: Request
@@ -96,6 +123,8 @@ class Entry:
     evicted: int = 0
     shorter: float = 0.0
     outside: bool = False
+    called: int = 0
+    until: float = 0.0
 
     @property
     def slots(self) -> int:
@@ -106,6 +135,13 @@ class Entry:
     def goal(self) -> int:
         """Tokens to store before decoding: its prompt, and what it generated before it was preempted."""
         return self.request.prompt + self.written
+
+    @property
+    def to_call(self) -> int:
+        """Tokens to generate before its next call or its end."""
+        calls = self.request.calls
+        last = calls[self.called].after if self.called < len(calls) else self.request.output
+        return last - self.written
 
     @property
     def age(self) -> tuple[float, int]:

@@ -22,7 +22,7 @@ class View(NamedTuple):
     waiting: requests that hold nothing, in order of arrival. reading, writing: those that hold pages, in
     prefill and in decoding. away: those in host memory. standing: those that finished in a static batch that
     goes on. free: pages that are free or evictable, of `pages`. match(entry): the tree's match. gives(entry):
-    the pages that it would release.
+    the pages that it would release. calling: those that hold pages while they wait for another program.
     """
 
     now: float
@@ -36,6 +36,7 @@ class View(NamedTuple):
     standing: list[Entry]
     match: Callable[[Entry], Match]
     gives: Callable[[Entry], int]
+    calling: list[Entry] = []
 
 
 class Plan(NamedTuple):

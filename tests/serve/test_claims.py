@@ -221,6 +221,20 @@ def test_skip_join_queues_shorten_the_mean_completion(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_memory_over_time_and_the_least_waste_shorten_the_mean_completion(seed):
+    requests, pages = synthetic(f"azure-conv:requests=200,rate=8,calls=2,seed={seed}"), 3 * 8192 // 16
+    requests = [one for one in requests if one.most <= 8192]
+    first_come, mean = system("vllm"), {}
+    for word in (words.Preserved(), words.Discarded(), words.Swapped()):
+        mean[word] = run(dataclasses.replace(first_come, calls=word), requests, pages)["mean_e2el_ms"]
+    assert run("lamps", requests, pages)["mean_e2el_ms"] < min(mean.values())
+    assert mean[words.Preserved()] == max(mean.values())
+    same = [Request(i, i * 0.01, 512, 64) for i in range(60)]
+    one, other = (simulate(system(text), same, LLAMA, pages=pages) for text in ("lamps", "vllm"))
+    np.testing.assert_array_equal(one.ends, other.ends)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_devices_apart_meet_a_tight_time_per_token_more_often(seed):
     """Rates are per device: two devices get twice as many requests as one that does both."""
 

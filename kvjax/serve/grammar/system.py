@@ -16,6 +16,7 @@ from kvjax.serve.grammar.words import (
     Blocks,
     ByNode,
     ByRow,
+    Calls,
     Chain,
     Iterations,
     Lanes,
@@ -26,6 +27,7 @@ from kvjax.serve.grammar.words import (
     Preempt,
     PrefillFirst,
     PrefixGroups,
+    Preserved,
     Recompute,
     Resident,
     SkipJoin,
@@ -55,6 +57,7 @@ class System:
     order: Order = Arrival()
     batch: Batch = Iterations()
     preempt: Preempt = Recompute()
+    calls: Calls = Preserved()
     split: Split = Together()
     weights: Weights = Resident()
     attend: Attend = ByRow()
@@ -93,6 +96,7 @@ _KINDS = {
     "order": Order.__args__,
     "batch": Batch.__args__,
     "preempt": Preempt.__args__,
+    "calls": Calls.__args__,
     "split": Split.__args__,
     "weights": Weights.__args__,
     "attend": Attend.__args__,

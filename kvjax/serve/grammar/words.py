@@ -127,6 +127,18 @@ class SkipJoin(Word):
     tokens: int = 512
 
 
+@dataclass(frozen=True)
+class MemoryTime(Word):
+    """The fewest predicted token-seconds of memory first: those of decoding, and of calls of other programs.
+
+    steps: iterations in a second. read, moved: tokens that are read, or moved to the host, in a second.
+    """
+
+    steps: int = 50
+    read: int = 36_000
+    moved: int = 196_000
+
+
 # --- batch: what one iteration does -------------------------------------------------------------------
 
 
@@ -181,6 +193,35 @@ class Swap(Word):
 @dataclass(frozen=True)
 class Reserved(Word):
     """No preemption: a request starts if pages for its longest output are free beside those of others."""
+
+
+# --- calls: what happens to a request's slots while it waits for another program ----------------------------
+
+
+@dataclass(frozen=True)
+class Preserved(Word):
+    """They stay, unless an earlier request needs their pages."""
+
+
+@dataclass(frozen=True)
+class Discarded(Word):
+    """They are freed, and read again when the call returns."""
+
+
+@dataclass(frozen=True)
+class Swapped(Word):
+    """They move to host memory, and return from there."""
+
+
+@dataclass(frozen=True)
+class LeastWaste(Word):
+    """Whichever of the three wastes the fewest predicted token-seconds of memory.
+
+    read, moved: tokens that are read, or moved to the host, in a second.
+    """
+
+    read: int = 36_000
+    moved: int = 196_000
 
 
 # --- split: which devices do what -------------------------------------------------------------------------
@@ -238,9 +279,10 @@ class ByNode(Word):
 
 
 Place = Blocks | Spans | Lanes
-Order = Arrival | Shortest | LongestPrefix | PrefixGroups | Bins | SkipJoin
+Order = Arrival | Shortest | LongestPrefix | PrefixGroups | Bins | SkipJoin | MemoryTime
 Batch = Whole | Iterations | PrefillFirst | Chunked
 Preempt = Never | Recompute | Swap | Reserved
+Calls = Preserved | Discarded | Swapped | LeastWaste
 Split = Together | Apart | Chain
 Weights = Resident | Brought
 Attend = ByRow | ByNode

@@ -6,6 +6,7 @@ the rate, and the variation of the gaps. `fit` computes an entry of it.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -18,14 +19,14 @@ import numpy as np
 from scipy.special import ndtr
 
 from kvjax.base.errors import InputError
-from kvjax.serve.requests import Request
+from kvjax.serve.requests import Call, Request
 
 QUANTILES = 201
 FILE = Path(__file__).with_name("statistics.json")
 TREE = "tree"
 OPTIONS = {
     "requests": 1000, "rate": 0.0, "cv": 0.0, "seed": 0,
-    "groups": 16, "prefix": 1024, "suffix": 128, "output": 64,
+    "calls": 0, "groups": 16, "prefix": 1024, "suffix": 128, "output": 64,
 }  # fmt: skip
 
 
@@ -89,6 +90,22 @@ def tree(
     ]
 
 
+def with_calls(requests: Sequence[Request], most: int, seed: int) -> list[Request]:
+    """Requests that call other programs up to `most` times each, at random tokens of their outputs.
+
+    A call takes as long as one of a tool or of a person (InferCept, arXiv:2402.01869, table 1): 0.1 to 1 s,
+    or 10 to 30 s, in equal parts.
+    """
+    rng, found = np.random.default_rng([seed, most]), []
+    for one in requests:
+        count = min(int(rng.integers(0, most + 1)), one.output - 1)
+        after = 1 + np.sort(rng.permutation(one.output - 1)[:count])
+        seconds = np.where(rng.random(count) < 0.5, rng.uniform(0.1, 1, count), rng.uniform(10, 30, count))
+        calls = tuple(map(Call, after.tolist(), seconds.tolist()))
+        found.append(dataclasses.replace(one, calls=calls))
+    return found
+
+
 def arrivals(rng: np.random.Generator, count: int, rate: float, cv: float) -> np.ndarray:
     """Times whose gaps are Gamma(1 / cv^2) with mean 1 / rate; the first is 0."""
     gaps = rng.gamma(1 / cv**2, cv**2 / rate, count)
@@ -117,9 +134,13 @@ def synthetic(text: str) -> list[Request]:
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(options)}"
             raise InputError(f"workload {name} has no option {key!r}: {hint}")
         options[key] = _number(name, key, value)
+    calls = options.pop("calls")
     if name == TREE:
-        return tree(**options)
-    return drawn(statistics()[name], **{key: options[key] for key in ("requests", "rate", "cv", "seed")})
+        found = tree(**options)
+    else:
+        known = {key: options[key] for key in ("requests", "rate", "cv", "seed")}
+        found = drawn(statistics()[name], **known)
+    return with_calls(found, calls, options["seed"]) if calls else found
 
 
 def _number(name: str, key: str, text: str) -> Any:

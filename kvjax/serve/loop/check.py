@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Never, Reserved
 from kvjax.serve.policies.room import extra, pages
-from kvjax.serve.requests import AWAY, READING, WAITING, WRITING
+from kvjax.serve.requests import AWAY, CALLING, READING, WAITING, WRITING
 from kvjax.serve.view import Plan, View
 
 
@@ -29,7 +29,7 @@ def check(system: System, plan: Plan, view: View) -> None:
         have = view.match(entry).tokens if entry.state == WAITING else entry.stored
         if entry.state not in (WAITING, READING) or not 1 <= count <= entry.goal - have:
             raise IllegalPlan(f"{name} reads {count} tokens of request {entry.request.id}, {entry.state}")
-    if any(entry.state not in (WRITING, READING) for entry in plan.out) or plan.steps < 1:
+    if any(entry.state not in (WRITING, READING, CALLING) for entry in plan.out) or plan.steps < 1:
         raise IllegalPlan(
             f"{name} moves a request to the host that holds no slots, or plans {plan.steps} steps"
         )

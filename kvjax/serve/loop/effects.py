@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from kvjax.serve.requests import Entry, Request
 
 
 class Wait(NamedTuple):
-    """There are no requests: wait for one."""
+    """Nothing can run: wait for a request, or until a time in seconds, at which a call returns."""
+
+    until: float = math.inf
 
 
 class Move(NamedTuple):
@@ -23,7 +26,7 @@ class Run(NamedTuple):
 
     standing: rows of finished requests, computed in vain. shared: slots that `write` would read again, were
     pages that several rows share not read once (ByNode). Pages are in the ledger's tables. An interpreter
-    stops early when a request finishes or arrives.
+    stops early when a request finishes or arrives, and at `until`, when a call returns.
     """
 
     write: list[Entry]
@@ -31,6 +34,7 @@ class Run(NamedTuple):
     steps: int
     standing: int
     shared: int = 0
+    until: float = math.inf
 
 
 class Done(NamedTuple):

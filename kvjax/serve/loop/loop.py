@@ -9,11 +9,12 @@ while True:
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Generator
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import ByNode, Swap, Whole
+from kvjax.serve.grammar.words import ByNode, Discarded, Preserved, Swap, Swapped, Whole
 from kvjax.serve.ledger.blocks import Ledger
 from kvjax.serve.ledger.nodes import read_again
 from kvjax.serve.ledger.tree import PrefixTree
@@ -21,8 +22,9 @@ from kvjax.serve.loop.check import check
 from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
 from kvjax.serve.policies import decide
 from kvjax.serve.policies.batch import decide as decide_plainly
+from kvjax.serve.policies.calls import during_call
 from kvjax.serve.policies.room import capacity, pages
-from kvjax.serve.requests import AWAY, ENDED, GONE, READING, REFUSED, WAITING, WRITING, Entry
+from kvjax.serve.requests import AWAY, CALLING, ENDED, GONE, READING, REFUSED, WAITING, WRITING, Entry
 from kvjax.serve.view import Match, Plan, View
 
 
@@ -37,7 +39,7 @@ class Loop:
     >>> loop = Loop(System(), 8)
     >>> effects = loop.run()
     >>> next(effects)
-    Wait()
+    Wait(until=inf)
     >>> effects.send(Done(0.0, arrived=[Request(0, 0.0, 20, 1)])).read[0][1]
     20
     """
@@ -50,6 +52,8 @@ class Loop:
         self.reading: list[Entry] = []
         self.writing: list[Entry] = []
         self.away: list[Entry] = []
+        self.calling: list[Entry] = []
+        self._leaving: list[Entry] = []
         self.standing: list[Entry] = []
         self.iterations = 0
         self.spare: System | None = None
@@ -60,17 +64,29 @@ class Loop:
         """Yields effects and receives their results, until no request is left and no more will arrive."""
         now = 0.0
         while True:
+            if self._leaving:
+                out, self._leaving = self._leaving, []
+                now = self._hear((yield Move(out, [])))
+                continue
+            returns = min((entry.until for entry in self.calling), default=math.inf)
             if not (self.waiting or self.reading or self.writing or self.away):
-                if self._over:
+                if self._over and not self.calling:
                     return
-                now = self._hear((yield Wait()))
+                now = self._hear((yield Wait(returns)))
                 continue
             view = self.view(now)
             plan = self._decided(view)
             self._make_room(plan)
-            if isinstance(self.system.preempt, Swap) and (plan.out or plan.back):
-                now = self._hear((yield Move(plan.out, plan.back)))
-            done = yield Run(plan.write, plan.read, plan.steps, len(self.standing), self._shared(plan))
+            out = plan.out if isinstance(self.system.preempt, Swap) else []
+            if out or plan.back:
+                now = self._hear((yield Move(out, plan.back)))
+            if not plan.write and not plan.read:
+                # What is free is not enough for anybody before a call returns.
+                now = self._hear((yield Wait(returns)))
+                continue
+            done = yield Run(
+                plan.write, plan.read, plan.steps, len(self.standing), self._shared(plan), returns
+            )
             self._settle(plan, done)
             now = self._hear(done)
 
@@ -78,7 +94,10 @@ class Loop:
         """A legal plan, by the system's policies or, if these fail, by those of the system `spare`."""
         try:
             plan = decide(self.system, view)
-            check(self.system, plan, view)
+            if plan.steps > 1 and any(entry.request.calls for entry in plan.write):
+                plan = plan._replace(steps=min(plan.steps, *(entry.to_call for entry in plan.write)))
+            if plan.write or plan.read or not self.calling:
+                check(self.system, plan, view)
         except Exception as error:
             if self.spare is None:
                 raise
@@ -101,6 +120,7 @@ class Loop:
         return View(
             now, self.system.page, ledger.pages, ledger.free + ledger.idle, self.waiting, self.reading,
             self.writing, self.away, self.standing, match, lambda entry: ledger.gives(entry.request.id),
+            [entry for entry in self.calling if entry.held],
         )  # fmt: skip
 
     def _hear(self, done: Done) -> float:
@@ -108,6 +128,8 @@ class Loop:
         self._over = done.arrived is None
         for entry in done.gone:
             self._leave(entry)
+        for entry in [entry for entry in self.calling if entry.until <= done.now]:
+            self._return(entry)
         for request in done.arrived or ():
             entry = Entry(request, request.page_keys(self.system.page) if self.tree else [])
             self.entries.append(entry)
@@ -193,6 +215,10 @@ class Loop:
     def _give_way(self, entry: Entry) -> None:
         """Preempts an entry: Recompute drops its slots; Swap keeps them, unless its prefill is unfinished."""
         entry.preempted += 1
+        if entry.state == CALLING:
+            self._release(entry)
+            entry.stored = entry.evicted = 0
+            return
         swaps = isinstance(self.system.preempt, Swap) and entry.state == WRITING
         (self.writing if entry.state == WRITING else self.reading).remove(entry)
         self._release(entry)
@@ -239,6 +265,9 @@ class Loop:
         if plan.steps > steps:
             for entry in plan.write:
                 self._trim(entry)
+        for entry in [*plan.write, *(entry for entry, _ in plan.read)]:
+            if entry.state == WRITING and entry.request.calls and not entry.to_call:
+                self._call(entry, done.now)
         self._end_batch()
 
     def _begin(self, entry: Entry, iteration: int) -> None:
@@ -250,6 +279,33 @@ class Loop:
         if self.tree is not None:
             self.tree.insert(entry.keys, entry.request.id)
 
+    def _call(self, entry: Entry, now: float) -> None:
+        """Sets an entry aside until its call returns, and its slots where the system says."""
+        call = entry.request.calls[entry.called]
+        how = during_call(self.system.calls, self.view(now), entry, call.expected)
+        self.writing.remove(entry)
+        entry.state, entry.until, entry.called = CALLING, now + call.seconds, entry.called + 1
+        self.calling.append(entry)
+        if isinstance(how, Preserved):
+            return
+        self._release(entry)
+        if isinstance(how, Swapped):
+            self._leaving.append(entry)
+        if isinstance(how, Discarded):
+            entry.stored, entry.evicted, entry.shorter = 0, 0, 0.0
+
+    def _return(self, entry: Entry) -> None:
+        """Goes on with an entry whose call has returned: at once, from the host, or by reading it again."""
+        self.calling.remove(entry)
+        if entry.held:
+            entry.state = WRITING
+            self.writing.append(entry)
+        elif entry.stored:
+            entry.state = AWAY
+            insort(self.away, entry, key=lambda one: one.age)
+        else:
+            self._wait(entry)
+
     def _end(self, entry: Entry) -> None:
         self.writing.remove(entry)
         entry.state = ENDED
@@ -260,7 +316,7 @@ class Loop:
 
     def _leave(self, entry: Entry) -> None:
         """Releases what an unfinished request holds, because it was cancelled or failed."""
-        for state in (self.waiting, self.reading, self.writing, self.away):
+        for state in (self.waiting, self.reading, self.writing, self.away, self.calling):
             if entry in state:
                 state.remove(entry)
         if entry.request.id in self.ledger.tables:

@@ -114,7 +114,8 @@ def starts(
     if rows <= 0 or tokens <= 0 or view.away or not view.waiting:
         return new
     promised = isinstance(system.preempt, Reserved)
-    spare = free - (promises(system, view) if promised else reserve(view) if running(view) else 0)
+    # The pages that rows take in this iteration are among those promised.
+    spare = view.free - promises(system, view) if promised else free - (reserve(view) if running(view) else 0)
     for entry in ordered(system.order, view, rows):
         match = view.match(entry)
         todo = entry.goal - match.tokens
@@ -136,5 +137,6 @@ def rest(kept: Preemption) -> Read:
 
 def planned(system: System, kept: Preemption, read: Read) -> Plan:
     """The plan of an iteration: the kept sequences decode, and those in `read` prefill."""
-    steps = 1 if read else steps_that_fit(system, kept.write, kept.free)
+    # When one has left or come back, another may start next.
+    steps = 1 if read or kept.out or kept.back else steps_that_fit(system, kept.write, kept.free)
     return Plan(kept.write, read, kept.out, kept.back, steps)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvjax.serve.grammar.words import Arrival, Bins, LongestPrefix, Order, PrefixGroups, Shortest, SkipJoin
+from kvjax.serve.grammar.words import (
+    Arrival,
+    Bins,
+    LongestPrefix,
+    MemoryTime,
+    Order,
+    PrefixGroups,
+    Shortest,
+    SkipJoin,
+)
 from kvjax.serve.requests import Entry
 from kvjax.serve.view import View
 
@@ -20,6 +29,8 @@ def ordered(order: Order, view: View, rows: int) -> Sequence[Entry]:
         return longest_prefix(order, view)
     if isinstance(order, PrefixGroups):
         return prefix_groups(view)
+    if isinstance(order, MemoryTime):
+        return sorted(view.waiting, key=lambda entry: (memory_time(order, entry), entry.age))
     return one_bin(order, view, rows)
 
 
@@ -43,6 +54,25 @@ def prefix_groups(view: View) -> list[Entry]:
 
     groups.sort(key=lambda group: (-writes(group), group[0].age))
     return [entry for group in groups for entry in sorted(group, key=lambda entry: entry.age)]
+
+
+def memory_time(order: MemoryTime, entry: Entry) -> float:
+    """LAMPS (arXiv:2410.18248, section 4): token-seconds that the rest of a request holds, as predicted.
+
+    A call counts as the least that it may hold: its slots for its seconds, or while they are read again or
+    moved out and back.
+
+    >>> from kvjax.serve.requests import Call, Request
+    >>> alone, calls = (Request(0, 0.0, 100, 11, calls=x) for x in ((), (Call(5, 2.0),)))
+    >>> [memory_time(MemoryTime(10, 1000, 1000), Entry(one)) for one in (alone, calls)]
+    [115.5, 126.525]
+    """
+    request, left = entry.request, max(entry.request.expected - entry.written, 1)
+    total = (entry.goal * left + left * (left - 1) / 2) / order.steps
+    for call in request.calls[entry.called :]:
+        slots = request.prompt + call.after
+        total += slots * min(call.expected, slots / order.read, 2 * slots / order.moved)
+    return total
 
 
 def one_bin(order: Bins, view: View, rows: int) -> list[Entry]:

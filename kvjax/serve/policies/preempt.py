@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Lanes
+from kvjax.serve.grammar.words import Lanes, Reserved
 from kvjax.serve.policies.room import capacity, extra, pages
 from kvjax.serve.requests import Entry
 from kvjax.serve.view import View
@@ -32,7 +32,7 @@ def give_way(system: System, view: View) -> Preemption:
     if need <= view.free:
         return come_back(system, view, Preemption(view.writing, view.reading, [], [], view.free - need))
     free, out = view.free, []
-    latest = sorted(running(view), key=lambda entry: entry.age)
+    latest = sorted(running(view) + view.calling, key=lambda entry: entry.age)
     while need > free and len(latest) > 1:
         last = latest.pop()
         free += view.gives(last)
@@ -47,9 +47,15 @@ def give_way(system: System, view: View) -> Preemption:
 def come_back(system: System, view: View, kept: Preemption) -> Preemption:
     """Returns requests from host memory in order of arrival, while their pages fit beside a reserve."""
     free, back = kept.free, []
+    reserved = isinstance(system.preempt, Reserved)
+    promised = promises(system, view) if reserved else 0
     for entry in view.away:
         need = pages(system.place, entry.request, entry.slots + 1)
-        if need > free - (reserve(view) if kept.write or kept.read or back else 0):
+        if reserved:
+            promised += pages(system.place, entry.request, entry.request.most - entry.evicted)
+            if promised > view.free:
+                break
+        elif need > free - (reserve(view) if kept.write or kept.read or back else 0):
             break
         free -= need
         back.append(entry)
@@ -67,10 +73,10 @@ def running(view: View) -> list[Entry]:
 
 
 def promises(system: System, view: View) -> int:
-    """Pages that running requests may still take, up to their longest outputs (Reserved)."""
+    """Pages that requests which hold some may still take, up to their longest outputs (Reserved)."""
     return sum(
         pages(system.place, entry.request, entry.request.most - entry.evicted) - entry.held
-        for entry in running(view)
+        for entry in running(view) + view.calling
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,8 +73,10 @@ class _Calendar:
             slots = sum(entry.slots for entry in (*effect.out, *effect.back))
             self.moved += slots
             self.now += slots * self.costs.move
-        elif self.next < len(self.queue):
-            self.now = max(self.now, self.queue[self.next].arrived)
+        else:
+            comes = self.queue[self.next].arrived if self.next < len(self.queue) else math.inf
+            if (until := min(comes, effect.until)) < math.inf:
+                self.now = max(self.now, until)
         return Done(self.now, arrived=self._arrived())
 
     def _arrived(self) -> list[Request] | None:
@@ -89,7 +92,8 @@ class _Calendar:
         rows, write = len(run.write), run.write
         left = min((entry.request.output - entry.written for entry in write), default=1)
         most = min(run.steps, left, self.steps)
-        comes = self.queue[self.next].arrived if self.next < len(self.queue) else float("inf")
+        comes = self.queue[self.next].arrived if self.next < len(self.queue) else math.inf
+        comes = min(comes, run.until)
         slots = sum(entry.slots for entry in write) + rows
         # Slots are read once where rows share them; products are computed for every row.
         pairs, slots = slots, slots - run.shared

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Apart
+from kvjax.serve.grammar.words import Apart, SkipJoin, Whole
 from kvjax.serve.loop import Loop
 from kvjax.serve.requests import Request
 from kvjax.serve.sim.apart import apart
@@ -36,7 +36,8 @@ def simulate(
         An `Outcome`; `kvjax.serve.load.metrics` computes its metrics.
 
     Raises:
-        InputError: for a pool without a page, and two requests of one id.
+        InputError: for a pool without a page, two requests of one id, and requests with calls on a system
+            whose batches end together or that prefills elsewhere.
 
     >>> costs = Costs("by hand", 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1e3, 1.0)
     >>> simulate(System(), [Request(0, 0.0, 10, 3)], costs).ends.tolist()
@@ -55,6 +56,18 @@ def simulate(
         )
     if len({one.id for one in queue}) < len(queue):
         raise InputError("two requests have one id, expected an id for each: number them anew")
+    _check_calls(system, queue)
     if isinstance(system.split, Apart):
         return apart(system, system.split, queue, costs, how, count, steps, watch)
     return one_instance(system, queue, costs, how, count, steps, watch)
+
+
+def _check_calls(system: System, queue: list[Request]) -> None:
+    words = (system.batch, Whole), (system.split, Apart), (system.order, SkipJoin)
+    word = next((word for word, kind in words if isinstance(word, kind)), None)
+    caller = next((one.id for one in queue if one.calls), None)
+    if word is not None and caller is not None:
+        raise InputError(
+            f"request {caller} waits for other programs, and {word!r} has no place for such requests: take a "
+            "system of iterations on one device, such as lamps"
+        )

@@ -8,6 +8,8 @@ from kvjax.serve.grammar.words import (
     Chunked,
     Iterations,
     Lanes,
+    LeastWaste,
+    MemoryTime,
     Never,
     PrefillFirst,
     Recompute,
@@ -72,6 +74,25 @@ def fastserve(rows: int = 8, levels: int = 6, quantum: int = 16, tokens: int = 5
     """
     order = SkipJoin(levels, quantum, tokens)
     return System(place=Blocks(page), order=order, batch=Iterations(rows), preempt=Swap())
+
+
+@paper(
+    "Fast Inference for Augmented Large Language Models",
+    arxiv="2410.18248",
+    claim="a lower mean completion than in order of arrival, whatever a call does with the slots there",
+    reverses="no calls, and requests of one length: the iterations of vllm",
+    tested="test_memory_over_time_and_the_least_waste_shorten_the_mean_completion",
+)
+def lamps(page: int = 16, rows: int = 256, tokens: int = 8192) -> System:
+    """LAMPS (Shahout et al., 2024, arXiv:2410.18248), section 4: calls of other programs, memory over time.
+
+    Requests are ordered by the token-seconds that they will hold, and a call preserves, discards or swaps the
+    slots, whichever wastes least. Deviation: lengths and calls are predicted exactly unless a request says
+    otherwise, what a call costs others is seen when it begins, a call adds no tokens, and nobody is promoted
+    after a long wait.
+    """
+    place, batch = Blocks(page), PrefillFirst(rows, tokens)
+    return System(place=place, order=MemoryTime(), batch=batch, calls=LeastWaste())
 
 
 @paper(
