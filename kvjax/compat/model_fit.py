@@ -106,7 +106,7 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -
     if learned and len({s.key for s in facts.slots}) > 1:
         refuse(method, "it was fitted to heads of one size, and layers have heads of several", "h2o")
     if getattr(keep.score, "weights", False):
-        if facts.factors or facts.latent:
+        if facts.latent or any(s.factors and not s.expands for s in facts.slots):
             refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
         if facts.lent:
             refuse(method, "it weighs values by the output matrix, and several layers read them", "snapkv")

@@ -146,10 +146,26 @@ def score_slots(
         if met is None:
             return ranked(keep, view, seen)
         heads = scored(score, _as_met(met, mine, view), seen).astype(jnp.float32)
-        return ranked(keep, view, seen, heads.reshape(*view.pos.shape[:2], -1, view.pos.shape[2]).mean(2))
+        each = heads.reshape(*view.pos.shape[:2], -1, view.pos.shape[2])
+        return ranked(keep, view, seen, _over_heads(each))
 
     each = [over_layers(one, numbers, view, seen, mine) for seen in (fresh.observed, *fresh.readers)]
     return reduce(jnp.add, each)
+
+
+def _over_heads(scores: Float[Array, "B K R S"]) -> Float[Array, "B K S"]:
+    """The mean over R heads; slots that are infinite in some follow those that are in more, before others.
+
+    A score of two stages gives infinity to what a head's first stage selects, which can be more slots than
+    fit if heads select differently.
+    """
+    first, known = jnp.isposinf(scores), jnp.isfinite(scores)
+    among = jnp.maximum((~first).sum(2), 1).astype(scores.dtype)
+    mean = jnp.where(first, 0.0, scores).sum(2) / among
+    high = scores.max((2, 3), initial=-jnp.inf, where=known)
+    span = high - scores.min((2, 3), initial=jnp.inf, where=known)
+    above = first.sum(2).astype(scores.dtype) * jnp.where(span > 0, 2 * span, 1.0)[..., None]
+    return jnp.where(first.all(2), jnp.inf, mean + above)
 
 
 def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:

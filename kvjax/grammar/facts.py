@@ -29,7 +29,6 @@ class Fact(enum.Enum):
     ROTATED_KEYS = "keys are stored rotated by their positions"
     KEYS_BY_POSITION = "a key is rotated by its position for all queries"
     STORED_KEYS = "the cache stores the keys that attention uses"
-    STORED_VALUES = "the cache stores the values that the output matrix multiplies"
     KV_HEADS = "every KV head has slots of its own"
     ONE_BY_ONE = "tokens are encoded one by one"
     ONE_CODE = "all layers use the same codes"
@@ -63,7 +62,6 @@ INTACT = {
 # For an error message: a method of the catalogue that does not need a fact.
 NEEDLESS = {
     (Fact.STORED_KEYS, "keep"): "sink-recent",
-    (Fact.STORED_VALUES, "keep"): "sink-recent",
     (Fact.KV_HEADS, "keep"): "h2o",
     (Fact.ONE_BY_ONE, "keep"): "h2o",
     (Fact.OBSERVED, "keep"): "l2compress",

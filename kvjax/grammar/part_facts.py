@@ -73,8 +73,6 @@ def _observes_prompts(keep: Keep) -> bool:
 def _looked_at(keep: Keep) -> dict[Fact, str]:
     """The facts that a keep requires of stored keys and values."""
     found = {}
-    if getattr(keep.score, "weights", False):
-        found[Fact.STORED_VALUES] = "weighs values by the output matrix"
     if any(lacks_fit(word) or word.fitted is not None for word in fitted_words(keep)):
         found[Fact.KV_HEADS] = "was fitted to KV heads"
     return found | _met(keep)

@@ -58,11 +58,13 @@ class GroupedLowRank(Stating):
 
     @property
     def breaks(self) -> Reasons:
-        latents = dict.fromkeys((Fact.STORED_KEYS, Fact.STORED_VALUES), "stores latents of keys and values")
-        lists = (
-            {Fact.KV_HEADS: f"stores the slots of {self.heads} KV heads together"} if self.heads > 1 else {}
-        )
-        return {Fact.GIVEN_WEIGHTS: "rewrites them", **latents, **lists}
+        found = {
+            Fact.GIVEN_WEIGHTS: "rewrites them",
+            Fact.STORED_KEYS: "stores latents of keys and values",
+        }
+        if self.heads > 1:
+            found[Fact.KV_HEADS] = f"stores the slots of {self.heads} KV heads together"
+        return found
 
     def __post_init__(self):
         object.__setattr__(self, "kind", type(self.rank))

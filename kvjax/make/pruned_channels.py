@@ -42,10 +42,10 @@ class PrunedChannels(Stating):
 
     @property
     def breaks(self) -> Reasons:
-        latents = dict.fromkeys(
-            (Fact.STORED_KEYS, Fact.STORED_VALUES), "stores some channels of keys and values"
-        )
-        return {Fact.GIVEN_WEIGHTS: "rewrites them", **latents}
+        return {
+            Fact.GIVEN_WEIGHTS: "rewrites them",
+            Fact.STORED_KEYS: "stores some channels of keys and values",
+        }
 
     def __post_init__(self):
         if not 0 < self.keep <= 1:

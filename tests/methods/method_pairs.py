@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import kvjax
-from kvjax.compat import model_fit
+from kvjax.compat import model_fit, store_fit
 from kvjax.grammar import Method, Store, chains
 from kvjax.state.cache import Cache
 from tests.methods.battery import ROOM, model
@@ -40,15 +41,14 @@ def exact(granule: int = 1, **more: Any) -> Method:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Within the block, methods are built and run without the checks of their words."""
-    held = chains.check, model_fit.check
-    chains.check = model_fit.check = lambda method: None
+    """Within the block, methods are built and run without the checks of their words and of the model."""
+    left_out = ((chains, "check"), (model_fit, "check"), (model_fit, "refuse"), (store_fit, "refuse"))
     model_fit.check_fit.cache_clear()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(model_fit.check_fit.cache_clear)
+        for module, name in left_out:
+            stack.enter_context(mock.patch.object(module, name, lambda *_: None))
         yield
-    finally:
-        chains.check, model_fit.check = held
-        model_fit.check_fit.cache_clear()
 
 
 @cache

@@ -29,8 +29,8 @@ SNAP = of("snapkv", budget=0.5, window=4)
 QUEST, HALF = (of("quest", budget=share, page=4, skip_layers=0) for share in (1.0, 0.5))
 TWO_TIERS = Method(dataclasses.replace(SNAP.keep, lower=Store(Affine(8))))
 MERGING = Method(dataclasses.replace(SNAP.keep, merge=ZipMerge(0.0)))
-# Latents of full rank: the model answers as the one that it is made of.
-LATENT = Method(make=GroupedLowRank(1.0, heads=2))
+# Latents of full rank, one for each KV head: the model answers as the one that it is made of.
+LATENT = Method(make=GroupedLowRank(1.0, heads=1))
 # Both layers of the model are merged.
 MERGED = of("minicache", start=0)
 GEMS = of("gemfilter", budget=0.5, filter_layer=0)
@@ -49,11 +49,6 @@ CASES = {
     "memory tokens stored unrotated": (Fact.ROTATED_KEYS, (GISTS, exact(unrotated=True)), (GISTS,)),
     "latents under a read": (Fact.STORED_KEYS, (LATENT, HALF), (HALF,)),
     "latents under a merge": (Fact.STORED_KEYS, (LATENT, MERGING), (MERGING,)),
-    "latents weighed as values": (
-        Fact.STORED_VALUES,
-        (LATENT, of("criticalkv", budget=0.5, window=4)),
-        (of("criticalkv", budget=0.5, window=4),),
-    ),
     "merges into codes of several tokens": (
         Fact.ONE_BY_ONE,
         (of("d2o", budget=0.5), exact(4)),

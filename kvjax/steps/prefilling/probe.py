@@ -66,7 +66,8 @@ def with_probe(
     for i, f in fresh.items():
         new = reading.fresh[i]
         assert isinstance(new, ComputedTokens)
-        keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
+        mine = (params["layers"][i], gms[i], views[i], new)
+        keys = _keys_of_probe(run, *mine, reading.positions) if probe.keys else None
         observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
         seen = {key_of(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
         out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
@@ -97,16 +98,21 @@ def with_same_rotation(run: Run) -> Run:
 
 
 def _keys_of_probe(
-    run: Run, gm: GroupMethod, view: View, new: ComputedTokens, at: Positions
+    run: Run, weights: Params, gm: GroupMethod, view: View, new: ComputedTokens, at: Positions
 ) -> Float[Array, "Lg B K P H"]:
-    """A probe's own keys as its queries meet them, after the slots of a view."""
+    """A probe's own keys as its queries meet them, after the slots of a view; weights: the group's."""
     rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
+    assert new.k is not None
+    if met := run.met(gm.first):
+        v = new.k if new.v is None else new.v
+        return over_layers(
+            lambda p, k, v: met(p, k, v, jnp.broadcast_to(mine, k.shape[:3]))[0], weights, new.k, v
+        )
 
     def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
         (rotation,) = rotations_of(run, at.pos, [pos, mine])
         return rotated_keys(rope, Keys(k, k, mine), rotation, 1, at.length).k
 
-    assert new.k is not None
     return over_layers(one, new.k, view.pos)
 
 
