@@ -23,7 +23,7 @@ DRAFTS = {
 
 @pytest.mark.parametrize(
     "name",
-    [*list(DRAFTS)[:2], "lookup", *(pytest.param(n, marks=pytest.mark.rotating) for n in ("h2o", "quest"))],
+    ["snapkv", "lookup", *(pytest.param(n, marks=pytest.mark.rotating) for n in ("int4", "h2o", "quest"))],
 )
 def test_greedy_texts_are_those_of_greedy_decoding(name):
     m = model("4/2")
@@ -71,7 +71,7 @@ def test_texts_end_at_a_stop_token_inside_a_draft():
         assert row[:n].tolist() == other[:n].tolist() and (row[n:] == -1).all()
 
 
-@pytest.mark.parametrize("draft", ["method", "lookup"])
+@pytest.mark.parametrize("draft", [pytest.param("method", marks=pytest.mark.rotating), "lookup"])
 def test_drawn_texts_have_the_distribution_of_the_model(draft):
     """The first and the second token of many draws, against the probabilities of the model itself."""
     m, rows = model("4/2"), 1500

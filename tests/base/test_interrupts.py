@@ -123,7 +123,7 @@ def test_a_second_interrupt_of_a_part_ends_the_command():
 
 
 @pytest.mark.parametrize(
-    "moment", ["import", "opened", pytest.param("first unit", marks=pytest.mark.rotating)]
+    "moment", ["import", *(pytest.param(x, marks=pytest.mark.rotating) for x in ("opened", "first unit"))]
 )
 def test_an_interrupted_comparison_ends_and_says_how_it_goes_on(moment, tmp_path):
     folder = tmp_path / "its results"

@@ -72,7 +72,10 @@ def test_half_a_character_in_a_prompt_is_named(chat, capsys):
 PROMPT = "<bos> the <set> brave otter 17 4 52 <.> a hill <get> brave otter"
 
 
-@pytest.mark.parametrize("draft", ["lookup", "int8", "recall-tiny"])
+@pytest.mark.parametrize(
+    "draft",
+    ["lookup", *(pytest.param(d, marks=pytest.mark.rotating) for d in ("int8", "recall-tiny"))],
+)
 def test_a_draft_changes_no_word_of_the_text_and_its_share_is_said(draft, capsys):
     asked = ["generate", "--max-new-tokens", "6", "--prompt", PROMPT]
     assert main(asked) == 0

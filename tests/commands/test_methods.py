@@ -121,7 +121,15 @@ def test_nothing_of_a_docstring_is_lost_on_a_card(id):
     )
 
 
-@pytest.mark.parametrize("id", ["snapkv", "h2o", "kivi", "quest", "palu", "minicache"])
+@pytest.mark.parametrize(
+    "id",
+    [
+        "snapkv",
+        "kivi",
+        "quest",
+        *(pytest.param(x, marks=pytest.mark.rotating) for x in ("h2o", "palu", "minicache")),
+    ],
+)
 def test_what_a_card_chains_with_runs_together_and_what_it_does_not_is_refused_for_that_reason(id):
     found, own = card(id), shown(id)
     for kind, ids in found.chains.items():

@@ -32,7 +32,12 @@ def model():
 )
 def test_one_pass_predicts_what_steps_predict(model, protocol, tmp_path):
     """snapkv takes one pass, kivi several (its tail is encoded between two), h2o and quest single steps."""
-    asked = ASKED | dict(methods=["snapkv", "kivi", "h2o", "quest"], protocols=(protocol,))
+    asked = ASKED | dict(
+        methods=["snapkv", "kivi", "h2o", "quest"],
+        protocols=(protocol,),
+        tasks=["get", "chase"],
+        baselines=False,
+    )
     written = compare(model, out=tmp_path / "written", **asked)
     gold = compare(model, out=tmp_path / "gold", gold=True, **asked)
     name = lambda row: (row["method"], row["budget"], row["task"], row["id"])  # noqa: E731
@@ -69,7 +74,10 @@ def test_a_deep_model_is_looped_over_where_a_method_treats_its_layers_alike(mode
 
 
 def test_nll_of_the_full_cache_is_the_likelihood_of_the_answer(model, tmp_path):
-    found = compare(model, ["full"], out=tmp_path / "a", gold=True, protocols=("agnostic", "aware"), **ASKED)
+    found = compare(
+        model, ["full"], out=tmp_path / "a", gold=True, baselines=False,
+        protocols=("agnostic", "aware"), **ASKED
+    )  # fmt: skip
     suite = make_suite(model, length=128, contexts=2)
     samples = {s.id: s for i in range(2) for row in suite.rows(i, "agnostic") for s in row}
     rows = [row for row in found.rows if row["method"] == "full"]

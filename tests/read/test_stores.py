@@ -20,7 +20,7 @@ READS = [
     "clusterkv",
     "tokenselect",
 ]
-FIRST = {"quest", "sparq"}
+FIRST = {"sparq"}
 SMALL = {"infllm": "page=8, newest=16, sinks=2", "tokenselect": "newest=16, sinks=2"}
 
 

@@ -239,9 +239,12 @@ CODED = (
 )  # fmt: skip
 
 
-def test_codes_are_stored_in_pages_in_their_own_bytes(monkeypatch):
+@pytest.mark.parametrize(
+    "methods, kinds", [(CODED[1::3], 3), pytest.param(CODED, 4, marks=pytest.mark.rotating)]
+)
+def test_codes_are_stored_in_pages_in_their_own_bytes(methods, kinds, monkeypatch):
     """Beside the full cache, under random schedules, with NaN in every page that nobody holds."""
-    prompts = crowd((None, *CODED))
+    prompts = crowd((None, *methods))
     poisoned(monkeypatch)
     with monkeypatch.context() as patch:
         done = run(battery.model("4/2"), prompts, adversary(patch, 3), pages=PAGES, watch=clean)
@@ -249,14 +252,19 @@ def test_codes_are_stored_in_pages_in_their_own_bytes(monkeypatch):
     assert not any(entry.outside for entry in done.outcome.entries)
     source = engines.KnownRequests()
     engine = engines.Engine(battery.model("4/2"), PAGED, PAGES, 8, PAGES, source)
-    for i, method in enumerate((None, *CODED)):
+    for i, method in enumerate((None, *methods)):
         engine.accept(job_of(battery.model("4/2"), i, Prompt(texts()[i], 4, method)), 0.0)
-    assert len(engine.pages) == 4 and all(one.arena is engine.arena for one in engine.pages.values())
+    assert len(engine.pages) == kinds and all(one.arena is engine.arena for one in engine.pages.values())
 
 
 @pytest.mark.parametrize(
     "method, kernels",
-    [("int8", True), ("int8", False), ("int4(group=4)", False), ("kivi(group=4,residual=6)", False)],
+    [
+        ("int8", True),
+        ("int8", False),
+        pytest.param("int4(group=4)", False, marks=pytest.mark.rotating),
+        ("kivi(group=4,residual=6)", False),
+    ],
 )
 def test_codes_in_pages_are_those_of_the_cache(method, kernels, monkeypatch):
     """What a cache of `kvjax.prefill` and `kvjax.step` holds, slot by slot."""
