@@ -63,6 +63,15 @@ def test_the_commands_of_a_page_parse(page):
         make_parser().parse_known_args(words)
 
 
+def test_the_python_of_every_page_compiles():
+    found = 0
+    for page in DOCS.glob("**/*.md"):
+        for code in re.findall(r"^ *```python.*?\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+            compile(code, page.name, "exec")
+            found += 1
+    assert found > 40
+
+
 def test_every_public_name_stands_in_the_reference_once():
     names = [name for _, group in api.GROUPS.values() for name in group.split()]
     assert sorted([*names, *api.MODULES]) == sorted([*kvjax.__all__, "nnx"])
