@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvjax.base.errors import InputError
 from kvjax.models.gguf import dense, experts, hybrids
 from kvjax.models.gguf.fields import Json, depth
+from kvjax.models.gguf.gemma3n import gemma3n
 from kvjax.models.gguf.gemma4 import gemma4
 from kvjax.models.gguf.reader import Gguf
 
@@ -48,6 +49,7 @@ READ: dict[str, Callable[[Gguf], Json]] = {
     "qwen3moe": experts.qwen3_moe,
     "gemma2": dense.gemma2,
     "gemma3": dense.gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "phi3": dense.phi3,
     "olmo2": dense.olmo2,
@@ -73,6 +75,10 @@ READ: dict[str, Callable[[Gguf], Json]] = {
     "glm-dsa": experts.indexed("glm_moe_dsa"),
     "nemotron_h": hybrids.nemotron_h,
     "nemotron_h_moe": hybrids.nemotron_h,
+    "falcon-h1": hybrids.falcon_h1,
+    "jamba": hybrids.jamba,
+    "kimi-linear": hybrids.kimi_linear,
     "mamba2": hybrids.mamba2,
+    "rwkv7": hybrids.rwkv7,
 }
 """Every architecture that is read, by its name in GGUF."""

@@ -111,7 +111,7 @@ def deepseek2(file: Gguf) -> Json:
     third = file.of("expert_gating_func", 1) == SIGMOID
     data = {
         "model_type": "deepseek_v3" if third else "deepseek_v2",
-        **_latent(file),
+        **latent(file),
         **shared_and_routed(file),
     }
     return data | {"topk_method": "group_limited_greedy" if data["n_group"] > 1 else "greedy"}
@@ -121,7 +121,7 @@ def indexed(model_type: str) -> Callable[[Gguf], Json]:
     """DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer picks."""
 
     def read(file: Gguf) -> Json:
-        data = {"model_type": model_type, **_latent(file), **shared_and_routed(file)}
+        data = {"model_type": model_type, **latent(file), **shared_and_routed(file)}
         data |= {
             "index_n_heads": file.need("attention.indexer.head_count"),
             "index_head_dim": file.need("attention.indexer.key_length"),
@@ -134,7 +134,7 @@ def indexed(model_type: str) -> Callable[[Gguf], Json]:
     return read
 
 
-def _latent(file: Gguf) -> Json:
+def latent(file: Gguf) -> Json:
     """Sizes of latent attention."""
     rotated = file.need("rope.dimension_count")
     width = file.of("attention.key_length_mla", file.need("attention.key_length"))

@@ -19,13 +19,13 @@ SIGMOID = 2
 """The code of experts that are chosen by sigmoids."""
 
 
-def attention(file: Gguf, partial: bool = False) -> Json:
+def attention(file: Gguf, partial: bool = False, each_layer: tuple[str, ...] = ()) -> Json:
     """Sizes of attention and of dense feed-forwards, and their rotation.
 
     partial: whether a head may rotate in some of its channels only, for which `partial_rotary_factor` is
-    given then.
+    given then. each_layer: sizes that may differ by layer, which are left out.
     """
-    data = {name: same(file, key) for name, key in _ATTENTION.items()}
+    data = {name: same(file, key) for name, key in _ATTENTION.items() if name not in each_layer}
     heads = data["num_attention_heads"]
     data["num_key_value_heads"] = same(file, "attention.head_count_kv", heads)
     data["head_dim"] = file.of("attention.key_length", file.need("embedding_length") // max(heads, 1))

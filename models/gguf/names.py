@@ -16,6 +16,8 @@ _TOP = {
     "norm": "output_norm",
     "norm_f": "output_norm",
     "embedding_norm": "token_embd_norm",
+    "final_layernorm": "output_norm",
+    "layers.0.pre_norm": "token_embd_norm",
     "lm_head": "output",
 }
 _LAYER = {
@@ -79,6 +81,21 @@ _LAYER = {
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_ba": "ssm_ba",
+    "pre_ff_layernorm": "ffn_norm",
+    "mamba.x_proj": "ssm_x",
+    "mamba.dt_proj": "ssm_dt",
+    **{f"mamba.{part}_layernorm": f"ssm_{part}_norm" for part in ("dt", "b", "c")},
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef",
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
 }
 _WHOLE = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -94,6 +111,15 @@ _WHOLE = {
     "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_bias": "ssm_dt.bias",
+    "ffn.x_k": "channel_mix_lerp_k.weight",
+    **{f"attn.{name}": f"time_mix_{name}.weight" for name in ("k_k", "k_a", "r_k")},
+    **{f"attn.{n}_lora.lora.2.bias": f"time_mix_{n}0.weight" for n in "wav"},
+    **{f"attn.{n}_lora.lora.0.weight": f"time_mix_{n}1.weight" for n in "wavg"},
+    **{f"attn.{n}_lora.lora.2.weight": f"time_mix_{n}2.weight" for n in "wavg"},
 }
 _STATE = re.compile(r"(?:mixer|mamba|linear_attn)\.(in_proj|conv1d|norm|out_proj|dt_bias|A_log|D)(\..+)?")
 _STATES = {
@@ -105,15 +131,26 @@ _STATES = {
     "A_log": "ssm_a",
     "D": "ssm_d",
 }
-_MLP = re.compile(r"(?:mlp|feed_forward)\.(shared_experts?\.)?(gate|up|down)_proj")
+_MLP = re.compile(r"(?:mlp|feed_forward|block_sparse_moe)\.(shared_experts?\.)?(gate|up|down)_proj")
 _EXPERT = re.compile(
     r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)"
 )
+_ONE_OF = re.compile(r"(?:layers\.(\d+)\.attn\.x_([rwkvag])|altup_(unembed_)?projections\.(\d+)\.weight)")
 _MIXTRAL = {"w1": "gate", "w2": "down", "w3": "up"}
 _SECOND = "post_attention_layernorm"
 # The norm before the feed-forward, which most name after attention, has three names in GGUF.
 _AFTER_ATTENTION = {"gpt-oss", "glm4moe", "seed_oss", "qwen3next", "qwen35", "qwen35moe"}
 _BY_ARCHITECTURE = {
+    "rwkv7": {
+        "ffn_norm": "attn_norm_2",
+        "ffn.key": "channel_mix_key",
+        "ffn.value": "channel_mix_value",
+        "attn.g_norm": "time_mix_ln",
+        "attn.r_proj": "time_mix_receptance",
+        "attn.k_proj": "time_mix_key",
+        "attn.v_proj": "time_mix_value",
+        "attn.o_proj": "time_mix_output",
+    },
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         _SECOND: "ffn_norm",
@@ -125,12 +162,15 @@ _BY_ARCHITECTURE = {
 
 def gguf_name(name: str, architecture: str, config: Config) -> str:
     """The name in GGUF of a tensor that is stored by itself, of a Hugging Face name without prefix."""
-    if not name.startswith("layers."):
-        stem, _, kind = name.rpartition(".")
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, layer, inner = name.split(".", 2)
     if inner in _WHOLE:
         return f"blk.{layer}.{_WHOLE[inner]}"
+    if architecture == "falcon-h1" and inner == "pre_ff_layernorm.weight":
+        # This one name has no suffix.
+        return f"blk.{layer}.ffn_norm"
     if (state := _STATE.fullmatch(inner)) is not None:
         return f"blk.{layer}.{_STATES[state[1]]}{state[2] or ''}"
     stem, _, kind = inner.rpartition(".")
@@ -153,6 +193,16 @@ def expert_of(name: str) -> tuple[str, str, int] | None:
     if found is None:
         return None
     return layer, _MIXTRAL.get(found[2], found[2].removesuffix("_proj")), int(found[1])
+
+
+def stacked(name: str) -> tuple[str, int] | None:
+    """(tensor that holds several, which of them) of RWKV-7's mixes and Gemma 3n's projections; else None."""
+    if (found := _ONE_OF.fullmatch(name)) is None:
+        return None
+    layer, letter, back, number = found.groups()
+    if letter is not None:
+        return f"blk.{layer}.time_mix_lerp_fused.weight", "rwkvag".index(letter)
+    return f"altup_{'unembd_' if back else ''}proj.weight", int(number)
 
 
 def concatenated(name: str, file: Gguf) -> list[str]:

@@ -33,7 +33,8 @@ def text_of(file: Gguf) -> Text:
     """The text data of a file. Raises InputError for an unsupported or broken tokenizer."""
     template = file.get("tokenizer.chat_template")
     model = file.get(f"{_KEY}model")
-    if model in (None, "none", "no_vocab"):
+    if model in (None, "none", "no_vocab", "rwkv"):
+        # RWKV's takes the longest token at each place, which the library has no model for.
         return Text(None, template, (), {})
     makers = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _spaced}
     if model not in makers:

@@ -15,10 +15,11 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import Stored
-from kvjax.models.gguf.names import concatenated, expert_of, gguf_name
+from kvjax.models.gguf.names import concatenated, expert_of, gguf_name, stacked
 from kvjax.models.gguf.orders import columns_of, joined_rows, rows_of
 from kvjax.models.gguf.pieces import Concatenated, Decoded, Joined, Piece, StackedExperts
 from kvjax.models.gguf.reader import Gguf, StoredTensor
+from kvjax.models.hf_families import FAMILIES
 from kvjax.models.hf_tensors import hf_name, tensors
 
 # Tensors that hold no weights of the model.
@@ -26,6 +27,8 @@ _PASSED_OVER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _ROTATIONS = ".attn_rot_embd"
 # Architectures whose norms multiply by one more than the checkpoint's numbers.
 _FROM_ONE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+# Layer 0 of RWKV-7 has no values before its own; files hold others in their place.
+_NO_VALUES = re.compile(r"blk\.0\.time_mix_v[012]\.weight")
 _KEY_OR_VALUE = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.weight")
 _STACKED = re.compile(r"layers\.(\d+)\.(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
@@ -60,7 +63,7 @@ def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
 def is_later(name: str, config: Config) -> bool:
     """Whether a tensor belongs to a layer behind the model's own, which predicts a later token."""
     layer = name.split(".")[1] if name.startswith("blk.") else ""
-    return layer.isdigit() and int(layer) >= config.layers
+    return layer.isdigit() and int(layer) >= config.layers // FAMILIES[config.family].side_by_side
 
 
 class _Finder:
@@ -70,7 +73,7 @@ class _Finder:
         self.file, self.config = file, config
         self.used: set[str] = set()
         self.missing: list[str] = []
-        self.wrong: list[str] = []
+        self.wrong: dict[str, str] = {}
 
     def find(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """The tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
@@ -82,10 +85,15 @@ class _Finder:
             return joined
         if (expert := self._expert(name)) is not None:
             return self._one_expert(*expert, shape)
+        if (one := stacked(name)) is not None:
+            return self._one_of(*one, shape)
         wanted = gguf_name(name, self.file.architecture, self.config)
         held = self._held(wanted)
         if held is None:
             return None
+        if name.startswith("embed_tokens_per_layer.") and held.shape[0] > shape[0]:
+            # Below the model's own rows, the converter adds rows of zeros.
+            held = StoredTensor(held.data[: shape[0]], held.kind, (shape[0], *held.shape[1:]))
         if not _fits(held.shape, shape):
             return self._misshapen(wanted, shape, held)
         arch = self.file.architecture
@@ -98,7 +106,8 @@ class _Finder:
         said = [
             f"{len(names)} {what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
             for names, what in (
-                (self.missing, "missing"), (left, "not expected"), (self.wrong, "of another shape"),
+                (self.missing, "missing"), (left, "not expected"),
+                ([*self.wrong.values()], "of another shape"),
             )
             if names
         ]  # fmt: skip
@@ -111,19 +120,22 @@ class _Finder:
 
     def _held(self, name: str) -> StoredTensor | None:
         self.used.add(name)
-        if name not in self.file.tensors:
+        if name not in self.file.tensors and name not in self.missing:
             self.missing.append(name)
         return self.file.tensors.get(name)
 
     def _misshapen(self, name: str, expected: tuple[int, ...], held: StoredTensor) -> None:
-        self.wrong.append(f"{name} (expected {list(expected)}, found {list(held.shape)})")
+        # A tensor that holds several is named once.
+        self.wrong.setdefault(name, f"{name} (expected {list(expected)}, found {list(held.shape)})")
 
     def _passed_over(self, name: str) -> bool:
         """Whether a tensor is skipped: rotation tables, and layers that predict later tokens."""
         return name in _PASSED_OVER or _ROTATIONS in name or is_later(name, self.config) or self._unread(name)
 
     def _unread(self, name: str) -> bool:
-        """Whether a tensor makes keys or values of a Gemma layer that reads those of a lower one."""
+        """Whether a tensor makes keys or values of a layer that has none of its own."""
+        if self.file.architecture == "rwkv7" and _NO_VALUES.fullmatch(name):
+            return True
         shared = int(self.file.of("attention.shared_kv_layers", 0))
         found = _KEY_OR_VALUE.fullmatch(name)
         return found is not None and int(found[1]) >= self.config.layers - shared
@@ -149,6 +161,14 @@ class _Finder:
         return Decoded(
             one, shape, None if part is None else np.arange(part * shape[0], (part + 1) * shape[0])
         )
+
+    def _one_of(self, name: str, number: int, shape: tuple[int, ...]) -> Decoded | None:
+        held = self._held(name)
+        if held is None:
+            return None
+        if number >= held.shape[0] or not _fits(held.shape[1:], shape):
+            return self._misshapen(name, (number + 1, *shape), held)
+        return Decoded(StoredTensor(held.data[number], held.kind, held.shape[1:]), shape)
 
     def _concatenated(self, name: str, names: list[str], shape: tuple[int, ...]) -> Piece | None:
         parts = tuple(held for one in names if (held := self._held(one)) is not None)
@@ -196,6 +216,7 @@ class _Finder:
 
 
 def _fits(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether a tensor has the shape up to axes of length one, or is a vector in several rows."""
+    """Whether a tensor has the shape up to axes of length one, or a vector is the rows of a matrix."""
     thin = [tuple(n for n in shape if n != 1) for shape in (found, expected)]
-    return thin[0] == thin[1] or (len(thin[1]) == 1 and int(np.prod(found)) == thin[1][0])
+    flat = min(len(shape) for shape in thin) == 1
+    return thin[0] == thin[1] or (flat and int(np.prod(found)) == int(np.prod(expected)))

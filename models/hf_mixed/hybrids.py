@@ -101,8 +101,8 @@ def write_jamba(config: Config) -> dict[str, Any]:
     attends = [i for i, m in enumerate(config.mixers) if isinstance(m, Attention)]
     sparse = [i for i, word in enumerate(config.mlps) if isinstance(word, MoE)]
     out: dict[str, Any] = {
-        **_period("attn", attends, config.layers),
-        **_period("expert", sparse, config.layers),
+        **period("attn", attends, config.layers),
+        **period("expert", sparse, config.layers),
         "num_experts": 1,
         "mamba_d_state": state.states,
         "mamba_d_conv": state.conv,
@@ -116,7 +116,7 @@ def write_jamba(config: Config) -> dict[str, Any]:
     return out
 
 
-def _period(kind: str, layers: list[int], count: int) -> dict[str, int]:
+def period(kind: str, layers: list[int], count: int) -> dict[str, int]:
     """How often layers of a kind come, and the first of them; one that never comes lies above the last."""
     first = layers[0] if layers else count
     step = layers[1] - first if len(layers) > 1 else count + 1

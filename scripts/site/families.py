@@ -22,7 +22,8 @@ GGUF = (
     "seed_oss", "ernie4_5", "cohere2", "glm4", "ministral3", "mixtral", "qwen3_moe", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mamba2", "glm4_moe", "minimax_m2", "lfm2",
     "gemma4_text", "llama4_text", "lfm2_moe", "ernie4_5_moe", "nemotron_h", "granite", "granitemoehybrid",
-    "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "jamba", "bamba",
+    "gemma3n_text", "kimi_linear", "rwkv7",
 )  # fmt: skip
 
 

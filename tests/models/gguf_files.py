@@ -18,6 +18,7 @@ from kvjax.models.hf_config import config_from_hf
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from tests.models.hf_cases import CASES as HF
+from tests.models.test_kimi_linear import PUBLISHED as KIMI
 
 _ROUTED = {"first_k_dense_replace": 1}
 
@@ -62,6 +63,11 @@ _NO_BIAS = {"attention_bias": False}
 _LATER = {"scoring_func": "sigmoid"}
 _NEMOTRON = {"max_position_embeddings": 2**20, "mamba_d_head": 8}
 _GRANITE_4 = {"mamba_d_head": 8, "max_position_embeddings": 2**20}
+_RWKV = {
+    "model_type": "rwkv7", "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "head_dim": 8,
+    "num_hidden_layers": 3, "decay_low_rank_dim": 3, "a_low_rank_dim": 4, "gate_low_rank_dim": 5,
+    "v_low_rank_dim": 2, "norm_eps": 1e-5, "head_norm_eps": 64e-5, "max_position_embeddings": 2**20,
+}  # fmt: skip
 CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CASES.items()} | {
     "gemma3": _case("gemma3_text", sliding_window_pattern=..., num_hidden_layers=7),
     # Published files name the function that chooses experts.
@@ -107,6 +113,13 @@ CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CA
     "qwen3_5_moe": _case("qwen3_5_moe_text", linear_num_key_heads=2),
     "granite_4": _case("granitemoehybrid", **_GRANITE_4),
     "granite_4_dense": _case("granitemoehybrid_dense", **_GRANITE_4, position_embedding_type="nope"),
+    "falcon_h1": _case("falcon_h1", rope_theta=1000.0),
+    "falcon_h1_plain": _case("falcon_h1_plain", tie_word_embeddings=False),
+    "jamba": _case("jamba"),
+    "bamba": _case("bamba", mamba_d_head=8, attn_rotary_emb=2),
+    "gemma3n": _case("gemma3n_text", altup_num_inputs=4, vocab_size_per_layer_input=71),
+    "kimi_linear": KIMI,
+    "rwkv7": _RWKV,
 }
 
 
