@@ -32,13 +32,14 @@ OF_TPU = [
     "stacked_decode-bfloat16-h128", "stacked_decode-uint8-h128", "ragged_decode-bfloat16-h128",
     "picked_decode-bfloat16-h128-page16", "grouped_decode-uint2-h128", "mla_decode-bfloat16-n128",
     "paged_append-bfloat16-alone", "flash_prefill-bfloat16-h128", "flash_prefill-bfloat16-h128-back",
-    "attention_stats-prompt-sum", "page_scores-bounds-8192", "gated_delta-bfloat16",
-    "gated_delta-gradient-bfloat16", "gated_delta-step", "gated_delta-levels", "decoder-full",
+    "attention_stats-prompt-sum", "sparse_prompt-bfloat16-128x128-each", "page_scores-bounds-8192",
+    "gated_delta-bfloat16", "gated_delta-gradient-bfloat16", "gated_delta-step", "gated_delta-levels",
+    "decoder-full",
 ]  # fmt: skip
 OF_GPU = [
     "paged_decode-bfloat16-h128", "paged_decode-int8-h128", "stacked_decode-bfloat16-h128",
     "stacked_decode-uint8-h128", "ragged_decode-bfloat16-h128", "picked_decode-bfloat16-h128-page16",
-    "grouped_decode-uint2-h128", "decoder-full",
+    "grouped_decode-uint2-h128", "sparse_prompt-bfloat16-128x128-each", "decoder-full",
 ]  # fmt: skip
 KNOWN = {"baseline": CASES, "gpu": of_gpu.CASES, "host": host.CASES | host.GPU_CASES}
 WAITS_FOR = {"hbm": "memory", "bundles": "issue", "mxu": "products", "model": "simulation"}

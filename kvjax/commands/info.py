@@ -38,16 +38,16 @@ def _attention(platform: str) -> list[str]:
     """Which attention kernels prompts and decode steps use here."""
     import jax
 
-    from kvjax.ops.decode.partial_gpu import unable
+    from kvjax.ops.base.triton import unable
 
     plain = f"plain jax.numpy, compiled by XLA for {platform}"
     if platform == "cpu":
         return [plain, "Pallas kernels wait for a TPU or a GPU: docs/kernels.md"]
     if platform == "gpu" and (why := unable()):
         return [plain, f"no Pallas kernels: {why}"]
-    prompts = ["prompts: flash_prefill, attention_stats (Pallas)"] if platform == "tpu" else []
+    prompts = "flash_prefill, attention_stats (Pallas)" if platform == "tpu" else "cuDNN or XLA"
     return [
-        *prompts,
+        f"prompts: {prompts}; sparse_prompt over picked blocks (Pallas)",
         "steps: stacked_decode over dense slots and pages, grouped_decode over codes of groups (Pallas)",
         *(["over arrays that lie on one device, or within shard_map"] if jax.device_count() > 1 else []),
         f"what these cannot read: {plain}",

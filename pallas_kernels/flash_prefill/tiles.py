@@ -65,8 +65,8 @@ def chunks(heads: int, tokens: int, rows: int) -> Iterator[tuple[int, slice]]:
             yield g, slice(start, min(start + rows, tokens))
 
 
-def logits(s: Any, sizes: Sizes) -> Any:
-    """Logits in base 2 of products s, so that exp2 is the softmax's exponential."""
+def logits(s: Any, sizes: Any) -> Any:
+    """Logits in base 2 of products s, so that exp2 is the softmax's exponential; sizes: scale and softcap."""
     if sizes.softcap is None:
         return s * (sizes.scale * LOG2E)
     return jnp.tanh(s * (sizes.scale / sizes.softcap)) * (sizes.softcap * LOG2E)

@@ -104,8 +104,9 @@ def test_info_says_which_kernels_a_tpu_runs(monkeypatch):
 
 def test_info_says_which_kernels_a_gpu_runs_and_which_gpu_runs_none(monkeypatch):
     lines = info._attention("gpu")
-    assert lines[0].startswith("steps: stacked_decode") and "prompts" not in " ".join(lines)
-    monkeypatch.setattr("kvjax.ops.decode.partial_gpu.unable", lambda: "a Tesla T4 of 7.5 capability")
+    assert lines[0] == "prompts: cuDNN or XLA; sparse_prompt over picked blocks (Pallas)"
+    assert lines[1].startswith("steps: stacked_decode") and "flash_prefill" not in " ".join(lines)
+    monkeypatch.setattr("kvjax.ops.base.triton.unable", lambda: "a Tesla T4 of 7.5 capability")
     assert info._attention("gpu")[1] == "no Pallas kernels: a Tesla T4 of 7.5 capability"
 
 

@@ -117,6 +117,15 @@ def test_reading_all_blocks_is_full_attention(text):
     assert off(kvjax.prefill(model(layers=3), ROWS, method=text)[0], full) < 1e-5
 
 
+@pytest.mark.parametrize("form", ["gpu interpret", pytest.param("tpu interpret", marks=pytest.mark.rotating)])
+def test_kernels_read_prompts_of_unequal_rows_as_the_plain_form_does(form):
+    method = "critiprefill(budget=0.3, segment=16, block=16, below=0.25, skip_layers=0)"
+    plain, _ = kvjax.prefill(model(layers=2), ROWS, method=method)
+    found, _ = kvjax.prefill(model(layers=2), ROWS, method=method, implementation=form)
+    assert 0 < off(found, plain) < 1e-5
+    assert off(found, kvjax.prefill(model(layers=2), ROWS)[0]) > 1e-3
+
+
 def test_heads_of_a_prompt_pick_by_means_and_by_verticals_and_slashes():
     seen = []
     for tokens in ROWS[:2]:

@@ -23,6 +23,7 @@ from kvjax.aot.cases import (
     picked_decode,
     ragged_decode,
     shapes,
+    sparse_prompt,
     stacked_decode,
 )
 from kvjax.aot.hardware import Device
@@ -37,6 +38,7 @@ CASES: dict[str, Callable[[Device], Case]] = {
     **mla_decode.CASES,
     **paged_append.CASES,
     **flash_prefill.CASES,
+    **sparse_prompt.CASES,
     **attention_stats.CASES,
     **page_scores.CASES,
     **gated_delta.CASES,

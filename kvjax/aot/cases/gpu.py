@@ -13,9 +13,11 @@ from kvjax.aot.cases import (
     paged_decode,
     picked_decode,
     ragged_decode,
+    sparse_prompt,
     stacked_decode,
 )
 from kvjax.aot.hardware import DEVICES, Gpu
+from kvjax.ops.attention.sparse_prompt import Options, gpu_sparse_prompt
 from kvjax.ops.decode.grouped_decode import grouped_decode as grouped
 from kvjax.ops.decode.paged_decode import paged_decode as paged
 from kvjax.ops.decode.picked_decode import picked_decode as picked
@@ -56,19 +58,24 @@ def _grouped(*operands: Any, bits: int, group: int = 32, **_: Any) -> Any:
     return grouped(*operands, bits=bits, group=group, scale=SCALE, implementation="gpu")
 
 
+def _sparse(q: Any, k: Any, v: Any, lengths: Any, blocks: Any, width: int = 128, **_: Any) -> Any:
+    return gpu_sparse_prompt(q, k, v, lengths, blocks, Options(width**-0.5, None))
+
+
 CALLS: dict[Make, Callable[..., Any]] = {
     paged_decode.paged_decode: _paged,
     stacked_decode.stacked_decode: _stacked,
     ragged_decode.ragged_decode: _ragged,
     picked_decode.picked_decode: _picked,
     grouped_decode.grouped_decode: _grouped,
+    sparse_prompt.sparse_prompt: _sparse,
 }
 
 
 def _registry() -> dict[str, Make]:
     """Every case of these operations that the GPU's kernels take, and all decoders."""
     cases: dict[str, Make] = {}
-    for module in (paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode):
+    for module in (paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode, sparse_prompt):
         for name, case in module.CASES.items():
             make = case.func if isinstance(case, partial) else case
             options = case.keywords if isinstance(case, partial) else {}

@@ -18,7 +18,10 @@ from kvjax.aot.case import Case
 from kvjax.aot.cases.paged_decode import PAYLOADS
 from kvjax.aot.hardware import Device
 from kvjax.ops.attention.attention_stats import STATISTICS, attention_stats
+from kvjax.ops.attention.block_sparse import Picks
 from kvjax.ops.attention.flash_prefill import flash_prefill
+from kvjax.ops.attention.sparse_prompt import sparse_prompt
+from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.append import append
 from kvjax.ops.decode.grouped_decode import Grouped, grouped_decode
@@ -172,6 +175,19 @@ def prefill(payload: str, h: int) -> Iterator[Call]:
     yield gradients, (q, k, k, pos, pos)
 
 
+def sparse(payload: str, h: int) -> Iterator[Call]:
+    """Blocks of a part of a tile and of a whole one."""
+    kv, pos = shape(1, HEADS, SLOTS, h, dtype=payload), shape(1, SLOTS, dtype=INT32)
+
+    def run(q: Any, k: Any, v: Any, pos: Any, blocks: Any) -> Any:
+        keys = Keys(k, v, pos[:, None])
+        return sparse_prompt(q, keys, pos, Picks(blocks), scale=1.0, implementation="tpu")
+
+    for block in (32, 128):
+        blocks = shape(1, HEADS, SLOTS // 128, SLOTS // block, dtype="bool")
+        yield run, (shape(1, HEADS * GROUP, SLOTS, h, dtype=payload), kv, kv, pos, blocks)
+
+
 def stats(payload: str, h: int) -> Iterator[Call]:
     q, k = (shape(1, n, SLOTS, h, dtype=payload) for n in (HEADS * GROUP, HEADS))
     operands = (
@@ -263,6 +279,7 @@ KERNELS = {
     "append-pages": Kernel("paged_append", BY_TOKEN, paged_token),
     "mla_decode": Kernel("mla_decode", FLOATS, latents, ((16, 128),)),
     "flash_prefill": Kernel("flash_prefill", FLOATS, prefill, ALONE),
+    "sparse_prompt": Kernel("sparse_prompt", FLOATS, sparse),
     "attention_stats": Kernel("attention_stats", FLOATS, stats),
     "page_scores": Kernel("page_scores", FLOATS, scores),
     "gated_delta": Kernel("gated_delta", FLOATS, delta, ALONE),

@@ -56,10 +56,41 @@ def block_attention(
     >>> jnp.exp(lse).round().tolist()
     [[[1.0, 2.0, 1.0, 2.0]]]
     """
-    call = _Call(q, keys, q_pos, picks, scale, softcap)
+    return _attention(_Call(q, keys, q_pos, picks, scale, softcap))
+
+
+def column_attention(
+    q: Float[Array, "B N T H"], keys: Keys, q_pos: Int[Array, "B T"], picks: Picks, *,
+    scale: float, softcap: float | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
+    """The part of `block_attention` over the columns that lie in no block picked for the segment.
+
+    >>> x, pos = jnp.ones((1, 1, 4, 8)), jnp.arange(4)[None]
+    >>> picks = Picks(jnp.asarray([[[[True, False], [False, True]]]]), jnp.asarray([[[0, 1]]]))
+    >>> _, lse = column_attention(x, Keys(x, x, pos[:, None]), pos, picks, scale=0.0)
+    >>> jnp.exp(lse).round().tolist()
+    [[[0.0, 0.0, 2.0, 2.0]]]
+    """
+    assert picks.columns is not None
+    return _attention(_Call(q, keys, q_pos, picks, scale, softcap, columns_alone=True))
+
+
+def in_order(blocks: Bool[Array, "B P I J"]) -> tuple[Int[Array, "B P I J"], Int[Array, "B P I"]]:
+    """The blocks of every segment, the picked ones first and ascending, and how many were picked.
+
+    >>> order, count = in_order(jnp.asarray([[[[False, True, True]]]]))
+    >>> order.tolist(), count.tolist()
+    ([[[[1, 2, 0]]]], [[[2]]])
+    """
+    order = jnp.argsort(~blocks, axis=-1, stable=True).astype(jnp.int32)
+    return order, blocks.sum(-1, dtype=jnp.int32)
+
+
+def _attention(call: _Call) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """(out, lse) over all that was picked."""
 
     def segment(part: _Part) -> tuple[Array, Array]:
-        queries = part.q.reshape(-1, q.shape[-1])
+        queries = part.q.reshape(-1, part.q.shape[-1])
 
         def more(state: tuple[Array, Array, Array], met: _Met) -> tuple[Array, Array, Array]:
             top, total, out = state
@@ -70,13 +101,13 @@ def block_attention(
             values = jnp.dot(weights.astype(met.v.dtype), met.v, preferred_element_type=out.dtype)
             return new, total * fade + weights.sum(-1), out * fade[:, None] + values
 
-        kind, rows = wide(q), queries.shape[0]
+        kind, rows = call.wide, queries.shape[0]
         start = jnp.full(rows, NEG_INF, kind), jnp.zeros(rows, kind)
-        top, total, out = call.over(part, more, (*start, jnp.zeros((rows, keys.v.shape[-1]), kind)))
+        top, total, out = call.over(part, more, (*start, jnp.zeros((rows, call.v.shape[-1]), kind)))
         safe = jnp.where(total == 0.0, 1.0, total)
         lse = jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
         heads = part.q.shape[:2]
-        return (out / safe[:, None]).reshape(*heads, -1).astype(q.dtype), lse.reshape(heads)
+        return (out / safe[:, None]).reshape(*heads, -1).astype(call.q.dtype), lse.reshape(heads)
 
     out, lse = call.each(segment)
     return call.joined(out), call.joined(lse)
@@ -125,11 +156,13 @@ def block_received(
 class _Part(NamedTuple):
     """One segment of the queries of a list of picks, and what was picked for it.
 
-    q: [G, S, H], those of the heads that share the picks. order: the blocks, those that were picked first.
+    q: [G, S, H], those of the heads that share the picks. blocks: which were picked. order: the blocks, those
+    that were picked first; `count` of them are attended to.
     """
 
     q: Array
     pos: Array
+    blocks: Array
     order: Array
     count: Array
     row: Array
@@ -148,7 +181,10 @@ class _Met(NamedTuple):
 class _Call:
     """The operands of a call, cut into lists of picks and segments."""
 
-    def __init__(self, q: Array, keys: Keys, q_pos: Array, picks: Picks, scale: float, softcap: float | None):
+    def __init__(
+        self, q: Array, keys: Keys, q_pos: Array, picks: Picks, scale: float, softcap: float | None,
+        *, columns_alone: bool = False,
+    ):  # fmt: skip
         assert keys.pos is not None and keys.bias is None and keys.until is None
         b, lists, i, j = picks.blocks.shape
         self.lists, self.segments, self.block = lists, i, keys.k.shape[2] // j
@@ -156,13 +192,14 @@ class _Call:
         self.k, self.v = (x.reshape(-1, *x.shape[2:]) for x in (keys.k, keys.v))
         pos = jnp.broadcast_to(keys.pos, keys.k.shape[:3])
         self.k_pos = pos.reshape(-1, pos.shape[-1])
-        self.q, self.q_pos = self.cut(q), q_pos.reshape(b, i, -1)
+        self.q, self.q_pos, self.wide = self.cut(q), q_pos.reshape(b, i, -1), wide(q)
         self.blocks = picks.blocks.reshape(b * lists, i, j)
         columns = picks.columns
         self.columns = None if columns is None else columns.reshape(b * lists, -1)
         self.together = max(1, min(j, WIDE // self.block))
-        order = jnp.argsort(~self.blocks, axis=-1, stable=True).astype(jnp.int32)
-        self.order = jnp.pad(order, ((0, 0), (0, 0), (0, -j % self.together)))
+        order, count = in_order(picks.blocks)
+        self.count = (jnp.zeros_like(count) if columns_alone else count).reshape(-1, i)
+        self.order = jnp.pad(order.reshape(-1, i, j), ((0, 0), (0, 0), (0, -j % self.together)))
 
     def cut(self, x: Float[Array, "B N T *_"]) -> Float[Array, "R I G S *_"]:
         """What queries have, by lists of picks and by segments."""
@@ -176,8 +213,8 @@ class _Call:
     def row(self, r: Array) -> _Part:
         """The segments of one list of picks."""
         rows = jnp.full(self.segments, r)
-        count = self.blocks[r].sum(-1, dtype=jnp.int32)
-        return _Part(self.q[r], self.q_pos[r // self.lists], self.order[r], count, rows)
+        mine = self.q[r], self.q_pos[r // self.lists], self.blocks[r], self.order[r], self.count[r]
+        return _Part(*mine, rows)
 
     def each(self, segment: Callable[[_Part], tuple[Array, ...]]) -> tuple[Array, ...]:
         """Calls `segment` for every segment: on a CPU one after the other, else for all lists at once."""
@@ -225,8 +262,5 @@ class _Call:
         assert self.columns is not None
         columns = self.columns[part.row]
         index = jnp.maximum(columns, 0)
-        blocks = jnp.zeros(part.order.shape[0], bool)
-        number = jnp.arange(part.order.shape[0])
-        picked = blocks.at[part.order].max(number < part.count)
-        live = (columns >= 0) & ~picked[index // self.block]
+        live = (columns >= 0) & ~part.blocks[index // self.block]
         return _Met(self.k[row, index], self.v[row, index], self.k_pos[row, index], index, live)

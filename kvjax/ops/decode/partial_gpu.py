@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from kvjax.ops.base.triton import unable
 
 if TYPE_CHECKING:
     from kvjax.pallas_kernels.partial_gpu import Cut
@@ -32,24 +31,6 @@ def gpu_refusal(q: Array, heads: int, rows: dict[str, int]) -> str:
         if width > 512:
             return f"{name} are {width} wide, expected at most 512"
     return ""
-
-
-def unable() -> str:
-    """Why no kernel can run with this jax and GPU, if there is one; empty if they can.
-
-    Triton's compiler needs Ampere or newer.
-    """
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-        return "this release of jax has no Triton lowering any more: use an older one or 'reference'"
-    if jax.default_backend() != "gpu":
-        return ""
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))
-    enough = re.fullmatch(r"(\d+)\.\d+", capability)
-    if enough and int(enough[1]) >= 8:
-        return ""
-    found = f"a {device.device_kind} of {capability or 'no'} capability"
-    return f"{found}, expected an NVIDIA GPU of compute capability 8.0 (Ampere) or more"
 
 
 def power(width: int) -> int:

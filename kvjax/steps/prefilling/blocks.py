@@ -14,7 +14,8 @@ from kvjax.grammar.prompt_reads import PromptQueries, carries
 from kvjax.grammar.protocols import Inputs
 from kvjax.models.attending import in_lists
 from kvjax.models.mixer import Layer, Projected, Take
-from kvjax.ops.attention.block_sparse import Picks, block_attention, block_received
+from kvjax.ops.attention.block_sparse import Picks, block_received
+from kvjax.ops.attention.sparse_prompt import sparse_prompt
 from kvjax.ops.attention.strips import attend_in_strips
 from kvjax.ops.attention.union import Keys, Masses, Reduction, merge
 from kvjax.read.prompt_blocks import lengthened
@@ -41,7 +42,7 @@ def left_taken(gms: Sequence[GroupMethod], tokens: int) -> dict[int, dict[str, T
 
 def attend_to_blocks(
     gm: GroupMethod, layer: Layer, x: Projected, q: Float[Array, "B N T H"], new: Keys, inputs: Inputs,
-    mass: tuple[Reduction, ...],
+    mass: tuple[Reduction, ...], implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], Any]:  # fmt: skip
     """Attention of rotated queries to the new keys: (out, masses, what the read left for the layer above)."""
     read, lists, tokens = gm.read_prompt, new.k.shape[1], q.shape[2]
@@ -58,7 +59,7 @@ def attend_to_blocks(
     asked = PromptQueries(padded, whole.k, pos, length, layer.scale, layer.taken.get(LEFT), inputs.fitted)
     picks, left = read.pick(asked)
     picks = _whole_rows(picks, length, read.read_whole)
-    out, lse = block_attention(padded, whole, pos, picks, **options)
+    out, lse = sparse_prompt(padded, whole, pos, picks, implementation=implementation, **options)
     if x.extra is not None:
         # What lies outside the sequence, such as learned sinks, is seen by every query.
         beside = attend_in_strips(padded, (x.extra,), pos, **options)[:2]

@@ -136,7 +136,7 @@ class _Reading(NamedTuple):
         mass, picked = tuple(o.reduction for o in self.asked.masses), {}
         if self.first and reads_blocks(gm, q.shape[2]):
             q, (keys,) = met_keys(layer, x, [new], rotations[0], at.length)
-            out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass)
+            out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass, run.implementation)
             scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
         else:
             out, found, scores = attend_rotated(

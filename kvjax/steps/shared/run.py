@@ -34,7 +34,7 @@ class Run(NamedTuple):
     """The static part of a run: runs with equal values share compiled programs.
 
     implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. GPU kernels exist for
-    attention in decode steps alone. on_mesh: how arrays are sharded, if they are.
+    attention in decode steps and in prompts over picked blocks. on_mesh: how arrays are sharded, if they are.
     """
 
     config: Config
