@@ -15,8 +15,8 @@ from kvjax.compress.group import GroupMethod
 from kvjax.state.cache import GroupState, Slots
 from kvjax.state.codes import BELOW, Codes, Taught, dense, encode, lent
 
-# Decoded keys and values [Lg, B, K, S, H] of all slots of a body.
-Decoded = tuple[Array, Array]
+# Decoded keys and values [Lg, B, K, S, H] of all slots of a body; no values if keys and values are one array.
+Decoded = tuple[Array, Array | None]
 
 
 def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
@@ -24,7 +24,8 @@ def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
     if not gm.sees_below:
         return gm
     assert below is not None
-    return gm.replaced(taught=dict(gm.taught) | {BELOW: {"key": below[0], "value": below[1]}})
+    known = {name: x for name, x in zip(("key", "value"), below, strict=True) if x is not None}
+    return gm.replaced(taught=dict(gm.taught) | {BELOW: known})
 
 
 def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
@@ -70,8 +71,8 @@ def _with_own(keys: Array | Codes, taught: Taught) -> Taught:
 def decoded(gm: GroupMethod, body: Slots, below: Decoded | None) -> Decoded:
     """Decodes the keys and values of a body."""
     taught = dict(seeing(gm, below).taught)
-    assert body.v is not None
-    return dense(lent(body.k, taught)), dense(lent(body.v, _with_own(body.k, taught)))
+    keys = dense(lent(body.k, taught))
+    return keys, None if body.v is None else dense(lent(body.v, _with_own(body.k, taught)))
 
 
 def over_below(

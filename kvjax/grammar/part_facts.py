@@ -101,7 +101,9 @@ class StoreFacts(Stating):
     def requires(self: Store) -> Reasons:  # type: ignore[misc]
         if not sees_below((self.keys, self.values)):
             return {}
-        whole = (Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_HEADS, Fact.GIVEN_WEIGHTS)
+        whole = [Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_HEADS]
+        # Maps from the layer below were fitted to the weights that were given.
+        whole += [Fact.GIVEN_WEIGHTS] if _fitted(self) else []
         return dict.fromkeys(whole, "encodes a token relative to the layer below")
 
     @property

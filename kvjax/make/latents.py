@@ -33,13 +33,11 @@ class Factors(NamedTuple):
 Factorise = Callable[[int, GroupedLatent, Matrices, int], Factors]
 
 
-def only_plain(config: Config) -> None:
-    """Raises ValueError for a model with layers other than plain attention."""
+def only_plain(config: Config, why: str = "low rank is of the projections of plain attention") -> None:
+    """Raises ValueError for a model with layers other than plain attention. why: the error's first half."""
     for layer in range(config.layers):
         if (mixer := mixer_of(config, layer)) != ATTENTION:
-            raise ValueError(
-                f"low rank is of the projections of plain attention, and layer {layer} is {mixer!r}"
-            )
+            raise ValueError(f"{why}, and layer {layer} is {mixer!r}")
 
 
 def with_latents(params: Params, config: Config, made: Config, factors: Factorise) -> Params:

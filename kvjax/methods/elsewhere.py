@@ -49,8 +49,6 @@ LEFT_OUT = {
     "files without loss",
     "rotorquant": "it rotates 3 channels where 'turboquant' rotates all, with larger errors at the same "
     "bytes; 'q-int4' rotates blocks",
-    "xquant-cl": "it codes differences between the inputs of layers; 'xquant' codes the inputs, and "
-    "'aqua-kv' what the layer below does not predict",
 }
 # Names of the same idea, by the name above.
 ALSO = {"mpo": "decoquant", "planarquant": "rotorquant", "isoquant": "rotorquant"}

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import as_fitted
 from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.make.stored_inputs import StoredInputs
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Bits, Fit, Group, Rank, Ratio, Seed, Tokens, Turns
@@ -14,8 +15,10 @@ from kvjax.store.affine import Affine
 from kvjax.store.atoms import Atoms
 from kvjax.store.balanced import Balanced
 from kvjax.store.coupled import CoupledCodes
+from kvjax.store.first_layers import FirstLayers
 from kvjax.store.gaussian_vectors import GaussianVectors, Normalised
 from kvjax.store.orthogonal_error import OrthogonalError
+from kvjax.store.over_below import OverBelow
 from kvjax.store.razor import Razor
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
@@ -173,20 +176,58 @@ def nsnquant(*, bits: Literal[1, 2] = 2, tokens: Group = 64, residual: Tokens = 
     exact="deviates",
 )
 def xquant(
-    *, bits: Bits = 4, group: Group | None = None, heads: Annotated[int, Range(1)] | None = None
+    *,
+    bits: Bits = 4,
+    group: Group | None = None,
+    heads: Annotated[int, Range(1)] | None = None,
+    variant: Literal["gqa", "mha"] = "gqa",
 ) -> Method:
-    """XQuant for grouped queries (Tomar et al., 2025, arXiv:2508.10395), section 3: layer inputs are stored.
+    """XQuant (Tomar et al., 2025, arXiv:2508.10395), section 3: the inputs X of layers are stored.
 
-    W_k = U_k S V' and W_v likewise; X U_k and X U_v are stored, token by token in groups of `group` channels,
-    and keys and values are computed from them when they are read. Together they have as many channels as keys
-    and values. heads: KV heads whose weights are taken together; None: all of a layer.
+    variant="mha": X is stored once, token by token in groups of `group` channels, and keys X W_k and values X
+    W_v are computed from it when they are read (`LayerInputs`). With as many KV heads as query heads that is
+    half of what keys and values have. variant="gqa", the default because most models have fewer KV heads than
+    query heads: W_k = U_k S V' and W_v likewise; X U_k and X U_v are stored, which together have as many
+    channels as keys and values. heads, of "gqa": KV heads whose weights are taken together; None: all of a
+    layer.
 
-    Deviation: their channels are multiplied by the square roots of the singular values; models without
-    grouped queries store two such arrays, too, where the paper stores X once for both; keys are encoded like
-    values; nothing is predicted from the layer below (XQuant-CL).
+    Deviation: the channels of X U_k and X U_v are multiplied by the square roots of the singular values; keys
+    are encoded like values, token by token. The differences between layers (XQuant-CL) are `xquant_cl`.
     """
     codec = Affine(bits, group=group)
-    return Method(store=Store(codec, codec), make=GroupedLowRank(1.0, heads or 2**16))
+    make = StoredInputs() if variant == "mha" else GroupedLowRank(1.0, heads or 2**16)
+    return Method(store=Store(codec, codec), make=make)
+
+
+@paper(
+    "XQuant: Breaking the Memory Wall for LLM Inference with KV Cache Rematerialization",
+    arxiv="2508.10395",
+    family="quant",
+    exact="deviates",
+)
+def xquant_cl(
+    *,
+    bits: Bits = 2,
+    first: Bits = 4,
+    layers: Annotated[int, Range(1)] = 3,
+    group: Group | None = None,
+    tokens: Group = 32,
+    residual: Tokens = 0,
+) -> Method:
+    """XQuant-CL (Tomar et al., 2025, arXiv:2508.10395), section 3: differences between the inputs of layers.
+
+    The lowest `layers` layers store their inputs X in `first` bits, each layer above the difference between
+    its X and the X of the layer below, as decoded, in `bits` bits, token by token in groups of `group`
+    channels; X is the sum of what is stored up to its layer. Keys and values are computed from X when they
+    are read, as in `xquant(variant="mha")`. A layer is decoded after all layers below it, so `tokens` tokens
+    are encoded together, and the newest `residual` stay unencoded.
+
+    Deviation: models with grouped queries store whole inputs, too, where the paper projects differences to
+    fewer channels; inputs are those after a layer's norm, as in `xquant`.
+    """
+    codec = OverBelow(tokens) >> Affine(bits, group=group)
+    keys = FirstLayers(layers, Affine(first, group=group), codec)
+    return Method(store=Store(keys, None, residual), make=StoredInputs())
 
 
 @paper(

@@ -66,12 +66,12 @@ class KeyAsValue(Mixer):
         self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B K S"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
         k, v = _keys(p, config, k, v)
-        return rotated(_rope(config, window), k, pos), v
+        return rotated(rope_of(config, window), k, pos), v
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        config, rotate = layer.config, partial(rotated, _rope(layer.config, layer.window))
+        config, rotate = layer.config, partial(rotated, rope_of(layer.config, layer.window))
         b, t, _ = x.shape
 
         def heads(name: str, weight: Array | None) -> Float[Array, "B X T H"]:
@@ -85,7 +85,7 @@ class KeyAsValue(Mixer):
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
 
 
-def _rope(config: Config, window: int | None) -> Rope:
+def rope_of(config: Config, window: int | None) -> Rope:
     return config.rope if window is None else config.rope_local or config.rope
 
 

@@ -154,7 +154,9 @@ def observed(name: str, own: Method | None = None, asked: frozenset | None = Non
     lengths = jnp.asarray([len(row) for row in PACKED], jnp.int32)
     prompt = _observe(run, _params(name, own), jnp.asarray(tokens), lengths, None, asked)
 
-    def soiled(x: jax.Array, gm: GroupMethod) -> jax.Array:
+    def soiled(x: jax.Array | None, gm: GroupMethod) -> jax.Array | None:
+        if x is None:
+            return None  # one array is both keys and values
         pos = new_positions(run, gm, prompt.positions, prompt.narrowed)
         return jnp.where((pos >= 0)[None, :, None, :, None], x, GARBAGE)
 

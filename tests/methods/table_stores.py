@@ -206,6 +206,12 @@ def squat_bytes(s):
     return kivi_bytes(4, group=8, residual=4)(s) + s.layers * s.b * s.k * 4 * s.h * s.h
 
 
+def inputs_bytes(s):
+    """One list of inputs of 32 channels: granules of 4 in 8 bits with a range each, and 4 tokens whole."""
+    body = everything(s) // 4 * 4 * (32 + 4 + 4)
+    return s.layers * s.b * (body + 4 * (32 * 4 + 4)) + 4 * s.b
+
+
 def asym_bytes(s):
     """16 tokens of a channel: keys of the first layer in 4 bits; all others have a word for them."""
     granule = s.h * ((8 + 4) + (4 + 4)) // 2 + s.h * 4
@@ -295,6 +301,10 @@ STORES = [
     row(
         "xquant", dense(everything, slot=lambda s: 2 * codes(8, 1) + 4), hyper=dict(bits=8, heads=1),
         error=0.03,
+    ),
+    row(
+        "xquant-cl", inputs_bytes, hyper=dict(bits=8, first=8, layers=1, tokens=4), error=0.03, moves=False,
+        stacks=False,
     ),
     row(
         "defensivekv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE),

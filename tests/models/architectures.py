@@ -36,6 +36,7 @@ from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.key_as_value import KeyAsValue
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.lattice import Lattice
+from kvjax.models.mixers.layer_inputs import LayerInputs
 from kvjax.models.mixers.local_linear import LocalLinear
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
 from kvjax.models.mixers.mamba import Conba, Mamba
@@ -205,6 +206,7 @@ TABLE = {
     "indexed latents": Row(
         with_layers(INDEXED, dataclasses.replace(INDEXED, index_source=0)), (12 + 4 + 4) + (12 + 4), 2
     ),
+    "layer inputs": Row(with_layers(LayerInputs(), LayerInputs(), qkv_bias=True, qk_norm="head"), 2 * 16, 2),
     "key as value": Row(
         with_layers(
             KeyAsValue(), KeyAsValue(kv_heads=1, head_dim=6), qk_norm="head", norms="both",

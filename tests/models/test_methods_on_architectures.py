@@ -47,6 +47,7 @@ APART = (
     "lisa",
     "goldfinch",
     "key as value",
+    "layer inputs",
 )
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
 REPRESENTED = [n for n in SLOTTED if n in REPRESENTATIVES]
