@@ -198,9 +198,7 @@ def read_prompt(
     check_memory(model, tokens, chosen, room, chunk)
     batch = padded(model, tokens, lengths)
     _check_pieces(chosen, batch.lengths, chunk)
-    # A prompt that is read over slots, empty ones too, attends to all of them.
-    sparse = cache is None and chosen.read_prompt is not None
-    turn = turn and chunk is None and compress and not sparse
+    turn = turn and chunk is None and compress
     if turn:
         batch = in_turn_width(model, batch)
     if cache is not None and cache.next.shape != batch.lengths.shape:

@@ -138,7 +138,8 @@ def _holds(method: Method, gms: tuple[GroupMethod, ...], cache: Cache, keep: lis
 
     Layers with equal arrays hold equally many, unless some read fewer tokens, so only a few are inspected.
     """
-    alike = {} if _narrows(method) else {str(jax.tree.map(jnp.shape, cache.groups[i])): i for i in keep}
+    narrow = any(map(_narrows, method.sentences))
+    alike = {} if narrow else {str(jax.tree.map(jnp.shape, cache.groups[i])): i for i in keep}
     some = [*alike.values()] or keep
     few = dataclasses.replace(cache, groups=tuple(cache.groups[i] for i in some), pools=())
     free = fetch(tokens_that_fit(tuple(gms[i] for i in some), few))
@@ -161,13 +162,18 @@ def _width(run: Run, gm: GroupMethod) -> int:
 def begins_empty(method: Method) -> bool:
     """Whether a conversation can begin with an empty cache, whose programs serve its later turns, too.
 
-    It begins without one if words treat a first prompt differently, or slots are in host memory.
+    It begins without one if words treat a first prompt differently (a prompt that is read over slots, empty
+    ones too, attends to all of them), or slots are in host memory.
     """
-    return method.reread is None and method.host is None and not _narrows(method)
+    return not any(map(_treats_first_prompts, method.sentences))
+
+
+def _treats_first_prompts(method: Method) -> bool:
+    return _narrows(method) or any((method.reread, method.host, method.read_prompt))
 
 
 def _narrows(method: Method) -> bool:
-    return any(one.keep is not None and one.keep.narrow is not None for one in method.sentences)
+    return method.keep is not None and method.keep.narrow is not None
 
 
 def empty_cache(run: Run, params: Params, rows: int, width: int, size: Size) -> Cache:

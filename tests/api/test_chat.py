@@ -220,7 +220,17 @@ def test_bytes_count_the_slots_that_are_empty(quick):
 @pytest.mark.parametrize("label", sweep([row.label for row in ROWS], "critiprefill"))
 def test_two_turns_in_doubling_sizes_leave_what_exact_ones_leave(label):
     row = BY_LABEL[label]
-    method, model = row.method(), battery.model(row.model)
+    two_turns(battery.model(row.model), row.method())
+
+
+@pytest.mark.parametrize("label", sweep(["critiprefill", "quest", "h2o"], "critiprefill"))
+def test_two_turns_in_doubling_sizes_of_a_method_of_one_layer_are_exact(label):
+    row = BY_LABEL[label]
+    model = battery.model(row.model)
+    two_turns(model, kvjax.by_layer([row.method(), *[None] * (model.config.layers - 1)]))
+
+
+def two_turns(model, method):
     # Float noise moves a code to its neighbour now and then.
     error = 1e-4 if method.store is None else 2e-3
     first, second = battery.MAIN.first, battery.MAIN.second
