@@ -17,7 +17,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method, Store
 from kvjax.models.model import Model
 from kvjax.serve.device.arena import Arena, Kind, shape_of
-from kvjax.serve.device.jobs import Job
+from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lanes import Lanes
 from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
@@ -96,7 +96,8 @@ class Engine:
     def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
         if not isinstance(system.split, Together):
             raise InputError(
-                f"{system.split!r} takes several devices, expected Together(): `kvjax simulate` runs it"
+                f"{system.split!r} takes several devices, expected Together(): `kvjax simulate` runs it, and "
+                "`kvjax.serve.run` prefill and decoding apart"
             )
         if isinstance(system.weights, Brought):
             # Every call of a program brings them from host memory.
@@ -213,7 +214,7 @@ class Engine:
         for entry, count in run.read:
             job = self._job(entry)
             try:
-                token = job.place.read(job, entry.stored, count, entry.goal)
+                token = self.read(job, entry, count)
             except (InputError, NotImplementedError) as error:
                 job.error, token = str(error), None
             self.computed += count
@@ -223,7 +224,7 @@ class Engine:
                 failed.append(entry)
             elif token is not None:
                 kept += self._kept(entry)
-                ended += [entry] if job.over else []
+                ended += [entry] if self.is_done(job) else []
         steps = self._write(run, ended, failed)
         now = self.source.now()
         self.ends += np.linspace(began, now, steps + 1)[1:].tolist()
@@ -233,6 +234,14 @@ class Engine:
         left = {id(entry) for entry in gone}
         ended = [entry for entry in ended if id(entry) not in left]
         return Done(now, steps, ended, self.source.arrived(), gone, kept)
+
+    def read(self, job: Job, entry: Entry, count: int) -> Token | None:
+        """Reads the next `count` tokens of a prompt; returns the token after its last one, else None."""
+        return job.place.read(job, entry.stored, count, entry.goal)
+
+    def is_done(self, job: Job) -> bool:
+        """Whether a job whose prompt has just been read has nothing more to do here."""
+        return job.over
 
     def _kept(self, entry: Entry) -> list[tuple[Entry, int, float]]:
         """The entry with its slots in pages, if its method evicted some of the prompt; else nothing."""

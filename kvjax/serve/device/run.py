@@ -12,9 +12,12 @@ from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.model import Model
+from kvjax.serve.device.apart import run_apart
 from kvjax.serve.device.engine import Engine, KnownRequests, holding_of
 from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
 from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Apart
+from kvjax.serve.holding import Holding
 from kvjax.serve.loop import Loop
 from kvjax.serve.policies.room import pages as pages_of
 from kvjax.serve.requests import Request
@@ -51,10 +54,11 @@ def run(
     Args:
         model: a model.
         requests: the requests.
-        system: a system, whose policies schedule, or its text, such as "sarathi(tokens=256)".
+        system: a system, whose policies schedule, or its text, such as "sarathi(tokens=256)". `distserve`
+            takes a device for every instance, and all requests must lie in pages.
         method: the method of requests that name none.
-        pages: the size of the pool (default: enough for all requests that may run at once). Lanes are not in
-            the pool; for them it only limits how many requests run.
+        pages: the size of the pool, on each device (default: enough for all requests that may run at once).
+            Lanes are not in the pool; for them it only limits how many requests run.
         watch: called with the loop before every effect.
 
     Returns:
@@ -78,6 +82,12 @@ def run(
     asked = [Request(job.id, 0.0, len(job.tokens), job.most, holding=holdings[job.method]) for job in jobs]
     most = max(pages_of(chosen.place, one, one.most) for one in asked)
     count = most * rows if pages is None else whole_number("pages", pages, 1, "pages of the pool")
+    if isinstance(chosen.split, Apart):
+        _check_pages(jobs, holdings)
+        arrived = [one.arrived for one in requests]
+        outcome, engine = run_apart(model, jobs, arrived, chosen, (count, rows, min(most, count)), watch)
+        size, tokens = engine.page_sizes()
+        return Served([job.answer() for job in jobs], outcome, count, size, tokens)
     source = KnownRequests()
     engine = Engine(model, chosen, count, rows, min(most, count), source)
     source.start([engine.accept(job, one.arrived) for job, one in zip(jobs, requests, strict=True)])
@@ -88,6 +98,16 @@ def run(
     outcome = Outcome(engine.loop.entries, ends, engine.moved, engine.computed, chosen, by)
     size, tokens = engine.page_sizes()
     return Served([job.answer() for job in jobs], outcome, count, size, tokens)
+
+
+def _check_pages(jobs: Sequence[Job], holdings: dict[Method, Holding | None]) -> None:
+    """Only pages move between devices."""
+    for job in jobs:
+        if holdings[job.method] is None:
+            raise InputError(
+                f"request {job.id}: {job.method.id} is stored in a lane, and Apart() moves pages: take a "
+                "system on one device, such as vllm"
+            )
 
 
 def _checked(model: Model, id: int, given: Any, method: Method | str | None) -> Job:

@@ -234,7 +234,7 @@ class Together(Word):
 
 @dataclass(frozen=True)
 class Apart(Word):
-    """Prefill on `prefill` devices and decoding on `decode` others, to which slots move (simulated only)."""
+    """Prefill on `prefill` devices and decoding on `decode` others, to which slots move."""
 
     prefill: int = 1
     decode: int = 1

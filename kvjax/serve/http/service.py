@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from kvjax.grammar import Method
 from kvjax.models.model import Model
 from kvjax.serve.device.engine import Engine
 from kvjax.serve.device.jobs import Job, Prompt, job_of
+from kvjax.serve.device.live import Closed, Live
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Arrival, Iterations
 from kvjax.serve.loop import Loop
@@ -34,10 +34,6 @@ class Full(Exception):
     """The service has as many requests as it accepts at a time."""
 
 
-class Closed(Exception):
-    """The service accepts no more requests, because it is closing."""
-
-
 class Limits(NamedTuple):
     """The limits of a service: tokens of a prompt and its output, and requests that run or wait.
 
@@ -47,47 +43,6 @@ class Limits(NamedTuple):
     context: int = 2048
     waiting: int = 256
     rows: int = 16
-
-
-class Live:
-    """Requests from other threads that arrive while the engine runs; the `Source` of an engine."""
-
-    def __init__(self) -> None:
-        self.changed, self.coming, self.closed = threading.Condition(), [], False
-        self.accept: Callable[[Job, float], Request] | None = None
-        self.began = time.monotonic()
-
-    def now(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.began
-
-    def arrived(self) -> list[Request] | None:
-        """The requests since the last call; None if no more will arrive."""
-        with self.changed:
-            coming, self.coming = self.coming, []
-            closed = self.closed
-        assert self.accept is not None
-        found = [self.accept(job, self.now()) for job in coming]
-        return None if closed and not found else found
-
-    def wait(self) -> None:
-        """Waits until a request arrives, or no more will."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.coming or self.closed)
-
-    def put(self, job: Job) -> None:
-        """Submits a request to the engine."""
-        with self.changed:
-            if self.closed:
-                raise Closed
-            self.coming.append(job)
-            self.changed.notify()
-
-    def close(self) -> None:
-        """Marks the end: no more requests will arrive."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify()
 
 
 class Service:

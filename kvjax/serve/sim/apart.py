@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Apart, Arrival, Iterations, Together
+from kvjax.serve.grammar.words import Apart, Arrival, ByRow, Iterations, Together
 from kvjax.serve.requests import ENDED, Entry, Request
 from kvjax.serve.sim.calendar import Outcome, one_instance
 from kvjax.serve.sim.compression import Compression
@@ -26,7 +26,7 @@ def apart(
     the second token, and a request that is preempted there is prefilled there again. how_to_run: further
     arguments of `one_instance`, the same for each.
     """
-    alone = dataclasses.replace(system, split=Together())
+    alone, after = roles(system)
     first = [dataclasses.replace(one, output=1) for one in queue]
     reads = _in_turn(alone, first, split.prefill, costs, how, *how_to_run)
     begun, decoding, moved = _by_id(reads), [], 0
@@ -38,11 +38,17 @@ def apart(
             at = float(ends[entry.spans[0][0]]) + slots * costs.move
             decoding.append(Request(one.id, at, slots + 1, one.output - 1, ready=slots))
     decoding.sort(key=lambda one: (one.arrived, one.id))
-    after = dataclasses.replace(
-        alone, batch=Iterations(system.batch.rows), share=None, evict=None, order=Arrival()
-    )
     writes = _in_turn(after, decoding, split.decode, costs, Compression(), *how_to_run)
     return _joined(system, queue, [*reads, *writes], moved, how)
+
+
+def roles(system: System) -> tuple[System, System]:
+    """What an instance that prefills does, and what one that decodes does."""
+    first = dataclasses.replace(system, split=Together())
+    after = dataclasses.replace(
+        first, batch=Iterations(system.batch.rows), share=None, evict=None, order=Arrival(), attend=ByRow()
+    )
+    return first, after
 
 
 def _in_turn(system: System, queue: list[Request], instances: int, *how_to_run: Any) -> list[Outcome]:

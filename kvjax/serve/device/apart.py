@@ -1,0 +1,182 @@
+"""Prefill and decoding on different devices of one process: an engine for each, and pages that move.
+
+DistServe (Zhong et al., 2024, arXiv:2401.09670), section 4. Every engine runs in a thread of its own. When a
+prompt has been read, its pages are copied through host memory to a decoding engine, which gives them pages of
+its own pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.base.errors import InputError
+from kvjax.models.model import Model
+from kvjax.serve.device.engine import Engine, KnownRequests
+from kvjax.serve.device.jobs import Job, Token
+from kvjax.serve.device.live import Live
+from kvjax.serve.device.pages import Pages
+from kvjax.serve.grammar import System
+from kvjax.serve.grammar.words import Apart
+from kvjax.serve.loop import Loop
+from kvjax.serve.requests import ENDED, Entry, Request
+from kvjax.serve.sim import Outcome
+from kvjax.serve.sim.apart import roles
+
+
+class Prefiller(Engine):
+    """An engine that reads prompts, generates one token each, and hands the slots to a decoding engine.
+
+    hand: called with a job and its slots on the host.
+    """
+
+    hand: Callable[[Job, tuple[np.ndarray, list[np.ndarray]]], None]
+
+    def is_done(self, job: Job) -> bool:
+        """Hands a job on unless its text has ended; here it ends in any case."""
+        if not job.over:
+            job.place.leave(job.id)
+            self.hand(job, job.place.away.pop(job.id))
+        return True
+
+
+class Decoder(Engine):
+    """An engine whose requests come with the slots of their prompts and one token."""
+
+    def __init__(self, *how: Any):
+        super().__init__(*how)
+        self.parcels: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+
+    def accept(self, job: Job, arrived: float) -> Request:
+        """Makes a `Request` whose slots are there: its one token is what it reads."""
+        asked = super().accept(job, arrived)
+        job.place.away[job.id] = parcel = self.parcels.pop(job.id)
+        slots = int(parcel[0].max())
+        self.moved += slots
+        return dataclasses.replace(asked, prompt=slots + 1, output=job.most - 1, keys=(), span=0, ready=slots)
+
+    def read(self, job: Job, entry: Entry, count: int) -> Token | None:
+        """Copies slots that came into pages, and decodes; after a preemption reads the prompt itself."""
+        place: Pages = job.place
+        if entry.preempted or job.id not in place.away:
+            return super().read(job, entry, count)
+        place.come_back(job, place.tables[job.id])
+        return next(place.write([job], 1).of(0))
+
+
+def run_apart(
+    model: Model, jobs: Sequence[Job], arrived: Sequence[float], system: System, sizes: tuple[int, int, int],
+    watch: Callable[[Loop], None] | None = None,
+) -> tuple[Outcome, Engine]:  # fmt: skip
+    """Serves jobs on `system.split`'s devices; returns the outcome and an engine, which knows page sizes.
+
+    sizes: pages of each engine's pool, rows, and pages of the longest request.
+    """
+    split = system.split
+    assert isinstance(split, Apart)
+    devices = _devices(system)
+    source, live = [KnownRequests() for _ in range(split.prefill)], [Live() for _ in range(split.decode)]
+    count, rows, most = sizes
+    first, after = roles(system)
+
+    def engine(kind: type[Engine], how: System, at: Any, source: Any) -> Any:
+        here = dataclasses.replace(model, params=jax.device_put(model.params, at))
+        return kind(here, how, count, rows, most, source)
+
+    readers = [engine(Prefiller, first, at, one) for at, one in zip(devices, source, strict=False)]
+    writers = [
+        engine(Decoder, after, at, one) for at, one in zip(devices[split.prefill :], live, strict=True)
+    ]
+    for one, writer in zip(live, writers, strict=True):
+        one.accept = writer.accept
+    turns = cycle(range(split.decode))
+
+    def hand(job: Job, parcel: Any) -> None:
+        # next() of a cycle is one step of the interpreter, so two threads never get the same turn.
+        turn = next(turns)
+        writers[turn].parcels[job.id] = parcel
+        live[turn].put(job)
+
+    order = sorted(range(len(jobs)), key=lambda i: (arrived[i], i))
+    for i, reader in enumerate(readers):
+        reader.hand = hand
+        with jax.default_device(devices[i]):
+            mine = order[i :: split.prefill]
+            asked = [dataclasses.replace(reader.accept(jobs[j], arrived[j]), output=1) for j in mine]
+        source[i].start(asked)
+    for one in (*source, *live):
+        one.began = source[0].began
+    _together(readers, writers, devices, live, watch)
+    return _outcome(system, jobs, arrived, readers, writers), readers[0]
+
+
+def _devices(system: System) -> list[Any]:
+    found = jax.devices()
+    if len(found) < system.devices:
+        raise InputError(
+            f"{system.split!r} takes {system.devices} devices, and there are {len(found)}: run on more, "
+            f"or, for CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count={system.devices}"
+        )
+    return found[: system.devices]
+
+
+def _together(
+    readers: list[Prefiller], writers: list[Decoder], devices: list[Any], live: list[Live], watch: Any
+) -> None:
+    """Runs every engine in a thread until all requests have ended."""
+
+    def serve(engine: Engine, at: Any) -> None:
+        with jax.default_device(at):
+            engine.run(watch)
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        running = [threads.submit(serve, *one) for one in zip([*readers, *writers], devices, strict=True)]
+        try:
+            for one in running[: len(readers)]:
+                one.result()
+        finally:
+            for one in live:
+                one.close()
+        for one in running[len(readers) :]:
+            one.result()
+
+
+def _outcome(
+    system: System, jobs: Sequence[Job], arrived: Sequence[float], readers: list[Prefiller],
+    writers: list[Decoder],
+) -> Outcome:  # fmt: skip
+    """The progress of both parts of every request; iterations follow each other engine by engine."""
+    entries: dict[int, Entry] = {}
+    offset = 0
+    for engine in (*readers, *writers):
+        for part in engine.loop.entries:
+            id, job = part.request.id, engine.jobs[part.request.id]
+            whole = entries.get(id)
+            if whole is None:
+                asked = dataclasses.replace(part.request, output=job.most)
+                whole = entries[id] = Entry(asked, matched=part.matched)
+            whole.state = part.state
+            whole.spans += [[begin + offset, count] for begin, count in part.spans]
+            whole.written += part.written
+            whole.computed += part.computed
+            whole.preempted += part.preempted
+            if part.request.ready:
+                # What decoding begins with is none of the prompt.
+                whole.computed -= 1
+                whole.evicted = whole.request.prompt - part.request.ready
+            whole.stored, whole.shorter = whole.request.most, part.shorter
+        offset += len(engine.ends)
+    for job in jobs:
+        job.entry = entries[job.id]
+        assert job.entry.state != ENDED or job.over
+    engines = (*readers, *writers)
+    ends = np.concatenate([np.array(engine.ends) for engine in engines])
+    moved, computed = (sum(getattr(one, name) for one in engines) for name in ("moved", "computed"))
+    by = f"measured on {len(engines)} of {jax.devices()[0].device_kind}"
+    return Outcome([entries[job.id] for job in jobs], ends, moved, computed, system, by)
