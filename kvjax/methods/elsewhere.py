@@ -1,4 +1,4 @@
-"""Papers that are no method here: verbs, architectures, conversions, rewrites of weights, papers left out."""
+"""No methods: verbs, parts of methods, architectures, conversions, rewrites of weights, papers left out."""
 
 from __future__ import annotations
 
@@ -35,23 +35,48 @@ CONVERSIONS = {
     "matryoshkakv": "matryoshkakv:rank=16",
 }
 
+# Ideas that are parts of several methods.
+PARTS = {
+    "rope": "is how keys are rotated: Rope of a model's config, and Store(unrotated=True) of a method",
+    "simhash": "is how 'hashevict' and 'magicpig' find keys: by the signs of random projections",
+    "pq-base": "is the index of 'pqcache' and the code of 'cq': parts of a vector by their nearest centroids",
+}
+
 # What was considered and is left out: what it does, and why. `scripts.studies.left_out` measures two of them.
 LEFT_OUT = {
     "commvq": "it adds up vectors of codebooks that commute with RoPE; 'cq' has one vector per code, and "
     "'csr' sums of vectors",
     "decoquant": "it stores keys and values as two factors, of which the smaller one stays whole and costs "
     "more bits in short texts than its codes save; 'quarot' rotates without stored factors",
+    "epikv": "its abstract (arXiv:2606.26472) alone was at hand, which does not define its score; 'keydiff' "
+    "and 'r-kv' need no attention weights of all tokens either",
+    "foresightkv": "its scorer (arXiv:2602.03203) is trained by reinforcement on answers of a reasoning "
+    "model; 'locret' has a scorer that `kvjax fit` makes",
     "hisparse": "it is a buffer of a serving system for slots in host memory, without codes of its own; "
     "'quest + offloaded' has slots in host memory",
     "kvtc": "it codes caches at rest by main components of all layers, without a coder here; "
     "kvjax.save_cache(path, cache, coder='range') codes files without loss",
     "lossless": "codes in memory have a fixed width; kvjax.save_cache(path, cache, coder='range') codes "
     "files without loss",
+    "llmlingua2": "its scorer is a trained encoder; kvjax.shorten(model, documents, by='llmlingua') scores "
+    "tokens with any decoder",
     "rotorquant": "it rotates 3 channels where 'turboquant' rotates all, with larger errors at the same "
     "bytes; 'q-int4' rotates blocks",
+    "skipkv": "beside evicting sentences (arXiv:2512.07993) it steers hidden states, by a vector made from "
+    "answers of a reasoning model; 'r-kv' evicts tokens that repeat others",
+    "thinkv": "it sorts thoughts (arXiv:2510.01290) by a calibration on answers of a reasoning model; 'r-kv' "
+    "and 'morphkv' act while decoding without one",
+    "trim-kv": "its gates (arXiv:2512.03324) are trained inside attention that they fade; 'dms', 'wg-kv' and "
+    "'locret' have gates that are fitted to a model",
 }
 # Names of the same idea, by the name above.
-ALSO = {"mpo": "decoquant", "planarquant": "rotorquant", "isoquant": "rotorquant"}
+ALSO = {
+    "llmlingua-2": "llmlingua2",
+    "trimkv": "trim-kv",
+    "mpo": "decoquant",
+    "planarquant": "rotorquant",
+    "isoquant": "rotorquant",
+}
 
 
 def elsewhere(name: str) -> str:
@@ -73,6 +98,8 @@ def elsewhere(name: str) -> str:
         return f"is {VERBS[name]}"
     if name in OF_WEIGHTS:
         return f"changes no number of a cache, because it {OF_WEIGHTS[name]}"
+    if name in PARTS:
+        return PARTS[name]
     if name in CONVERSIONS:
         return f"makes another model: see `kvjax convert --help`, for example `{CONVERSIONS[name]}`"
     if (which := ALSO.get(name, name)) in LEFT_OUT:

@@ -26,6 +26,7 @@ from kvjax.grammar.protocols import Residence
 from kvjax.grammar.read_protocols import Read
 from kvjax.methods.builders import Builder, ConstructorCall, Defaults, Named, WrapperCall, in_order
 from kvjax.methods.constructors import constructed
+from kvjax.methods.elsewhere import elsewhere
 from kvjax.methods.functions import AROUND
 from kvjax.methods.registry import build as build_id
 from kvjax.methods.registry import resolve
@@ -265,7 +266,7 @@ def _resolved(name: str) -> str:
     try:
         return resolve(name)
     except ValueError:
-        if near := difflib.get_close_matches(name, AROUND, 1):
+        if not elsewhere(name) and (near := difflib.get_close_matches(name, AROUND, 1)):
             raise InputError(f"unknown method {name!r}: did you mean {near[0]}(...)?") from None
         raise
 

@@ -268,8 +268,9 @@ def kcache(budget: Amount, *, newest: Window = 32, skip_layers: Layers = 0) -> M
     Softmax runs over all tokens, and the values of its largest probabilities are read, without
     renormalisation (`TopValues`). budget is the share (or number) of older values that a query reads.
     Deviation: values are in device memory, where the paper has them in host memory; the `newest` tokens are
-    read beside the budget; the query heads of a group share tokens, by the sum of their probabilities. There
-    was no code of the authors to compare with. Prompts and several tokens at once are read in full.
+    read beside the budget; the query heads of a group share tokens, by the sum of their probabilities among
+    older tokens, which ranks them as the paper does where a group has one head. There was no code of the
+    authors to compare with. Prompts and several tokens at once are read in full.
     """
     return Method(read=TopValues(Budget(budget), newest, skip_layers))
 

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.commands.methods import filtered, listing
 from kvjax.methods import METHODS
-from kvjax.methods.elsewhere import ALSO, CONVERSIONS, LEFT_OUT, OF_WEIGHTS, VERBS, elsewhere
+from kvjax.methods.elsewhere import ALSO, CONVERSIONS, LEFT_OUT, OF_WEIGHTS, PARTS, VERBS, elsewhere
 from kvjax.methods.registry import ALIASES
 from kvjax.train.conversion.conversions import CONVERSIONS as MADE
 
@@ -34,6 +34,16 @@ def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
         ("Quantizable Transformers", "kvjax architectures clipped-softmax"),
         ("LoRC", "makes another model: see `kvjax convert --help`, for example `lorc`"),
         ("MPO", "is left out: it stores keys and values as two factors.*'quarot' rotates"),
+        ("rope", r"is how keys are rotated: .* Store\(unrotated=True\)"),
+        ("SimHash", "is how 'hashevict' and 'magicpig' find keys"),
+        ("pq-base", "is the index of 'pqcache' and the code of 'cq'"),
+        ("EpiKV", r"is left out: its abstract \(arXiv:2606.26472\) alone was at hand.*'keydiff'"),
+        ("TRIM-KV", r"is left out: its gates \(arXiv:2512.03324\) .*'locret'"),
+        ("TrimKV", "is left out: its gates"),
+        ("ForesightKV", "is left out: its scorer .*'locret' has a scorer that `kvjax fit` makes"),
+        ("SkipKV", "is left out: beside evicting sentences .*'r-kv'"),
+        ("ThinKV", "is left out: it sorts thoughts .*'morphkv'"),
+        ("LLMLingua-2", "is left out: its scorer is a trained encoder; kvjax.shorten"),
         ("RotorQuant", "is left out: it rotates 3 channels where 'turboquant' rotates all"),
     ],
 )
@@ -64,7 +74,14 @@ def test_what_is_left_out_is_no_method_and_names_methods_that_exist():
     for text in LEFT_OUT.values():
         named = [n for quoted in re.findall(r"(?<!=)'([^']+)'", text) for n in quoted.split(" + ")]
         assert named == [] or set(named) <= METHODS.keys(), text
-        assert named or "kvjax.save_cache(path, cache, coder='range')" in text
+        verbs = ("kvjax.save_cache(path, cache, coder='range')", "kvjax.shorten(model, documents, by=")
+        assert named or any(verb in text for verb in verbs)
+
+
+def test_parts_of_methods_are_none_and_name_methods_that_exist():
+    assert not PARTS.keys() & (METHODS.keys() | ALIASES.keys())
+    for text in PARTS.values():
+        assert set(re.findall("'([^']+)'", text.replace("model's", ""))) <= METHODS.keys()
 
 
 def test_papers_on_weights_name_methods_that_exist_and_are_none():
