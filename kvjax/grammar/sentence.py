@@ -273,6 +273,11 @@ class Method:
         return tuple(dict.fromkeys(self.layers)) or (self,)
 
     @property
+    def aligned(self) -> bool:
+        """Whether a slot holds the same token in all layers, so that picks of one are valid in others."""
+        return not self.layers and self.keep is None
+
+    @property
     def shared_positions(self) -> int:
         """By how much a text's tokens exceed its positions, because some tokens share positions."""
         return 0 if self.keep is None else getattr(self.keep.phase, "shared", 0)

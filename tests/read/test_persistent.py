@@ -17,7 +17,7 @@ from kvjax.read.persistent import PersistentSlots
 from kvjax.steps import Run
 from tests.float64.reads import tidal
 from tests.float64.reference import Decoder, Prompt, Row
-from tests.methods.battery import MAIN, VOCAB, B, off
+from tests.methods.battery import MAIN, VOCAB, B, off, positions
 
 SIZES = dict(vocab=VOCAB, d_model=32, head_dim=16, d_ff=48, layers=6, heads=4, kv_heads=2)
 METHOD = kvjax.method("tidaldecode", budget=0.25, reselect=3, newest=3, skip_layers=1)
@@ -52,6 +52,25 @@ def test_layers_read_what_the_layer_below_that_ranks_has_picked():
             assert len(seen[2, head] - newest) == quarter(row.next - 1 - NEWEST) and newest <= seen[2, head]
             assert seen[4, head] == seen[5, head]
     assert any(seen[2, head] != seen[4, head] for seen in read for head in range(2))
+
+
+def test_a_layer_that_evicted_by_itself_reads_the_picked_tokens_that_it_holds():
+    """Layers have methods of their own: picks are tokens, not slots, where some of them evict."""
+    m = model()
+    evicts = kvjax.chain(kvjax.method("snapkv", budget=0.5, window=NEWEST), METHOD)
+    method = kvjax.by_layer([METHOD, METHOD, evicts, METHOD, METHOD, evicts])
+    _, cache = kvjax.prefill(m, MAIN.first, method=method, room=8)
+    held, rows = positions(cache), []
+    for b, tokens in enumerate(MAIN.first):
+        prompt = Prompt(Decoder(m), tokens)
+        kept = [
+            np.stack([np.isin(np.arange(len(tokens)), sorted(one)) for one in layer[b]]) for layer in held
+        ]
+        assert kept[0].all() and not kept[2].all()
+        rows.append(Row(prompt, kept, attends=tidal(quarter, picks=PICKS, newest=NEWEST, skip=1)))
+    for token in MAIN.steps:
+        logits, cache = kvjax.step(m, cache, token)
+        assert off(logits, np.stack([row.step(t) for row, t in zip(rows, token, strict=True)])) < 3e-5
 
 
 def test_only_layers_that_take_picks_leave_bytes_unread():

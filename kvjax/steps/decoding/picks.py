@@ -42,7 +42,7 @@ def pick_for_others(here: AtLayer) -> AtLayer:
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
     if "picks" not in here.layer.publishes:
         return here
-    if here.run.method.keep is not None:
+    if not here.run.method.aligned:
         # Layers above hold other tokens in these slots, so they get the positions of the chosen tokens.
         body, index = picked_from(past, here.pools)
         chosen = positions(body, index, past.gm.read.granule, found.pages, found.counts)

@@ -97,10 +97,10 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
         return ()
     if gm.picks:
         return ((True, picks.pick_for_others),)
-    reuses, alike = gm.picker is not None, run.method.keep is None
+    reuses, aligned = gm.picker is not None, run.method.aligned
     return (
-        (reuses and alike, picks.take_picks),
-        (reuses and not alike, picks.find_picks),
+        (reuses and aligned, picks.take_picks),
+        (reuses and not aligned, picks.find_picks),
         (not reuses, picks.pick),
         (gm.host is not None, picks.bring_picked),
     )
