@@ -30,6 +30,7 @@ from kvjax.fitting.prompts.distilled import fit_distilled
 from kvjax.fitting.prompts.memory_tokens import fit_memory
 from kvjax.fitting.prompts.restore import fit_restored
 from kvjax.fitting.prompts.run_memory import fit_repetition
+from kvjax.fitting.statistics.additive import fit_sums
 from kvjax.fitting.statistics.atoms import fit_atoms
 from kvjax.fitting.statistics.bases import fit_basis
 from kvjax.fitting.statistics.clusters import fit_clusters
@@ -78,6 +79,7 @@ from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
 from kvjax.read.head_patterns import HeadPatterns
+from kvjax.store.additive import CommutingSums
 from kvjax.store.atoms import Atoms
 from kvjax.store.basis import InBasis
 from kvjax.store.channels import QueryDrivenChannels
@@ -132,6 +134,7 @@ FITS: dict[type, Fitter] = {
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     CoupledCodes: Fitter(fit_vectors, acts=True),
+    CommutingSums: Fitter(fit_sums, acts=True),
     InBasis: Fitter(fit_basis, acts=True),
     StaticAffine: Fitter(fit_ranges, acts=True),
     Atoms: Fitter(fit_atoms, acts=True),

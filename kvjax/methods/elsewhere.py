@@ -44,8 +44,6 @@ PARTS = {
 
 # What was considered and is left out: what it does, and why. `scripts.studies.left_out` measures two of them.
 LEFT_OUT = {
-    "commvq": "it adds up vectors of codebooks that commute with RoPE; 'cq' has one vector per code, and "
-    "'csr' sums of vectors",
     "decoquant": "it stores keys and values as two factors, of which the smaller one stays whole and costs "
     "more bits in short texts than its codes save; 'quarot' rotates without stored factors",
     "epikv": "its abstract (arXiv:2606.26472) alone was at hand, which does not define its score; 'keydiff' "

@@ -11,6 +11,7 @@ from kvjax.make.stored_inputs import StoredInputs
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Bits, Fit, Group, Rank, Ratio, Seed, Tokens, Turns
+from kvjax.store.additive import CommutingSums
 from kvjax.store.affine import Affine
 from kvjax.store.atoms import Atoms
 from kvjax.store.balanced import Balanced
@@ -301,3 +302,27 @@ def csr(*, atoms: Annotated[int, Range(1, 64)] = 4, fitted: Fit | None = None) -
     """
     keys, values = (Atoms(atoms, of, as_fitted(fitted)) for of in ("key", "value"))
     return Method(store=Store(keys, values))
+
+
+@paper(
+    "CommVQ: Commutative Vector Quantization for KV Cache Compression",
+    arxiv="2506.18879",
+    family="quant",
+    exact="deviates",
+)
+def commvq(
+    *, channels: Group = 6, bits: Literal[1, 2, 3, 4, 5, 6, 7, 8] = 6, fitted: Fit | None = None
+) -> Method:
+    """CommVQ (Li et al., 2025, arXiv:2506.18879), section 4: sums of vectors that commute with RoPE.
+
+    A key of a head, before RoPE, is a sum of H / `channels` pairs of vectors, each of 2^bits: the columns of
+    2x2 blocks that commute with the rotation of their channels (`CommutingSums`). A number takes 2 bits /
+    channels bits, 2 by default and 1 with channels=12, without scales. The codebooks are found for each head,
+    one pair after the other, by expectation and maximisation. fitted: as `kvjax fit commvq` writes them.
+
+    Deviation: values are encoded as keys are, where the paper trains an encoder of all heads' values; keys
+    are decoded and rotated when they are read, where the paper multiplies queries by rotated codebooks and
+    looks the products up.
+    """
+    keys, values = (CommutingSums(channels, bits, of, as_fitted(fitted)) for of in ("key", "value"))
+    return Method(store=Store(keys, values, unrotated=True))

@@ -211,6 +211,25 @@ def vectors(books):
     return code
 
 
+def commuting_sums(books):
+    """CommVQ (arXiv:2506.18879): of every stage [C, H] the a + J b nearest to the rest.
+
+    J maps the channels (j, j + H / 2) by the block [[0, -1], [1, 0]].
+    """
+
+    def code(x):
+        half = x.shape[-1] // 2
+        turn = np.kron([[0, -1], [1, 0]], np.eye(half))
+        out = np.zeros_like(x)
+        for book in books:
+            pairs = (book[:, None] + book[None] @ turn.T).reshape(-1, x.shape[-1])
+            near = (((x - out)[..., None, :] - pairs) ** 2).sum(-1).argmin(-1)
+            out = out + pairs[near]
+        return out
+
+    return code
+
+
 def directions(bits, seed=0):
     """Rows after a Hadamard rotation, as lengths and codes of a codebook for random directions."""
 

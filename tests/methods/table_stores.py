@@ -12,6 +12,7 @@ from tests.float64.codes import (
     balanced,
     behind,
     coded,
+    commuting_sums,
     faithful,
     in_layers,
     normal_vectors,
@@ -119,6 +120,18 @@ BOOKS = Fitted(
     {f"{of} centroids": DRAWN.normal(size=(2, 2, 4, 16, 4)).astype(np.float32) for of in ("key", "value")},
     "CoupledCodes", "",
 )  # fmt: skip
+STAGES = np.random.default_rng(15).normal(size=(2, 2, 2, 3, 8, 16)) / np.arange(1, 4)[:, None, None]
+SUMS = Fitted(
+    {f"{of} codebooks": x.astype(np.float32) for of, x in zip(("key", "value"), STAGES, strict=True)},
+    "CommutingSums", "",
+)  # fmt: skip
+
+
+def summed(of):
+    """Sums of 3 pairs of vectors of a head."""
+    return lambda layer, head: commuting_sums(SUMS.arrays[f"{of} codebooks"][layer, head].astype(float))
+
+
 SCALES = np.exp(DRAWN.normal(size=(2, 2, 16)))
 SMOOTH = Fitted(
     {
@@ -339,6 +352,11 @@ STORES = [
         # 4 codes of 4 bits lie in a word.
         "cq", dense(everything, slot=lambda s: 2 * 4 + 4), hyper=dict(channels=4, bits=4, fitted=BOOKS),
         error=FLIPS, attends=of_lists(book("key"), book("value"), THETA),
+    ),
+    row(
+        # 6 codes of 3 bits: a word of their lower 2 bits, and one of the upper.
+        "commvq", dense(everything, slot=lambda s: 2 * 8 + 4), hyper=dict(channels=5, bits=3, fitted=SUMS),
+        error=FLIPS, attends=of_lists(summed("key"), summed("value"), THETA),
     ),
     row(
         "qserve", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=SMOOTH),
