@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_families import FAMILIES, SUPPORTED
 from kvjax.models.hf_family import Json
+from kvjax.models.hf_left_out import ADDING, why_not
 from kvjax.models.hf_numbers import check_numbers, size
 from kvjax.models.quantised.settings import quantisation_of
 from kvjax.ops.base.long_rope import LongRope
@@ -129,10 +129,9 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
         said = data.get("model_type")
         name = said if said in inner else inner[0]
     if name not in FAMILIES:
-        near = difflib.get_close_matches(str(name), SUPPORTED, 1)
-        hint = f" (the nearest is {near[0]})" if near else ""
         raise InputError(
-            f"model_type {name!r} is not supported{hint}: choose a checkpoint of {', '.join(SUPPORTED)}"
+            f"model_type {name!r} {why_not(str(name), SUPPORTED)}: choose a checkpoint of "
+            f"{', '.join(SUPPORTED)}. {ADDING}"
         )
     if (both := data.get("use_bidirectional_attention")) and both != "vision":
         raise InputError(f"use_bidirectional_attention is {both!r}: kvjax runs causal decoders only")

@@ -14,6 +14,7 @@ from kvjax.models.gguf.fields import Json, depth
 from kvjax.models.gguf.gemma3n import gemma3n
 from kvjax.models.gguf.gemma4 import gemma4
 from kvjax.models.gguf.reader import Gguf
+from kvjax.models.hf_left_out import why_not
 
 _SIZES = {"hidden_size": "embedding_length", "max_position_embeddings": "context_length"}
 
@@ -26,8 +27,8 @@ def config_of(file: Gguf) -> Json:
         )
     if file.architecture not in READ:
         raise InputError(
-            f"{file.path} is of the architecture {file.architecture!r}, expected one that is read from GGUF: "
-            f"{', '.join(READ)}"
+            f"{file.path} is of the architecture {file.architecture!r}, which "
+            f"{why_not(file.architecture, READ)}: expected one of {', '.join(READ)}"
         )
     if "token_embd.weight" not in file.tensors:
         raise InputError(f"{file.path} has no token_embd.weight: it holds no language model")

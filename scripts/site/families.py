@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 from kvjax.models.hf_families import FAMILIES
+from kvjax.models.hf_left_out import LEFT_OUT
 from scripts.docs_tables import with_table
 from scripts.site.markdown import escaped, table
 
@@ -28,10 +29,17 @@ GGUF = (
 
 
 def family_table() -> str:
-    """A row per entry: its title, its `model_type`s, its differences from Llama, and whether GGUF loads."""
+    """A row per entry: its title, its `model_type`s, its differences from Llama, and whether GGUF loads.
+
+    Below them, those that are left out, with the reason.
+    """
     rows = [
         (row.title, ", ".join(f"`{n}`" for n in (name, *row.within)), escaped(row.special), _gguf(name))
         for name, row in FAMILIES.items()
+    ]
+    rows += [
+        (one.title, ", ".join(f"`{n}`" for n in one.names), f"does not load: {one.reason}", "")
+        for one in LEFT_OUT
     ]
     return table(("family", "`model_type`", "how it differs from Llama", "GGUF"), rows)
 

@@ -204,17 +204,23 @@ def test_a_damaged_head_is_one_sentence(file):
             assert "\n" not in str(error)
 
 
-def test_an_unknown_architecture_lists_those_that_are_read(tmp_path):
-    arch, config = CASES["llama_tied"]
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "bert")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bert", "which is not supported: expected one of llama, llama4"),
+        ("gemma", "which is not supported .the nearest is gemma4.: expected one of llama, llama4"),
+        ("deepseek4", "which is DeepSeek-V4 and left out: its layers cache entries"),
+        ("minimax-m3", "which is MiniMax-M3 and left out: each KV head picks blocks"),
+    ],
+)
+def test_an_unknown_architecture_lists_those_that_are_read(name, said, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", name)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        InputError, match="architecture 'bert', expected one that is read from GGUF: llama, llama4"
-    ):
+    with pytest.raises(InputError, match=f"architecture '{name}', {said}"):
         load(tmp_path / "a.gguf")
 
 

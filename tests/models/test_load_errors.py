@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvjax.base.errors import InputError
+from kvjax.commands.inspect_model import find_config
 from kvjax.io.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.io.load import load
 from kvjax.models.hf import load_hf, save_hf
@@ -108,6 +110,41 @@ def test_unsupported_model_type_lists_the_supported(folder):
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("deepseek_v4", "is DeepSeek-V4 and left out: its layers cache entries that pool 4 or 128 tokens"),
+        ("minimax_m3_vl", "is MiniMax-M3 and left out: each KV head picks blocks of 128 tokens"),
+        (
+            "mistral_large4",
+            "is Mistral Large 4 and left out: layers with an indexer read the latents of",
+        ),
+        ("qwen2_moe", r"is not supported .the nearest is qwen3_moe."),
+    ],
+)
+def test_a_family_that_does_not_load_is_named_with_the_reason_and_how_to_add_one(name, said, folder, capsys):
+    edit_config(folder, model_type=name)
+    for command in (lambda: load(folder), lambda: find_config(str(folder))):
+        with pytest.raises(InputError, match=f"model_type '{name}' {said}.*own-architecture.md"):
+            command()
+
+
+@pytest.mark.parametrize(("model_type", "loads"), [("llama", True), ("my_llama", False)])
+def test_code_beside_a_checkpoint_never_runs(model_type, loads, folder, tmp_path):
+    ran = tmp_path / "ran"
+    (folder / "modeling_mine.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Mine: pass\n")
+    names = {"AutoConfig": "modeling_mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    edit_config(folder, model_type=model_type, auto_map=names, trust_remote_code=True)
+    edit_tokenizer = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["modeling_mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(edit_tokenizer))
+    if loads:
+        load(folder)
+    else:
+        with pytest.raises(InputError, match="'my_llama' is not supported"):
+            load(folder)
+    assert not ran.exists() and not any(name.endswith("modeling_mine") for name in sys.modules)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"hidden_size": None}, "hidden_size = None, expected a positive whole number"),
@@ -190,6 +227,21 @@ def test_missing_extra_and_wrongly_shaped_tensors_are_named_together(fixture, tm
     assert "2 missing: lm_head.weight, model.layers.1.mlp.up_proj.weight;" in message
     assert "1 not expected: model.layers.3.mlp.up_proj.weight;" in message
     assert "1 of another shape: model.norm.weight (expected [24], found [7])" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        ("qwen3", "llama", "model_type qwen3.*missing: .*self_attn.k_norm.weight.*of another shape: model"),
+        ("llama", "gemma2", "model_type llama.*not expected: model.layers.0.post_feedforward_layernorm"),
+        ("deepseek_v3", "mixtral", "model_type deepseek_v3.*kv_a_proj.* not expected: .*block_sparse_moe"),
+        ("mamba2", "llama", "model_type mamba2.*missing: backbone.*not expected: .*layers.0.input_layern"),
+    ],
+)
+def test_a_config_of_one_family_with_the_tensors_of_another_names_both(config, weights, message, tmp_path):
+    mixed = hf_fixtures.read(weights)._replace(config=hf_fixtures.read(config).config)
+    with pytest.raises(InputError, match=message):
+        load(hf_fixtures.write(mixed, tmp_path))
 
 
 def test_a_fused_tensor_is_checked_as_a_whole(tmp_path):
