@@ -17,11 +17,12 @@ from tests.float64.reference import rope, softmax
 class Granules:
     """A row whose lists are granules of codes and a plain tail.
 
-    kept: per layer, a boolean [K, T] of the prompt's tokens that stay. places: how many granules a list has
-    room for. bits: of codes; None where tokens stay as computed. attends(q [G, H], body, tail) -> out [G, V],
-    the tokens that were read, and their attention [G, S]. worst(tokens, length) -> the index of the token
-    that leaves, among dicts with "pos", "mass" and "now", or None. memory counts how often a granule was
-    emptied (`emptied`) and was gathered (`gathered`).
+    kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
+    query heads where every one of them selects alone. places: how many granules a list has room for. bits:
+    of codes; None where tokens stay as computed. attends(q [G, H], body, tail) -> out [G, V], the tokens that
+    were read, and their attention [G, S]. worst(tokens, length) -> the index of the token that leaves, among
+    dicts with "pos", "mass" and "now", or None. memory counts how often a granule was emptied (`emptied`) and
+    was gathered (`gathered`).
     """
 
     def __init__(self, prompt, kept, *, bits, group, residual, places, worst, attends=None):
@@ -35,13 +36,12 @@ class Granules:
         self.lists = []
         for layer, stays in enumerate(kept):
             mass = prompt.p[layer].reshape(len(stays), -1, *prompt.p[layer].shape[1:]).sum((1, 2))
+            k, v = self.of_lists(len(stays), prompt.k[layer], prompt.v[layer])
             self.lists.append([
                 dict(
                     body=[[] for _ in range(places)],
                     tail=[
-                        dict(
-                            pos=j, mass=mass[head, j], k=prompt.k[layer][head, j], v=prompt.v[layer][head, j]
-                        )
+                        dict(pos=j, mass=mass[head, j], k=k[head, j], v=v[head, j])
                         for j in np.flatnonzero(stays[head])
                     ],
                 )
@@ -50,6 +50,10 @@ class Granules:
         for lists in self.lists:
             for one in lists:
                 self.flush(one)
+
+    def of_lists(self, lists, *rows):
+        """Keys or values of KV heads, repeated for the lists that store them."""
+        return [np.repeat(x, lists // self.decoder.config.kv_heads, axis=0) for x in rows]
 
     def encoded(self, tokens):
         keys = self.of_keys(np.stack([t["k"] for t in tokens]))
@@ -96,6 +100,7 @@ class Granules:
         for layer, lists in zip(self.decoder.layers, self.lists, strict=True):
             q, k, v = self.decoder.project(layer, x)
             q, k = rope(q, [at], c.rope.theta), rope(k, [at], c.rope.theta)
+            k, v = self.of_lists(len(lists), k, v)
             outs = []
             for head, one in enumerate(lists):
                 one["tail"].append(dict(pos=at, mass=0.0, k=k[head, 0], v=v[head, 0]))

@@ -156,6 +156,30 @@ def test_scores_follow_the_text_through_prompts_chunks_turns_and_steps():
             np.testing.assert_allclose(got, same, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [None, pytest.param(8, marks=pytest.mark.rotating)])
+def test_every_query_head_has_representatives_of_its_own_where_a_keep_selects_for_each(chunk):
+    """Float64: those of a block that the queries of this head alone, of the tokens after them, meet most."""
+    keep = kvjax.method("snapkv", budget=0.75 if chunk is None else 1.0, window=4).keep
+    method = Method(dataclasses.replace(keep, per_query_head=True), read=WORD)
+    _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM, chunk=chunk)
+    layers = [(g, i) for g in cache.groups for i in range(len(g.bodies[0].pos))]
+    blocks = 0
+    for layer, (group, i) in enumerate(layers):
+        held, keys = (np.asarray(x[i]) for x in (group.bodies[0].pos, group.bodies[0].summary["keys"]))
+        for b, tokens in enumerate(MAIN.first):
+            prompt = Prompt(Decoder(model("4/2")), tokens)
+            for head in range(4):
+                q, k = prompt.q[layer][head], prompt.k[layer][head // 2]
+                for page, at in enumerate(held[b, head].reshape(-1, PAGE)):
+                    if (at < 0).any():
+                        continue
+                    met = [(q[j + 1 : j + 1 + WITHIN] @ k[j]).sum() for j in at]
+                    want = k[at[np.argsort(met)[-WORD.keys :]]].mean(0)
+                    np.testing.assert_allclose(keys[b, head, page], want, atol=2e-5)
+                    blocks += 1
+    assert blocks > 4 * 4 * 2
+
+
 def test_what_the_method_cannot_do_is_refused_with_the_reason():
     method = kvjax.method("infllm", budget=0.5, page=4, newest=8, sinks=4, keys=2)
     for name, why in (("mla", "the model stores latents"), ("yoco", "several layers read the slots")):

@@ -39,7 +39,7 @@ from kvjax.steps.shared.rotate import (
     rotated_queries,
     rotations_of,
 )
-from kvjax.steps.shared.run import Run, answered, below_taken, held, taken_beside
+from kvjax.steps.shared.run import Run, answered, below_taken, held, repeated, taken_beside
 
 
 class Prompt(NamedTuple):
@@ -170,19 +170,18 @@ class _Reading(NamedTuple):
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
     ) -> ComputedTokens:
         """One layer's observations. found: the masses of every set; since: from where sets are hidden."""
-        asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
+        asked, q, pos = self.asked, inputs.q, inputs.pos
+        first = self.gms[layer.group].first
+        # Lists of slots: KV heads, or query heads if the method selects for each of them.
+        k = repeated(self.run, first, sets[-1].k)
         received = tuple(
             {key_of(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found
         )
         if asked.meetings:
             received = received or ({},) * len(sets)
             by_meeting = [
-                {
-                    key_of(o): met(o, q, pos, s.k, s.pos, layer.number)
-                    for o in asked.meetings
-                    if s.pos is not None
-                }
-                for s in sets
+                {key_of(o): met(o, q, pos, k, at, layer.number) for o in asked.meetings if at is not None}
+                for k, at in [*((s.k, s.pos) for s in sets[:-1]), (k, sets[-1].pos)]
             ]
             received = tuple(a | b for a, b in zip(received, by_meeting, strict=True))
         if since:
@@ -193,7 +192,7 @@ class _Reading(NamedTuple):
         observed = {
             key_of(o): o.read(rows[key_of(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
         }
-        traces = {key_of(t): t.start(inputs, new.k.shape[1]) for t in asked.traces}
+        traces = {key_of(t): t.start(inputs, k.shape[1]) for t in asked.traces}
         return ComputedTokens(None, None, observed, received, traces, rows=rows)
 
     def recur(self, layer: Layer, step: Step, state: GroupState):

@@ -20,12 +20,16 @@ from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.protocols import Answering
+from kvjax.grammar.read_protocols import Recycling, Remembering, Tracing
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.read import Prompt, needs_of
 from kvjax.steps.prefilling.settle import settled
 from kvjax.steps.shared.run import Run
+
+# Reads for which slots carry traces.
+_OF_SLOTS = Recycling | Remembering | Tracing
 
 
 def chooses(method: Method) -> bool:
@@ -37,11 +41,11 @@ def reading(run: Run) -> Run:
     """The part of a run that reading a prompt depends on: for most methods, nothing of the method.
 
     Which tokens a layer reads, hides or attends to, the phase of its keys, what answers for evicted slots,
-    and codecs that need fitted arrays change what is read.
+    codecs that need fitted arrays, and what a read records for every query head change what is read.
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
     own = any(k.narrow is not None or isinstance(k.merge, Answering) or hiding_of(k) for k in keeps)
-    own = own or run.unrotated
+    own = own or run.unrotated or (run.per_query_head and isinstance(run.method.read, _OF_SLOTS))
     own = own or any(one.read_prompt is not None for one in run.method.sentences)
     own = own or any(True for one in run.method.sentences for _ in fitted_words(one.store))
     return run if own or run.method.reread is not None else run._replace(method=Method())
