@@ -310,9 +310,7 @@ def csr(*, atoms: Annotated[int, Range(1, 64)] = 4, fitted: Fit | None = None) -
     family="quant",
     exact="deviates",
 )
-def commvq(
-    *, channels: Group = 6, bits: Literal[1, 2, 3, 4, 5, 6, 7, 8] = 6, fitted: Fit | None = None
-) -> Method:
+def commvq(*, channels: Group = 6, bits: Literal[1, 2, 3, 4, 6, 8] = 6, fitted: Fit | None = None) -> Method:
     """CommVQ (Li et al., 2025, arXiv:2506.18879), section 4: sums of vectors that commute with RoPE.
 
     A key of a head, before RoPE, is a sum of H / `channels` pairs of vectors, each of 2^bits: the columns of
