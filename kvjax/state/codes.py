@@ -51,10 +51,16 @@ LEARNT = "learnt"
 
 
 def taught(codec: Codec, arrays: Taught) -> Codec:
-    """A codec bound to the fitted arrays of its words; unchanged if it has no such words.
+    """A codec bound to the arrays that it needs beside the rows; unchanged if it needs none.
 
-    arrays: of the layers on the rows' leading axes: [*l, ...] for rows [*l, B, K, S, H].
-    A codec that needs arrays has a method `taught` that takes them; wrappers pass them on.
+    A codec that needs arrays has a method `taught(arrays)` that returns a bound codec; wrappers pass them on.
+
+    arrays: by key, of the layers on the rows' leading axes, [*l, ...] for rows [*l, B, K, S, H]:
+        fitted arrays of the model, by their digest;
+        observations of a row's own prompts, by the key of the observation in the codec's `learns`
+        (`kvjax.store.orthogonal_error`);
+        if `sees_below` is true, the decoded keys and values of the same tokens in the layer below, under
+        `BELOW` (`kvjax.store.predicted`).
     """
     if hasattr(codec, "taught"):
         return codec.taught(arrays)  # type: ignore[attr-defined]
