@@ -58,6 +58,15 @@ PUBLISHED = {
     "falcon-h1-34b": 33.6,
     "nemotron-h-8b": 8.1,
     "rwkv-7-2.9b": 2.948,
+    "qwen3.5-27b": 27,
+    "qwen3.5-35b-a3b": 35,
+    "olmo-2-7b": 7.30,
+    "olmo-2-13b": 13.7,
+    "glm-4.7-flash": 30,
+    # Between 8.4 and 8.5: the card rounds down.
+    "ministral-3-8b": 8.45,
+    # 1.07 without embeddings, and one table of 102,400 rows.
+    "exaone-4-1.2b": 1.28,
 }
 
 
@@ -106,6 +115,8 @@ KEPT = {
     "qwen3-next-80b-a3b": 2 * 12 * 2 * 256, "jamba-mini": 2 * 4 * 8 * 128, "bamba-9b": 2 * 3 * 8 * 128,
     "nemotron-h-8b": 2 * 4 * 8 * 128, "granite-4-h-small": 2 * 4 * 8 * 128, "lfm2-8b-a1b": 2 * 6 * 8 * 64,
     "falcon-h1-7b": 2 * 44 * 2 * 128, "falcon-h1-34b": 2 * 72 * 4 * 128,
+    "qwen3.5-27b": 2 * 16 * 4 * 256, "qwen3.5-35b-a3b": 2 * 10 * 2 * 256, "olmo-2-13b": 2 * 40 * 40 * 128,
+    "glm-4.7-flash": 47 * (512 + 64), "ministral-3-8b": 2 * 34 * 8 * 128, "exaone-4-1.2b": 2 * 30 * 8 * 64,
 }  # fmt: skip
 
 
