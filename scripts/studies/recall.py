@@ -1,0 +1,229 @@
+"""Recall of reads on a real model: which of the tokens with the most attention a step reads, layer by layer.
+
+    kvjax get smollm2-135m
+    python -m scripts.studies.recall run              # measures the rows that the data lacks
+    python -m scripts.studies.recall run --rows quest # or these
+    python -m scripts.studies.recall --write          # writes the table into docs/recall.md
+
+A window of prose is read in full, and the tokens after it are read one by one under each method. In every
+layer that reads a part of its slots, what it reads is compared with the same number of slots that receive the
+most attention there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+import kvjax
+from kvjax.grammar.read_protocols import Placing
+from kvjax.models.attending import rotated
+from kvjax.models.model import Model
+from kvjax.plan.cache_sizes import CacheSizes
+from kvjax.state.codes import dense
+from kvjax.steps.decoding import attend
+from kvjax.steps.decoding.picks import picked_from
+from kvjax.steps.shared.rotate import rope_of_keys
+from scripts.docs_tables import DOCS
+from scripts.studies import codes
+from scripts.studies.runner import Data, Page, parser, progress
+
+DATA = Data(DOCS / "recall.json", {"about": {}, "rows": {}})
+START, LENGTH, AFTER = 2000, 1024, 32
+BUDGET = 0.1
+# Settings for a prompt of this length: all read the newest 32 tokens, and 4 first ones if they have sinks.
+ROWS = {
+    "kcache": "", "tokenselect": "sinks=4, newest=32", "quest": "skip_layers=0",
+    "quest, skip_layers=2": "", "arkvale": "skip_layers=0", "sparq": "", "loki": "", "double-sparsity": "",
+    "pqcache": "", "clusterkv": "sinks=4, skip_layers=0", "squeezed-attention": "sinks=4",
+    "retroinfer": "sinks=4, newest=32", "magicpig": "skip_layers=0, newest=32", "recycled-attention": "",
+    "tidaldecode": "", "top-theta": "", "retrievalattention": "sinks=4, newest=32",
+    "a2ats": "sinks=4, newest=32", "em-llm": "sinks=4, newest=32",
+    "reattention": "page=16, newest=32, sinks=16",
+}  # fmt: skip
+
+
+def main() -> None:
+    asked = parser(__doc__, ("run",))
+    asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
+    asked.add_argument("--rows", nargs="+", metavar="ROW", help="methods (default: those that are missing)")
+    args = asked.parse_args()
+    if args.what == "run":
+        run(kvjax.load(args.model), args.rows)
+    else:
+        PAGE.show(args)
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """One layer in one step.
+
+    recall, held: as `judged` gives them, means over KV heads that read anything. error: the distance of the
+    layer's output from that over all of its slots, as a share of the length of the latter.
+    """
+
+    layer: int
+    read: float
+    recall: float
+    held: float
+    error: float
+
+
+def run(model: Model, rows: Sequence[str] | None = None) -> None:
+    """Measures rows, and writes each to the data when it is done."""
+    about = {"model": model.name, "fingerprint": model.fingerprint, "text": codes.TEXT.name}
+    about |= {"tokens": LENGTH, "after": AFTER, "budget": BUDGET}
+    ids = _tokens(model)
+    full, _ = said(model, ids, "full")
+    for name in progress(rows or [name for name in ROWS if name not in DATA.read()["rows"]]):
+        row = {name: measured(model, ids, sentence(name), full)}
+        DATA.change(lambda data, row=row: data.update(about=about, rows=data["rows"] | row))
+
+
+def sentence(name: str) -> str:
+    """The text of a row's method."""
+    more = f", {ROWS[name]}" if ROWS.get(name) else ""
+    return f"{name.partition(',')[0]}(budget={BUDGET}{more})"
+
+
+def _tokens(model: Model) -> list[int]:
+    found = model.tokenizer.encode(codes.TEXT.read_text()[START : START + 16 * LENGTH])
+    return list(getattr(found, "ids", found))[: LENGTH + AFTER]
+
+
+def measured(model: Model, ids: list[int], text: str, full: Float[np.ndarray, "T V"]) -> dict[str, Any]:
+    """Recall, share of the best attention and error by layer and in the mean, and KL over the tokens."""
+    logp, seen = said(model, ids, text)
+    layers = sorted({x.layer for x in seen})
+    by_layer = {i: np.nanmean([x[1:] for x in seen if x.layer == i], axis=0) for i in layers}
+    method, plain = kvjax.method(text), kvjax.method("full")
+    sizes = CacheSizes(model.config, "bfloat16", LENGTH, [method, plain])
+    share, recall, held, error = np.mean(list(by_layer.values()), axis=0)
+    kl = (np.exp(full) * (full - logp)).sum(-1).mean()
+    each = {"slots": share, "recall": recall, "held": held, "error": error, "kl": kl}
+    each |= {"bytes": sizes.read_bytes(method) / sizes.read_bytes(plain)}
+    found = {n: float(f"{x:.4g}") for n, x in each.items()}
+    return found | {"layers": {str(i): [float(f"{x:.3g}") for x in row[1:]] for i, row in by_layer.items()}}
+
+
+def said(model: Model, ids: Sequence[int], text: str, after: int = AFTER) -> tuple[Array, list[Seen]]:
+    """Log p of what follows each of the last `after` tokens, and what their steps read, layer by layer."""
+    found: list[Seen] = []
+    with observed(lambda *x: found.append(Seen(int(x[0]), *map(float, x[1:])))):
+        _, cache = kvjax.prefill(model, [ids[:-after]], method=kvjax.method(text), room=after)
+        logp = []
+        for token in ids[-after:]:
+            logits, cache = kvjax.step(model, cache, np.asarray([token]))
+            logp.append(np.asarray(jax.nn.log_softmax(logits[0].astype(jnp.float32)), np.float64))
+        jax.effects_barrier()
+    return np.stack(logp), found
+
+
+@contextmanager
+def observed(report: Callable[..., object]) -> Iterator[None]:
+    """Calls `report` with the fields of `Seen` for every layer that reads a part of its slots in a step."""
+    parts_of = attend._parts
+
+    def tapped(run, past, layer, x, pools, at, found, more):
+        out = parts_of(run, past, layer, x, pools, at, found, more)
+        if found is not None:
+            every = past._replace(gm=past.gm.replaced(read=None))
+            whole, lse = attend._merged(parts_of(run, every, layer, x, pools, at, None, more)[0])
+            p, live = _received(past, layer, x.q, lse, pools, at)
+            each = judged(p, live, _chosen(found.whole, past.gm.read.granule, p.shape[-1]) & live)
+            error = jnp.linalg.norm(attend._merged(out[0])[0] - whole) / jnp.linalg.norm(whole)
+            jax.debug.callback(report, layer.number, *(jnp.nanmean(x) for x in each), error)
+        return out
+
+    # A program keeps the function that it was traced with, so those of other methods that are equal to this
+    # one, and those made here, must not be reused.
+    jax.clear_caches()
+    with mock.patch.object(attend, "_parts", tapped):
+        yield
+    jax.clear_caches()
+
+
+def _received(past: Any, layer: Any, q: Array, lse: Array, pools: Any, at: Array) -> tuple[Array, Array]:
+    """The attention [B, K, S] that the slots from which a read picks receive, and which hold a token."""
+    body, index = picked_from(past, pools)
+    k, pos = dense(jax.tree.map(lambda x: x[index], body.k)), body.pos[index]
+    if isinstance(past.gm.read, Placing):
+        k = rotated(rope_of_keys(layer), k, jnp.maximum(pos, 0), at + 1)
+    b, heads, _, h = k.shape
+    s = jnp.einsum("bkgh,bksh->bkgs", q.reshape(b, heads, -1, h), k.astype(q.dtype)) * layer.scale
+    p = jnp.exp(s - lse.reshape(b, heads, -1)[..., None]).sum(2)
+    return jnp.where(pos >= 0, p, 0.0), pos >= 0
+
+
+def _chosen(picks: Any, granule: int, slots: int) -> Bool[Array, "B K S"]:
+    used = jnp.arange(picks.pages.shape[2])[None, None] < picks.counts[..., None]
+    pages = (jax.nn.one_hot(picks.pages, slots // granule, dtype=bool) & used[..., None]).any(2)
+    return jnp.repeat(pages, granule, axis=-1)
+
+
+def judged(
+    p: Float[Array, "*b S"], live: Bool[Array, "*b S"], read: Bool[Array, "*b S"]
+) -> tuple[Float[Array, "*b"], Float[Array, "*b"], Float[Array, "*b"]]:
+    """The share of slots that are read, recall of the best as many, and attention as a share of theirs.
+
+    Where nothing is read the latter two are no number.
+
+    >>> p, live = jnp.asarray([4.0, 3.0, 2.0, 1.0]), jnp.ones(4, bool)
+    >>> [round(float(x), 3) for x in judged(p, live, jnp.asarray([True, False, True, False]))]
+    [0.5, 0.5, 0.857]
+    """
+    many = read.sum(-1, keepdims=True)
+    order = jnp.argsort(jnp.argsort(-jnp.where(live, p, -1.0), axis=-1), axis=-1)
+    best = order < many
+    recall = (read & best).sum(-1) / many[..., 0]
+    held = jnp.where(read, p, 0).sum(-1) / jnp.where(best, p, 0).sum(-1)
+    return many[..., 0] / live.sum(-1), recall, held
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+def setting() -> str:
+    about = DATA.read()["about"]
+    return (
+        f"{about['model']} (fingerprint {about['fingerprint']}) in float32, {about['tokens']} tokens of "
+        f"`{about['text']}`, steps of the next {about['after']}; budget {about['budget']} of older tokens."
+    )
+
+
+def table() -> str:
+    """A row for each method, the one with the highest recall first."""
+    lines = [
+        "| method | older tokens read, % | recall | attention, of the best | output error | KL "
+        "| bytes read, % |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in sorted(DATA.read()["rows"].items(), key=lambda x: -x[1]["recall"]):
+        shown = f"{100 * row['slots']:.0f} | {row['recall']:.2f} | {row['held']:.2f} | {row['error']:.2f}"
+        lines.append(f"| `{name}` | {shown} | {row['kl']:.3f} | {100 * row['bytes']:.0f} |")
+    return "\n".join(lines)
+
+
+def by_layer() -> str:
+    """Recall in thirds of the layers that read a part of their slots."""
+    lines = ["| method | layers | lower third | middle | upper third |", "|---|--:|--:|--:|--:|"]
+    for name, row in sorted(DATA.read()["rows"].items(), key=lambda x: -x[1]["recall"]):
+        recall = [x[0] for x in row["layers"].values()]
+        shown = " | ".join(f"{part.mean():.2f}" for part in np.array_split(np.asarray(recall), 3))
+        lines.append(f"| `{name}` | {len(recall)} | {shown} |")
+    return "\n".join(lines)
+
+
+PAGE = Page("recall.md", {"setting": setting, "table": table, "layers": by_layer})
+
+if __name__ == "__main__":
+    main()
