@@ -11,7 +11,7 @@ from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, pr
 from tests.methods.expected import GATE, GATE_THRESHOLD
 from tests.methods.golden import model as deeper
 from tests.methods.rows import PAGE, WINDOW
-from tests.methods.table import BY_LABEL
+from tests.methods.table import BY_LABEL, ROWS
 from tests.sweep import sweep
 
 WHOLE = "full"
@@ -75,6 +75,33 @@ def test_every_layer_keeps_drops_and_costs_what_its_method_says(name):
         assert off(logits, np.stack(want)) < error
     for b, row in enumerate(rows):
         assert [lists[b] for lists in positions(cache)] == row.positions()
+
+
+def by_layer_of(row):
+    """The row's method for every layer of its model; None if it concerns all layers together."""
+    try:
+        return kvjax.by_layer([row.method()] * model(row.model).config.layers)
+    except InputError:
+        return None
+
+
+def two_turns(m, method):
+    """Logits of a prompt, two steps and a second prompt, and what is kept in the end."""
+    logits, cache = kvjax.prefill(m, MAIN.first, method=method, room=ROOM)
+    out = [np.asarray(logits)]
+    for tokens in MAIN.steps[:2]:
+        logits, cache = kvjax.step(m, cache, tokens)
+        out.append(np.asarray(logits))
+    logits, cache = kvjax.prefill(m, MAIN.second, cache=cache, room=ROOM)
+    return np.stack([*out, np.asarray(logits)]), positions(cache)
+
+
+@pytest.mark.parametrize("label", sweep([r.label for r in ROWS if by_layer_of(r) is not None], "tidaldecode"))
+def test_one_method_for_every_layer_is_that_method(label):
+    row = BY_LABEL[label]
+    m = model(row.model)
+    (want, kept), (got, held) = two_turns(m, row.method()), two_turns(m, by_layer_of(row))
+    assert off(got, want) < 1e-4 and held == kept
 
 
 @pytest.mark.rotating
