@@ -14,7 +14,15 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score, written
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
+from kvjax.grammar.protocols import (
+    Answering,
+    Carried,
+    CarryingMerge,
+    Hiding,
+    SlotObservation,
+    Stacking,
+    Trace,
+)
 from kvjax.grammar.read_protocols import Asking, Recycling, Remembering, Tracing
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
@@ -143,9 +151,9 @@ class GroupMethod:
         return Queries(self.read.asks) if isinstance(self.read, Asking) else None
 
     @cached_property
-    def meetings(self) -> tuple[Meeting, ...]:
+    def slot_observations(self) -> tuple[SlotObservation, ...]:
         """The numbers that are computed from slots and new queries together, for the traces."""
-        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
+        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, SlotObservation)}
         return tuple(sorted(asked, key=key_of))
 
     @cached_property

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import CarryingMerge, Hiding, Meeting, Preferring, View
+from kvjax.grammar.protocols import CarryingMerge, Hiding, Preferring, SlotObservation, View
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
@@ -86,9 +86,9 @@ def merged(
 
 
 def met(
-    word: Meeting, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
+    word: SlotObservation, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
-    """The numbers that slots get from new queries (`Meeting`); layer: its index in the stack."""
+    """The numbers that slots get from new queries (`SlotObservation`); layer: its index in the stack."""
     return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
 
 

@@ -35,7 +35,7 @@ class PairRotation(NamedTuple):
     """How queries and keys are rotated, for pairs within a range of distances.
 
     queries, keys: the integers of the rotation; one array for each set of keys. behind: the smallest distance
-    from a query back to a key. reach: how many distances from there on; None for all larger ones. meeting:
+    from a query back to a key. reach: how many distances from there on; None for all larger ones. rule:
     which pairs these are, if that is not a matter of distance.
     """
 
@@ -43,7 +43,7 @@ class PairRotation(NamedTuple):
     keys: tuple[Int[Array, "B #K _"], ...]
     behind: int = 0
     reach: int | None = None
-    meeting: PairRule | None = None
+    rule: PairRule | None = None
 
     def window(self, window: int | None) -> int | None:
         """A layer's window, counted from distance `behind`; nothing is visible if it is not above 0."""
@@ -87,7 +87,7 @@ class Phase(Protocol):
         q_pos: positions of the queries, -1 on padding. sets: positions of the slots, -1 for empty ones. With
         many queries, the last set holds consecutive new tokens; if it is the only set, there were none
         before. Rotations do not overlap: every pair of a query and a slot that it sees belongs to one. A
-        single query has one `PairRotation`, or several that differ in their `meeting` alone; in the first
+        single query has one `PairRotation`, or several that differ in their `rule` alone; in the first
         one, sharpness and weight are 1.
         """
         ...
@@ -312,7 +312,7 @@ class SharedRanges:
         def turn(
             asking: Array, held: Sequence[Array], *weighs: Array, reach: int | None = None
         ) -> PairRotation:
-            return PairRotation(queries, keys, reach=reach, meeting=PairRule(asking, tuple(held), *weighs))
+            return PairRotation(queries, keys, reach=reach, rule=PairRule(asking, tuple(held), *weighs))
 
         def shown(pos: Array, there: Array) -> Array:
             return jnp.where(there, pos, -1)

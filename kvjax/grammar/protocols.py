@@ -52,7 +52,7 @@ class Carried(Observation, Protocol):
 
 
 @runtime_checkable
-class Meeting(Observation, Protocol):
+class SlotObservation(Observation, Protocol):
     """A number per slot, computed from slots and new queries together; a call on `Inputs` alone raises.
 
     Optional: `by_layer`: `of` takes the layer's index in the stack as well.
@@ -93,9 +93,9 @@ class Hiding(Observation, Protocol):
 class Trace(Protocol):
     """A number that a method keeps per slot, and that moves with the slot wherever it is stored.
 
-    `needs`: the observed masses or `Meeting`s that update it. Optional: `behind_layers`: the numbers of new
-    tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow from
-    token ids.
+    `needs`: the observed masses or `SlotObservation`s that update it. Optional: `behind_layers`: the numbers
+    of new tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow
+    from token ids.
 
     >>> from kvjax.words import AccumulatedMass
     >>> isinstance(AccumulatedMass(), Trace)

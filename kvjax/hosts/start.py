@@ -59,19 +59,19 @@ def start_hosts(
     Traceback (most recent call last):
     kvjax.InputError: process is 2, expected at most 1: how many of the processes come before this one
     """
-    meeting = meeting_of(hosts, processes, process)
+    place = rendezvous_of(hosts, processes, process)
     finite_number("wait_seconds", wait_seconds, 0.0, open_low=True)
     if not jax.distributed.is_initialized():
-        _check_address(meeting)
-        _join(meeting, wait_seconds)
+        _check_address(place)
+        _join(place, wait_seconds)
     if jax.process_count() > 1:
         watch(_found_address().rsplit(":", 1)[0].strip("[]"))
 
 
-def meeting_of(hosts: str | None, processes: int | None, process: int | None) -> Rendezvous:
+def rendezvous_of(hosts: str | None, processes: int | None, process: int | None) -> Rendezvous:
     """Where processes meet, from arguments and the environment. Raises InputError for a wrong value.
 
-    >>> meeting_of("10.0.0.1:1234", 2, 0)
+    >>> rendezvous_of("10.0.0.1:1234", 2, 0)
     Rendezvous(address='10.0.0.1:1234', processes=2, process=0)
     """
     hosts = hosts or os.environ.get("KVJAX_HOSTS") or AUTO
@@ -109,24 +109,24 @@ def _number(name: str) -> int | None:
     return int(text)
 
 
-def _check_address(meeting: Rendezvous) -> None:
+def _check_address(place: Rendezvous) -> None:
     """InputError if a port is taken, or a name resolves to no machine."""
-    if meeting.address is None:
+    if place.address is None:
         return
-    host, port = meeting.address.rsplit(":", 1)
+    host, port = place.address.rsplit(":", 1)
     try:
-        if meeting.process == 0:
+        if place.process == 0:
             with socket.create_server(("", int(port))):
                 return
         socket.getaddrinfo(host.strip("[]"), int(port))
     except OSError as error:
         raise InputError(
-            f"the processes cannot meet at {meeting.address} ({error.strerror or error}): give the address "
+            f"the processes cannot meet at {place.address} ({error.strerror or error}): give the address "
             "of process 0, as the other hosts know it, and a free port there"
         ) from error
 
 
-def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
+def _join(place: Rendezvous, wait_seconds: float | int) -> None:
     """Joins the other processes. InputError if they do not all join in time."""
     # SIGTERM ends a process: without this, JAX takes it as a notice and continues.
     jax.config.update("jax_enable_preemption_service", False)
@@ -134,13 +134,13 @@ def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
 
     def join() -> None:
         given: dict[str, Any] = {}
-        if meeting.address is not None:
+        if place.address is not None:
             given = {"cluster_detection_method": "deactivate"}
         try:
             # JAX aborts a process whose wait times out: this function waits itself, and raises an error
             # instead.
             jax.distributed.initialize(
-                meeting.address, meeting.processes, meeting.process, initialization_timeout=_SHUTDOWN,
+                place.address, place.processes, place.process, initialization_timeout=_SHUTDOWN,
                 heartbeat_timeout_seconds=_HEARTBEAT, shutdown_timeout_seconds=_SHUTDOWN, **given,
             )  # fmt: skip
         except Exception as error:  # whatever JAX raises, the user gets one line
@@ -151,16 +151,16 @@ def _join(meeting: Rendezvous, wait_seconds: float | int) -> None:
     thread.start()
     thread.join(wait_seconds)
     if thread.is_alive():
-        raise InputError(_not_all(meeting, wait_seconds))
+        raise InputError(_not_all(place, wait_seconds))
     if failed:
         joining.clear()
-        raise InputError(_refused(meeting, failed[0])) from failed[0]
+        raise InputError(_refused(place, failed[0])) from failed[0]
 
 
-def _not_all(meeting: Rendezvous, seconds: float | int) -> str:
-    address = meeting.address or _found_address() or "the address that the surroundings name"
-    many = meeting.processes or "all"
-    me = "" if meeting.process is None else f" (this is process {meeting.process})"
+def _not_all(place: Rendezvous, seconds: float | int) -> str:
+    address = place.address or _found_address() or "the address that the surroundings name"
+    many = place.processes or "all"
+    me = "" if place.process is None else f" (this is process {place.process})"
     return (
         f"not all of {many} processes met at {address} within {seconds:g} seconds{me}: start the same "
         "command on every host, each with a number of its own from 0; the address must be that of process 0, "
@@ -168,16 +168,16 @@ def _not_all(meeting: Rendezvous, seconds: float | int) -> str:
     )
 
 
-def _refused(meeting: Rendezvous, error: Exception) -> str:
+def _refused(place: Rendezvous, error: Exception) -> str:
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "before" in said:
         return "hosts were started after JAX had looked for its devices: call kvjax.start_hosts first of all"
-    if meeting.address is None:
+    if place.address is None:
         return (
             f"no Slurm, Cloud TPU, GKE, Kubernetes or Open MPI says where the other processes are ({said}): "
             "give ADDRESS:PORT of the first process, --processes and --process"
         )
-    return f"the processes could not meet at {meeting.address} ({said}): check address, port and numbers"
+    return f"the processes could not meet at {place.address} ({said}): check address, port and numbers"
 
 
 def _found_address() -> str:

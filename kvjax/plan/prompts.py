@@ -41,7 +41,7 @@ class LayerTraffic(NamedTuple):
     nbytes: int
 
 
-def meetings(
+def traffic(
     config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0, dtype: Any = jnp.float32
 ) -> list[LayerTraffic]:
     """What layers exchange in a prefill of `tokens` tokens after `past` slots; none if tokens are not split.
@@ -49,7 +49,7 @@ def meetings(
     >>> from kvjax.mesh.on_mesh import as_mesh
     >>> from kvjax.mesh.rules import as_rules
     >>> on = OnMesh(as_mesh("seq=1"), as_rules("sequence", ("seq",)))
-    >>> meetings(Config(vocab=8, d_model=4, layers=2, heads=1, kv_heads=1, head_dim=4, d_ff=4), on, 1, 16)
+    >>> traffic(Config(vocab=8, d_model=4, layers=2, heads=1, kv_heads=1, head_dim=4, d_ff=4), on, 1, 16)
     []
     """
     if not on.token_axes(tokens):
@@ -139,7 +139,7 @@ def _sent(way: Way, held: int, asked: int, parts: int) -> int:
 
 def in_words(config: Config, on: OnMesh, rows: int, tokens: int, past: int, dtype: Any) -> Iterator[str]:
     """A line for each group of layers: how queries and slots come together on the mesh, and bytes sent."""
-    for one in meetings(config, on, rows, tokens, past, dtype):
+    for one in traffic(config, on, rows, tokens, past, dtype):
         before = f"; of what was read before, {one.past}" if one.past else ""
         first, *rest = one.layers
         layers = f"layer {first}" if not rest else f"{len(one.layers)} layers from {first}"

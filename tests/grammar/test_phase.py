@@ -108,11 +108,11 @@ def test_every_pair_of_shared_ranges_meets_in_one_turn_as_the_ranges_say():
         for turn in turns:
             np.testing.assert_array_equal(turn.queries[0, 0], hand.phases(q_pos))
             np.testing.assert_array_equal(turn.keys[0][0, 0], hand.phases(pos))
-            asks, held = turn.meeting.queries[0][:, None], turn.meeting.keys[0][0]
+            asks, held = turn.rule.queries[0][:, None], turn.rule.keys[0][0]
             met = np.array((asks >= 0) & (held >= 0) & (held <= asks))
             met &= turn.reach is None or np.array(asks - held < (turn.reach or 0))
             found += met
-            heavy += met * np.array(turn.meeting.weight[0])[:, None]
+            heavy += met * np.array(turn.rule.weight[0])[:, None]
         mine = hand.parts(q_pos)[:, None]
         apart = (parts > 0) & (parts < hand.behind) & (mine != parts) & (mine < hand.behind)
         np.testing.assert_array_equal(found, (pos <= q_pos[:, None]) & ~apart)

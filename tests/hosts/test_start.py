@@ -13,7 +13,7 @@ from kvjax.eval.run.cellplan import Entry, share_of
 from kvjax.eval.run.log import UnitLog
 from kvjax.grammar import Method
 from kvjax.hosts import messages
-from kvjax.hosts.start import meeting_of
+from kvjax.hosts.start import rendezvous_of
 from tests.hosts.processes import free_port
 
 NAMES = ("KVJAX_HOSTS", "KVJAX_PROCESSES", "KVJAX_PROCESS")
@@ -28,12 +28,12 @@ def empty_environment(monkeypatch):
 def test_the_environment_says_what_is_not_given(monkeypatch):
     for name, value in zip(NAMES, ("10.0.0.1:1234", "4", "3"), strict=True):
         monkeypatch.setenv(name, value)
-    assert meeting_of(None, None, None) == ("10.0.0.1:1234", 4, 3)
-    assert meeting_of("[::1]:99", None, 0) == ("[::1]:99", 4, 0)
+    assert rendezvous_of(None, None, None) == ("10.0.0.1:1234", 4, 3)
+    assert rendezvous_of("[::1]:99", None, 0) == ("[::1]:99", 4, 0)
 
 
 def test_without_anything_jax_finds_the_others():
-    assert meeting_of(None, None, None) == meeting_of("auto", None, None) == (None, None, None)
+    assert rendezvous_of(None, None, None) == rendezvous_of("auto", None, None) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_without_anything_jax_finds_the_others():
 )
 def test_a_wrong_meeting_is_refused(given, says):
     with pytest.raises(InputError, match=says.replace(".", r"\.")):
-        meeting_of(*given)
+        rendezvous_of(*given)
 
 
 def test_a_wrong_number_in_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("KVJAX_PROCESS", "first")
     with pytest.raises(InputError, match=r"\$KVJAX_PROCESS is 'first'"):
-        meeting_of("10.0.0.1:1", 2, None)
+        rendezvous_of("10.0.0.1:1", 2, None)
 
 
 def test_an_address_that_cannot_be_one_is_refused_at_once():

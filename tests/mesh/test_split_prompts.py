@@ -18,7 +18,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.attention import ways
 from kvjax.plan.collectives import collectives
-from kvjax.plan.prompts import meetings
+from kvjax.plan.prompts import traffic
 from kvjax.pure import bind
 from kvjax.steps import Run
 from tests.compilation import optimised
@@ -174,7 +174,7 @@ def test_answers_are_those_of_one_device_where_devices_help_each_other():
 def test_devices_that_help_each_other_send_half_of_keys_queries_and_outputs():
     moved = sent(program(wide(), 8, "full"))["collective-permute"].bytes
     assert (EACH + ASKED) / 2 <= moved < 1.03 * (EACH + ASKED) / 2
-    [said] = meetings(wide().config, OnMesh(as_mesh("seq=8"), Rules(tokens="seq", slots="seq")), 1, LONG)
+    [said] = traffic(wide().config, OnMesh(as_mesh("seq=8"), Rules(tokens="seq", slots="seq")), 1, LONG)
     assert said.nbytes * LAYERS == pytest.approx(moved, rel=0.05)
 
 

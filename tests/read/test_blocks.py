@@ -10,7 +10,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
 from kvjax.grammar import Budget, Method
-from kvjax.grammar.protocols import Meeting
+from kvjax.grammar.protocols import SlotObservation
 from kvjax.grammar.read_protocols import Read, Remembering
 from kvjax.place.host import Host
 from kvjax.read.blocks import LocalLogits, LocalScore, RepresentativeKeys
@@ -193,6 +193,10 @@ def test_what_the_method_cannot_do_is_refused_with_the_reason():
 
 
 def test_words_and_layouts_say_what_is_remembered():
-    assert isinstance(WORD, Read) and isinstance(WORD, Remembering) and isinstance(LocalLogits(3), Meeting)
+    assert (
+        isinstance(WORD, Read)
+        and isinstance(WORD, Remembering)
+        and isinstance(LocalLogits(3), SlotObservation)
+    )
     said = str(layout_class(kvjax.method("infllm", budget=0.5)))
     assert said == "dense, kv heads, evicts never, reads pages, remembers, in host memory"

@@ -315,7 +315,7 @@ def met_by(
 
     Slots from which a read picks are older than the newest tokens that it remembers, and add nothing to that.
     """
-    if not gm.meetings:
+    if not gm.slot_observations:
         return received
     out, of_keep = [], {o for trace in gm.traces_of_keep for o in trace.needs}
     for i, (segment, own) in enumerate(zip(past.parts, received or ({},) * len(past.parts), strict=True)):
@@ -327,7 +327,7 @@ def met_by(
             assert keys.pos is not None
             seen = q, at[:, None], keys.k, keys.pos, layer.number
             none = jnp.zeros(keys.pos.shape, jnp.float32)
-            done = {o for o in gm.meetings if picking(past, i) is not None and o not in of_keep}
-            own = own | {key_of(o): none if o in done else met(o, *seen) for o in gm.meetings}
+            done = {o for o in gm.slot_observations if picking(past, i) is not None and o not in of_keep}
+            own = own | {key_of(o): none if o in done else met(o, *seen) for o in gm.slot_observations}
         out.append(own)
     return tuple(out)

@@ -150,7 +150,7 @@ def _at_once(past: Past, layer: Layer, x: Projected) -> str:
     reasons = {
         "the softmax is clipped": layer.mixer.clip is not None,
         "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,
-        "a phase hides slots": past.rotation is not None and past.rotation.meeting is not None,
+        "a phase hides slots": past.rotation is not None and past.rotation.rule is not None,
         "keys and values are made from what the slots hold": x.expand is not None
         and x.expand.outputs is None,
         "values come from another layer": past.values is not None,

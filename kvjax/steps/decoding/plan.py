@@ -73,9 +73,9 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
     )
     recycles = isinstance(facts.read.read, Recycling)
     attend = attend_or_recycle if recycles else hooks.attend
-    received = bool(facts.read.masses or gm.meetings) or recycles
+    received = bool(facts.read.masses or gm.slot_observations) or recycles
     after = chosen(
-        (bool(gm.meetings), hooks.compare_slots_with_query),
+        (bool(gm.slot_observations), hooks.compare_slots_with_query),
         (received, hooks.count_stored_tokens_only),
         (bool(facts.publishes & {"slots", "logits"}), hooks.publish),
     )
@@ -111,7 +111,7 @@ def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook
     """The hooks after the layers. far: slots of some group are copied from host memory by layer."""
     shared = {first for first, names in published(run.config).items() if "slots" in names}
     recycles = any(isinstance(gm.read, Recycling) for gm in gms)
-    remembers = [gm for gm in gms if gm.masses or gm.meetings or gm.carried or gm.merge] or recycles
+    remembers = [gm for gm in gms if gm.masses or gm.slot_observations or gm.carried or gm.merge] or recycles
     return chosen(
         (far, step_end.forget_brought_layers),
         (bool(remembers), step_end.remember),

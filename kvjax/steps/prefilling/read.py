@@ -13,7 +13,7 @@ from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.calls import met, observations
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Carried, Hiding, Inputs, Meeting, Observation, Trace
+from kvjax.grammar.protocols import Carried, Hiding, Inputs, Observation, SlotObservation, Trace
 from kvjax.keep.observations.observe import Mass, UnrotatedKeys
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import new_keys, published_by, rotary
@@ -62,10 +62,10 @@ class Prompt(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """The observations to record for new tokens. meetings: those computed from queries and keys."""
+    """The observations to record for new tokens. slot_observations: those computed from queries and keys."""
 
     masses: tuple[Mass, ...]
-    meetings: tuple[Meeting, ...]
+    slot_observations: tuple[SlotObservation, ...]
     others: tuple[Observation, ...]
     traces: tuple[Trace, ...]
 
@@ -73,8 +73,8 @@ class _Recorded(NamedTuple):
 def _asked(needs: frozenset) -> _Recorded:
     return _Recorded(
         masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=key_of)),
-        meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=key_of)),
-        others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting | Hiding)),
+        slot_observations=tuple(sorted((o for o in needs if isinstance(o, SlotObservation)), key=key_of)),
+        others=tuple(o for o in needs if not isinstance(o, Mass | Trace | SlotObservation | Hiding)),
         traces=tuple(o for o in needs if isinstance(o, Trace)),
     )
 
@@ -116,7 +116,7 @@ class _Reading(NamedTuple):
         v = x.v
         if self.as_steps and k is not None:
             k, v = decoded(gm, layer, pos, (k, v))
-        if run.unrotated or self.asked.meetings or gm.hiding is not None:
+        if run.unrotated or self.asked.slot_observations or gm.hiding is not None:
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
@@ -145,7 +145,7 @@ class _Reading(NamedTuple):
             )  # fmt: skip
         out = marked_output(layer, out, self.marks, self.params)
         sets = [*past, new]
-        if run.unrotated and self.asked.meetings:
+        if run.unrotated and self.asked.slot_observations:
             sets = [
                 rotated_keys(rope_of_keys(layer), s, rotations[0], i, at.length) for i, s in enumerate(sets)
             ]
@@ -177,13 +177,17 @@ class _Reading(NamedTuple):
         received = tuple(
             {key_of(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found
         )
-        if asked.meetings:
+        if asked.slot_observations:
             received = received or ({},) * len(sets)
-            by_meeting = [
-                {key_of(o): met(o, q, pos, k, at, layer.number) for o in asked.meetings if at is not None}
+            compared = [
+                {
+                    key_of(o): met(o, q, pos, k, at, layer.number)
+                    for o in asked.slot_observations
+                    if at is not None
+                }
                 for k, at in [*((s.k, s.pos) for s in sets[:-1]), (k, sets[-1].pos)]
             ]
-            received = tuple(a | b for a, b in zip(received, by_meeting, strict=True))
+            received = tuple(a | b for a, b in zip(received, compared, strict=True))
         if since:
             received = tuple(a | b for a, b in zip(received or ({},) * len(sets), since, strict=True))
         rows = {

@@ -69,21 +69,21 @@ def rotated_keys(rope: Rope, keys: Keys, rotation: PairRotation, i: int, length:
     """Set `i` of the keys, rotated as queries meet it."""
     if not rotation.keys or keys.pos is None:
         return keys
-    pos = keys.pos if rotation.meeting is None else rotation.meeting.keys[i]
+    pos = keys.pos if rotation.rule is None else rotation.rule.keys[i]
     return keys._replace(k=rotated(rope, keys.k, rotation.keys[i], length), pos=pos)
 
 
 def sharpened(q: Float[Array, "B N T H"], rotation: PairRotation) -> Float[Array, "B N T H"]:
     """Queries scaled by the sharpness of a rotation."""
-    if rotation.meeting is None:
+    if rotation.rule is None:
         return q
-    sharpness = rotation.meeting.sharpness[:, None, :, None]
+    sharpness = rotation.rule.sharpness[:, None, :, None]
     return (q.astype(sharpness.dtype) * sharpness).astype(q.dtype)
 
 
 def weighed(lse: Float[Array, "B N T"], rotation: PairRotation) -> Float[Array, "B N T"]:
     """The weight of one part of a union, as a rotation says."""
-    return lse if rotation.meeting is None else lse * rotation.meeting.weight[:, None]
+    return lse if rotation.rule is None else lse * rotation.rule.weight[:, None]
 
 
 def attend_rotated(
@@ -112,9 +112,9 @@ def attend_rotated(
             q, sets = met_keys(layer, x, [*past, new], rotation, length)
             here, pos = layer._replace(window=beyond), layer.pos - rotation.behind
             ordered = beyond is None
-            if rotation.meeting is not None:
+            if rotation.rule is not None:
                 # The positions by which tokens are rotated grow with their indices, by at least one.
-                pos, ordered = rotation.meeting.queries, True
+                pos, ordered = rotation.rule.queries, True
             out, lse, *_ = attend_sets(
                 here, x._replace(extra=None), sharpened(q, rotation), sets[-1], sets[:-1], pos,
                 in_order=ordered, implementation=run.without_gpu, on=on,
@@ -123,7 +123,7 @@ def attend_rotated(
     q, sets = met_keys(layer, x, [*past, new], rotations[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
-        in_order=in_order, in_places=in_places and rotations[0].meeting is None,
+        in_order=in_order, in_places=in_places and rotations[0].rule is None,
         implementation=run.without_gpu, on=on,
     )  # fmt: skip
 
