@@ -44,9 +44,18 @@ METHODS = (
     "snapkv(budget=0.25) + kivi(bits=2)",
 )  # fmt: skip
 NAMED = {
-    "llama": "llama-3.1-8b", "qwen3": "qwen3-8b", "qwen3_moe": "qwen3-235b-a22b",
-    "deepseek_v3": "deepseek-v3", "kimi_linear": "kimi-linear-48b", "gemma3_text": "gemma-3-27b",
-    "gpt_oss": "gpt-oss-120b", "rwkv7": "rwkv-7-2.9b",
+    "llama": "llama-3.1-8b", "mistral": "mistral-7b", "qwen2": "qwen2.5-7b", "qwen3": "qwen3-8b",
+    "gemma2": "gemma-2-9b", "gemma3_text": "gemma-3-27b", "phi3": "phi-4", "olmo2": "olmo-2-13b",
+    "olmo3": "olmo-3-32b", "smollm3": "smollm3-3b", "exaone4": "exaone-4-32b", "seed_oss": "seed-oss-36b",
+    "cohere2": "command-r7b", "ministral3": "ministral-3-8b", "mixtral": "mixtral-8x7b",
+    "qwen3_moe": "qwen3-235b-a22b", "deepseek_v3": "deepseek-v3", "deepseek_v32": "deepseek-v3.2",
+    "glm_moe_dsa": "glm-5", "glm4_moe_lite": "glm-4.7-flash", "kimi_linear": "kimi-linear-48b",
+    "glm4_moe": "glm-4.5", "minimax_m2": "minimax-m2", "rwkv7": "rwkv-7-2.9b", "falcon_h1": "falcon-h1-7b",
+    "gemma3n_text": "gemma-3n-e4b", "gemma4_text": "gemma-4-31b", "llama4_text": "llama-4-scout",
+    "lfm2_moe": "lfm2-8b-a1b", "ernie4_5_moe": "ernie-4.5-21b-a3b", "bamba": "bamba-9b",
+    "jamba": "jamba-mini", "nemotron_h": "nemotron-h-8b", "granitemoehybrid": "granite-4-h-small",
+    "gpt_oss": "gpt-oss-120b", "qwen3_next": "qwen3-next-80b-a3b", "qwen3_5_text": "qwen3.5-27b",
+    "qwen3_5_moe_text": "qwen3.5-35b-a3b",
 }  # fmt: skip
 # Sizes that transformers' classes do not default: those of published checkpoints.
 BESIDE = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}

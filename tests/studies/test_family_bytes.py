@@ -3,8 +3,11 @@
 import dataclasses
 import json
 
+import pytest
+
 import kvjax
 from kvjax.plan.cache_sizes import CacheSizes
+from kvjax.plan.named import named
 from kvjax.state.cache import nbytes
 from scripts.docs_tables import DOCS, with_table
 from scripts.studies.family_bytes import FILE, KINDS, cache_bytes, tables
@@ -28,8 +31,25 @@ def test_layers_one_by_one_are_the_cache_of_the_whole_model():
     assert found["states"] and found["windows"] and not found["all tokens"]
 
 
-def test_published_figures_are_met():
-    """DeepSeek-V3, 70,272 bytes (arXiv:2505.09343, table 1), and 2 x 32 x 8 x 128 numbers of Llama-3.1-8B."""
-    for family, lists, published in (("deepseek_v3", 61, 70272), ("llama", 32 * 8, 2 * 32 * 8 * 128 * 2)):
-        for tokens, found in DATA[family]["bytes"].items():
-            assert sum(found.values()) == int(tokens) * (published + 4 * lists)
+@pytest.mark.parametrize(
+    ("family", "lists", "published"),
+    [
+        # arXiv:2505.09343, table 1.
+        ("deepseek_v3", 61, 70272),
+        # 2 x 32 x 8 x 128 numbers.
+        ("llama", 32 * 8, 2 * 32 * 8 * 128 * 2),
+        # arXiv:2403.19887, table 1: 32, 32 and 4 GB at 256k tokens.
+        ("mistral", 32 * 8, 32 * 2**30 // 2**18),
+        ("mixtral", 32 * 8, 32 * 2**30 // 2**18),
+        ("jamba", 4 * 8, 4 * 2**30 // 2**18),
+    ],
+)
+def test_published_figures_are_met(family, lists, published):
+    for tokens, found in DATA[family]["bytes"].items():
+        assert found["all tokens"] == int(tokens) * (published + 4 * lists)
+
+
+def test_a_token_of_llama_405b_has_the_published_bytes():
+    """516,096 bytes (arXiv:2505.09343, table 1)."""
+    found = cache_bytes(named("llama-3.1-405b").config, kvjax.method("full"), 64)
+    assert sum(found.values()) == 64 * (516_096 + 4 * 126 * 8)
