@@ -8,6 +8,7 @@ from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Layers, Rank, Seed, Share, Tokens, Turns, Window
+from kvjax.place.host import Host
 from kvjax.read.centroids import Clusters, ProductCodes, WeighedClusters
 from kvjax.read.channels import LargestChannels
 from kvjax.read.estimated import EstimatedClusters
@@ -335,18 +336,20 @@ def retroinfer(
     sinks: Tokens = 4,
     newest: Window = 64,
     skip_layers: Layers = 0,
+    resident: Share | None = None,
 ) -> Method:
     """RetroInfer (Chen et al., 2025, arXiv:2505.02922), section 4: clusters are read, estimated or left out.
 
     The clusters whose mean keys match a query best are read, the next ones count by their centroids, numbers
     of keys and sums of values, and the others not at all (`EstimatedClusters`). The first `sinks` and the
     `newest` tokens are always read. budget is the share (or number) of older tokens that a query reads at
-    most, and `estimate` the share of the clusters that are estimated. Deviation: all is in device memory,
-    where the paper has keys and values on the host and a cache of blocks on the device; a prompt is
-    clustered as one, where the authors cluster segments of it, and generated tokens join the nearest
+    most, and `estimate` the share of the clusters that are estimated. With `resident`, keys and values are in
+    host memory, as in the paper, and the device caches this share of them, those that were read last, at
+    least as many as one step reads; without it, all are in device memory. Deviation: a prompt is clustered as
+    one, where the authors cluster segments of it, and generated tokens join the nearest
     cluster, where they cluster every 1024; there are `clusters` of them, where they have one for every 16
     keys; the query heads of a group share clusters, by the sum of their products. Prompts and several
     tokens at once are read in full.
     """
     read = EstimatedClusters(Budget(budget), newest, skip_layers, clusters, turns, sinks, estimate)
-    return Method(read=read)
+    return Method(read=read, host=None if resident is None else Host(resident))

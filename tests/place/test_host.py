@@ -272,3 +272,16 @@ def test_where_there_is_one_memory_the_body_stays_there_and_is_read_alike(rng, m
     assert not memory.in_host(here.k) and host_nbytes(here) == 0
     for a, b in zip(*(jax.tree.leaves(fetched(x, 1, pages, counts, PAGE)) for x in (far, here)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_estimated_of_clusters_in_host_memory_is_that_of_the_device():
+    more = dict(budget=0.3, clusters=4, turns=3, sinks=2, newest=4)
+    near, far = (kvjax.method("retroinfer", **more, **at) for at in ({}, dict(resident=0.3)))
+    (want, _), (got, cache) = talked(near), talked(far)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.abs(np.stack(got[1:]) - np.stack(talked(kvjax.method("full"))[0][1:])).max() > 1e-4
+    body = body_of(cache)
+    # The device holds what a step reads at most, not the body.
+    assert host_nbytes(cache) == (nbytes((body.k, body.v)) if memory.offers_host() else 0)
+    assert body.near.slots.capacity == far.read.pages_visited(body.capacity) < body.capacity / 2

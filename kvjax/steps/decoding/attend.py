@@ -145,7 +145,7 @@ def _parts(
             received = tuple({key_of(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
     if resting is not None:
         assert found is not None
-        parts.append(_rest_of(run, stored, layer, q, resting, found.whole, pools, parts))
+        parts.append(_rest_of(run, stored, layer, q, resting, found, pools, parts))
     return [*parts, *more], received, scores
 
 
@@ -289,19 +289,21 @@ def _at_slots(
 
 
 def _rest_of(
-    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: Picks, pools: tuple[Pages, ...],
+    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: FoundPicks, pools: tuple[Pages, ...],
     parts: Sequence[Part],
 ) -> Part:  # fmt: skip
     """A method's estimate of attention over the slots that it did not pick, given the attended parts."""
-    lse = merge(parts)[1]
+    lse, picks = merge(parts)[1], found.whole
+    if found.far is not None:
+        # Copies of what was picked have no sums over the whole body.
+        past, picks = past._replace(parts=(found.far[0], *past.parts[1:])), found.far[1]
     body, index = picked_from(past, pools)
     if isinstance(past.parts[0], Slots):
         tail, _ = as_met(past, past.tail)
     else:
         tail, _ = as_met(past._replace(index=0), jax.tree.map(lambda x: x[past.index][None], past.tail))
     attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
-    chosen = found.pages, found.counts
-    out, left = read.rest(q, body, tail, index, chosen, lse, attention)
+    out, left = read.rest(q, body, tail, index, (picks.pages, picks.counts), lse, attention)
     shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
     shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)
     return out, left

@@ -21,10 +21,14 @@ class Picks(NamedTuple):
 
 
 class FoundPicks(NamedTuple):
-    """The pages that a method picks from all slots of a layer together, and from each of their parts."""
+    """The pages that a method picks from all slots of a layer together, and from each of their parts.
+
+    far: the body in host memory from which they were picked, and the picks there, if copies of them are read.
+    """
 
     whole: Picks
     parts: tuple[Picks, ...]
+    far: tuple[Slots, Picks] | None = None
 
 
 class Past(NamedTuple):

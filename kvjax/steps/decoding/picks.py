@@ -71,7 +71,7 @@ def bring_picked(here: AtLayer) -> AtLayer:
     """Copies the chosen pages from host memory to the device, unless the device holds them already."""
     past, found, body = here.past, here.found, here.past.parts[0]
     assert isinstance(body, Slots) and found is not None
-    picks = found.whole
+    picks, far = found.whole, (body, found.whole)
     body, places = fetched(
         body, past.index, picks.pages, picks.counts, past.gm.read.granule, here.run.on_mesh
     )
@@ -80,7 +80,7 @@ def bring_picked(here: AtLayer) -> AtLayer:
     return here._replace(
         past=past._replace(parts=(body.near.slots, *past.parts[1:])),
         state=dataclasses.replace(here.state, bodies=(body,)),
-        found=FoundPicks(picks, (picks,)),
+        found=FoundPicks(picks, (picks,), far),
     )
 
 
