@@ -7,13 +7,29 @@ from typing import Annotated
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
+from kvjax.methods.budget_head import duoattention
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Layers, Page, Ratio, Share, Tokens, Window, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Bits,
+    Fit,
+    Group,
+    Kernel,
+    Layers,
+    Page,
+    Ratio,
+    Share,
+    Tokens,
+    Window,
+    window_score,
+)
 from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
 from kvjax.read.pages import LargestChannelBounds, PageBounds
 from kvjax.read.placed import PlacedSegments
+from kvjax.read.sub_pages import SubPageBounds
+from kvjax.store.affine import Affine
 
 # How many keys represent a block, and how many channels of a query rank blocks.
 Representatives = Annotated[int, Range(1)]
@@ -139,3 +155,33 @@ def reattention(
     """
     read = PlacedSegments(Budget(budget), page, newest, sinks, skip_layers)
     return Method(store=Store(unrotated=True), read=read)
+
+
+@paper(
+    "LServe: Efficient Long-sequence LLM Serving with Unified Sparse Attention",
+    arxiv="2502.14866",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def lserve(
+    budget: Amount, *, fitted: Fit | None = None, retrieval: Share = 0.5, sinks: Tokens = 64,
+    window: Window = 256, page: Page = 64, part: Page = 16, bits: Bits = 4, group: Group | None = 32,
+) -> Method:  # fmt: skip
+    """LServe (Yang et al., 2025, arXiv:2502.14866), section 3: streaming heads, and pages for the others.
+
+    The share `retrieval` of the KV heads, those of the largest gates, keeps every token, and a query attends
+    to the pages of `page` tokens that could matter most, ranked by their parts of `part` tokens
+    (`SubPageBounds`), and to the newest tokens that fill no page. All other heads keep, and read, the first
+    `sinks` and the newest `window` tokens, as in DuoAttention. Keys and values have `bits` bits, with a range
+    of `group` channels. budget is the share (or number) of older tokens that are read. fitted: DuoAttention's
+    gates, as `kvjax fit duoattention` writes them. Deviation: pages are picked in every step, where the paper
+    does so in every fourth; a prompt is read with the whole attention of all heads, where the paper's
+    streaming heads compute few of its blocks; a head that keeps every token reads all of them as long as they
+    are no more than a streaming head holds; the query heads of a group share pages, those of the largest
+    bound among them.
+    """
+    keep = duoattention(fitted=fitted, retrieval=retrieval, sinks=sinks, window=window, page=page).keep
+    if page is None or page % part:
+        raise ValueError(f"lserve: part must be a divisor of page, got {part} for pages of {page} tokens")
+    read = SubPageBounds(Budget(budget), page, 0, part, sinks + window)
+    return Method(keep, Store(Affine(bits, group=group), Affine(bits, group=group)), read)

@@ -288,6 +288,15 @@ def read_in_pages_bytes(s: PromptSizes) -> int:
     return pages + s.layers * s.b * s.k * 4 * plain(s)
 
 
+def lserve_bytes(s: PromptSizes) -> int:
+    """4 bits and bounds of every 2: older slots in pages; WINDOW, room, holes in granules; a plain tail."""
+    older = lambda s: s.tokens - WINDOW  # noqa: E731
+    slot = lambda s: coded(4, 2)(s) + 2 * s.h * 4 // 2  # noqa: E731
+    room = -(-(WINDOW + s.room + PAGE - 1) // PAGE) * PAGE
+    pages = paged(lambda s, i: s.k * older(s), slot=slot, longest=older)(s._replace(room=room))
+    return pages + s.layers * s.b * s.k * PAGE * plain(s)
+
+
 def read_with_holes_bytes(s: PromptSizes) -> int:
     """Quest's bounds of every 4 slots under H2O: up to a granule of holes, and a mass beside every slot."""
     body = (half_and_one(s) + 3) // 4 * 4

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from tests.float64 import reads, reads_by_index
-from tests.methods.expected import each_layer, snap
-from tests.methods.rows import KERNEL, THETA, WINDOW, count, everything, half, plain, row, split
+from tests.methods.expected import DUO_SINKS, GATES, duo_kept, duo_leaves, each_layer, snap
+from tests.methods.rows import (
+    KERNEL,
+    PAGE,
+    THETA,
+    WINDOW,
+    chained,
+    count,
+    everything,
+    half,
+    lserve_bytes,
+    plain,
+    row,
+    split,
+)
 
 CODES = dict(parts=2, bits=2, turns=3)
 GROUPS = dict(clusters=4, turns=3, sinks=2)
@@ -139,5 +152,14 @@ READS = [
         # All 16 channels say what a page could have.
         "arkvale", split(everything, 4, 0, lambda s: 2 * s.h * 4, plain), moves=False,
         hyper=dict(page=4, skip_layers=0), attends=reads.rocket(count, page=4, channels=16),
+    ),
+    chained(
+        # Pages of 4 bits are read in part: no slots describe the logits, and nothing leaves them exact.
+        "lserve", lserve_bytes,
+        (
+            "lserve",
+            dict(budget=0.5, fitted=GATES, sinks=DUO_SINKS, window=WINDOW, page=PAGE, part=2, group=8),
+        ),
+        kept=duo_kept, victim=duo_leaves, counted=True, error=None, moves=False,
     ),
 ]  # fmt: skip
