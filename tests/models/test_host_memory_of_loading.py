@@ -1,6 +1,7 @@
 """Loading several shards takes the memory of the model, and of less than one shard beside it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,37 +12,14 @@ from safetensors.numpy import save_file
 
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_tensors import hf_name, tensors
+from tests.hosts.processes import ROOT, Processes, well
 
 SIZES = dict(
     model_type="llama", vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
     num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False,
 )  # fmt: skip
 SHARDS = 5
-# Peaks of what a process holds: all pages, and those that are no file's.
-SCRIPT = """
-import sys, threading, jax, jax.numpy as jnp
-from kvjax.models.hf import load_hf
-
-def held():
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return [int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")]
-
-jnp.zeros(8).block_until_ready()
-load_hf(sys.argv[2])  # a small one: what the first load of any model takes
-before, seen, ends = held(), [], threading.Event()
-
-def watch():
-    while not ends.wait(0.002):
-        seen.append(held())
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = load_hf(sys.argv[1], dtype="bfloat16", progress=False)
-jax.block_until_ready(model.params)
-ends.set(), watcher.join()
-weights = sum(x.nbytes for x in jax.tree.leaves(model.params))
-print(weights, *(max(peak) - start for peak, start in zip(zip(*seen), before)))
-"""
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
 
 
 def written(folder, sizes, shards):
@@ -62,18 +40,47 @@ def written(folder, sizes, shards):
     return largest
 
 
-@pytest.mark.rotating
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
-def test_loading_takes_the_model_and_less_than_a_shard(tmp_path):
-    shard = written(tmp_path / "model", SIZES, SHARDS)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """(directory, a small one, bytes of the largest shard of the first)."""
+    folder = tmp_path_factory.mktemp("loaded")
+    shard = written(folder / "model", SIZES, SHARDS)
     small = SIZES | dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    written(tmp_path / "small", small, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "model", tmp_path / "small"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    weights, everything, own = map(int, done.stdout.split())
-    assert weights > 3 * 10**8 > 4 * 10**7 < shard
-    # What it allocates; pages of files, which the system takes back when it needs them, are beside that.
+    written(folder / "small", small, 1)
+    return folder / "model", folder / "small", shard
+
+
+def check(said, shard):
+    """What a process allocates is the weights of its devices and less than half a shard.
+
+    Pages of files, which the system takes back when it needs them, are beside that.
+    """
+    weights, everything, own = map(int, said.split())
     assert 0.9 * weights < own < weights + shard / 2
     assert everything < 2 * weights + shard
+    return weights
+
+
+@pytest.mark.rotating
+@LINUX
+@pytest.mark.parametrize("devices", [1, 8])
+def test_loading_takes_the_model_and_less_than_a_shard(devices, checkpoints):
+    model, small, shard = checkpoints
+    count = f"--xla_force_host_platform_device_count={devices}"
+    mesh = ["model=8"] if devices == 8 else []
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.loading_memory", model, small, *mesh],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}"},
+    )  # fmt: skip
+    assert check(done.stdout, shard) > 3 * 10**8 > 4 * 10**7 < shard
+
+
+@pytest.mark.slow
+@LINUX
+def test_each_of_two_processes_takes_the_weights_of_its_devices_and_less_than_a_shard(checkpoints, tmp_path):
+    model, small, shard = checkpoints
+    words = ["-m", "tests.models.loading_memory", str(model), str(small), "model=8"]
+    ran = well(Processes(tmp_path, words))
+    whole = 3 * 10**8
+    assert all(whole / 2 < check(ran.out(i), shard) < 0.75 * whole for i in range(2))
