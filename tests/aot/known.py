@@ -16,6 +16,9 @@ OVER = "a layer is decoded over the one below it, whose numbers are made as well
 TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
 RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
 PADDED = "slots with fewer components are filled up with zeros whenever they are read"
+GATHERED = (
+    "pages of codes are put into the order of their lists to be decoded, which XLA fuses in a step alone"
+)
 IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
 POOLED = {"compressive-transformer": MERGED}
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
@@ -32,6 +35,8 @@ KNOWN = {
     } | POOLED,
     "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED, "zdc": PADDED} | POOLED,
 }  # fmt: skip
+# A loop of steps on CPUs.
+LOOPS = KNOWN["cpu"] | {"leankv": GATHERED}
 
 
 def assert_in_place(target, name, found):

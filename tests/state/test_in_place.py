@@ -23,7 +23,7 @@ from kvjax.grammar import Method
 from kvjax.models.params import init
 from kvjax.state.cache import nbytes
 from kvjax.steps import Run
-from tests.aot.known import KNOWN, assert_as_recorded, assert_in_place
+from tests.aot.known import LOOPS, assert_as_recorded, assert_in_place
 from tests.compilation import optimised
 from tests.models.architectures import MLA, SMALL, TABLE, TPA, with_layers
 from tests.sweep import sweep
@@ -54,7 +54,7 @@ def test_a_loop_of_steps_carries_its_cache_where_it_lies(name):
         compiled = write_slice.lower(OneStep(run), params, cache, *given).compile(USUAL)
     assert compiled.memory_analysis().alias_size_in_bytes == nbytes(cache)
     moved = reading.largest_move(compiled.as_text())
-    assert (moved >= layouts.leaf_bytes(cache)) == (name in KNOWN["cpu"])
+    assert (moved >= layouts.leaf_bytes(cache)) == (name in LOOPS)
 
 
 # One row of an array is written by a step: caches of one row whose layers have one list, or their own slots.
