@@ -12,8 +12,10 @@ import psutil
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
+from kvjax.ops.base.memory import offers_host
 
 
 def free_bytes() -> int:
@@ -41,6 +43,22 @@ def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: in
             f"{rows} rows of {length} tokens need at least {needed / 2**30:.1f} GiB, and "
             f"{free * devices / 2**30:.1f} GiB are free: read fewer rows at a time, {_smaller(model)}"
         )
+    _check_host(model, method, rows, length, room)
+
+
+def _check_host(model: Model, method: Method, rows: int, length: int, room: int) -> None:
+    """InputError where keys and values that a method puts into host memory need more of it than is free."""
+    if method.host is None or _changes(method) or isinstance(model.config, BlockConfig) or not offers_host():
+        return
+    # A read keeps the newest tokens on the device.
+    newest = 0 if method.read is None else getattr(method.read, "newest", method.read.granule)
+    needed = rows * _cache_bytes(model, max(0, length - newest), room)
+    if needed > (free := int(psutil.virtual_memory().available) * jax.process_count()):
+        raise InputError(
+            f"keys and values of {rows} rows of {length} tokens, with room for {room} more, need at least "
+            f"{needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} GiB are free: read fewer rows, "
+            "shorter ones, or keep less of them, as snapkv + offloaded and kivi + offloaded do"
+        )
 
 
 def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:
@@ -53,9 +71,18 @@ def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int
         config, length, room = config.blocks, length // config.length, room // config.length
     # A layer's input, and what the layer adds to it.
     read = 2 * min(length, chunk or length) * config.d_model * itemsize
-    acts = (method.keep, method.store, method.reread, method.layers, method.make, method.stack, method.host)
-    if any(acts):
-        return read
+    return read if _changes(method) or method.host else read + _cache_bytes(model, length, room, config)
+
+
+def _changes(method: Method) -> bool:
+    """Whether a cache may take fewer bytes than its keys and values have."""
+    acts = (method.keep, method.store, method.reread, method.layers, method.make, method.stack)
+    return any(acts)
+
+
+def _cache_bytes(model: Model, length: int, room: int, config: Config | None = None) -> int:
+    """The bytes of a row's keys and values as they are; config: instead of the model's."""
+    config, itemsize = config or model.config, model.params["embed"].dtype.itemsize
     cache = 0
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
@@ -64,7 +91,7 @@ def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int
             continue
         kept = length + room if window is None else min(length, window)
         cache += slots.heads * (slots.key + (0 if slots.shared else slots.value)) * kept * itemsize
-    return read + cache
+    return cache
 
 
 def _smaller(model: Model) -> str:

@@ -1,6 +1,7 @@
 """What cannot fit in memory is refused by its shape, before any of it is taken, and nothing else is."""
 
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,18 @@ def test_a_batch_that_cannot_fit_is_refused_before_memory_is_taken(verb, method,
         verb(model, HUGE, method=method)
     assert time.monotonic() - began < 1
     assert psutil.Process().memory_info().rss - before < 10**8
+
+
+@pytest.mark.parametrize("method", ["offloaded", "quest(budget=0.25, resident=0.1)"])
+def test_what_host_memory_cannot_hold_is_refused_with_the_bytes(method, model, monkeypatch):
+    c, newest = model.config, 16 if "quest" in method else 0
+    monkeypatch.setattr(kvjax.api.memory, "free_bytes", lambda: 10**15)
+    monkeypatch.setattr(kvjax.api.memory, "offers_host", lambda: True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**27))
+    needed = 3 * (2**16 + 100 - newest) * 2 * c.layers * c.kv_heads * c.head_dim * 4 / 2**30
+    said = f"100 more, need at least {needed:.1f} GiB of host memory, and 0.1 GiB are free: read fewer"
+    with pytest.raises(InputError, match=said):
+        kvjax.prefill(model, np.zeros((3, 2**16), np.int32), method=method, room=100)
 
 
 @pytest.fixture(scope="module")
