@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
@@ -182,6 +183,6 @@ def lserve(
     """
     keep = duoattention(fitted=fitted, retrieval=retrieval, sinks=sinks, window=window, page=page).keep
     if page is None or page % part:
-        raise ValueError(f"lserve: part must be a divisor of page, got {part} for pages of {page} tokens")
+        raise InputError(f"lserve: part must be a divisor of page, which is {page}, got {part}")
     read = SubPageBounds(Budget(budget), page, 0, part, sinks + window)
     return Method(keep, Store(Affine(bits, group=group), Affine(bits, group=group)), read)

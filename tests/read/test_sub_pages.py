@@ -69,5 +69,5 @@ def test_other_heads_read_the_best_pages_and_all_of_them_for_a_budget_of_all():
 
 
 def test_parts_that_do_not_divide_a_page_are_refused():
-    with pytest.raises(ValueError, match="lserve: part must be a divisor of page, got 5 for pages of 16"):
+    with pytest.raises(kvjax.InputError, match="lserve: part must be a divisor of page, which is 16, got 5"):
         kvjax.method("lserve(budget=0.25, page=16, part=5)")

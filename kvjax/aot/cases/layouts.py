@@ -160,6 +160,7 @@ SENTENCES = {
     "infllm": _one("infllm", budget=1024, newest=1024),
     "sparq": _one("sparq", budget=1024),
     "recycled-attention": _one("recycled-attention", budget=1024),
+    "lserve": _one("lserve", budget=1024, fitted=GATES, page=128, part=16),
     "reattention": _one("reattention", budget=1024, newest=1024),
     "magicpig": _one("magicpig", budget=1024, skip_layers=0),
     "loki": _one("loki", budget=1024),
