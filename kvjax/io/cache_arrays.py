@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ _PART = r"\.[0-9a-f]{8}\.\d+-of-\d+"
 _SEAL = "checksum"
 # Start and stop along every axis.
 Span = list[list[int]]
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Arrays that are read by name, piece by piece."""
+
+    def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray: ...
 
 
 class Arrays:
@@ -82,6 +89,12 @@ class Arrays:
         if filled < out.size:
             raise KeyError(f"parts of {name}")
         return out
+
+    def whole(self, name: str) -> np.ndarray:
+        """An array of the file itself, as it is there. KeyError if it has none of that name."""
+        if self._whole is None:
+            raise KeyError(name)
+        return self._whole.read(name)
 
 
 class _File:
@@ -181,7 +194,7 @@ def write_parts(
 
 
 def placed_array(
-    arrays: Arrays, name: str, dtype: Any, shape: Sequence[int], where: jax.sharding.Sharding | None
+    arrays: Readable, name: str, dtype: Any, shape: Sequence[int], where: jax.sharding.Sharding | None
 ) -> jax.Array:
     """An array with the sharding `where` (None: the default device); a process reads only its pieces."""
     if where is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from safetensors import SafetensorError
 
 import kvjax
@@ -25,10 +26,11 @@ from kvjax.base.atomic_files import check_kind
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import mesh_for
 from kvjax.grammar import Method
-from kvjax.grammar.fitted import fitted_words
+from kvjax.grammar.fitted import Fitted, fitted_words
 from kvjax.hosts.arrays import is_shared
-from kvjax.io.cache_arrays import Arrays, check_parts, check_seal, write_arrays, write_parts
+from kvjax.io.cache_arrays import Arrays, Readable, check_parts, check_seal, write_arrays, write_parts
 from kvjax.io.cache_tree import describe, restore_tree
+from kvjax.io.coded_cache import check_model, coded_parts, filled
 from kvjax.io.entropy_coding import check_coder
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods.parse import from_spec
@@ -48,13 +50,20 @@ KIND = "kvjax cache"
 FORMAT = 7
 # 8: some arrays are entropy-coded (`kvjax.io.entropy_coding`).
 CODED = 8
+# 9: keys and values are chunks of a fitted coder (`kvjax.io.coded_cache`).
+CHUNKED = 9
+
+
+# The names of chunks, before their numbers.
+_CHUNK = "chunk."
 
 
 class CacheFile(NamedTuple):
     """The header of a saved cache: kvjax' version, the model's fingerprint, the method's spec, the tree.
 
     fitted: the digests of the method's fitted arrays. parts: the files that hold the arrays, none if the file
-    itself does. chat: the conversation that the cache holds, as JSON; empty for none.
+    itself does. chat: the conversation that the cache holds, as JSON; empty for none. coder: the digest of
+    the fitted coder of its `chunks` chunks; empty for none.
     """
 
     kvjax: str
@@ -64,9 +73,11 @@ class CacheFile(NamedTuple):
     fitted: list[str]
     parts: list[str]
     chat: str = ""
+    coder: str = ""
+    chunks: int = 0
 
 
-def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None = None) -> None:
+def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | Fitted | None = None) -> None:
     """Writes a cache to one file, atomically.
 
     Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
@@ -76,11 +87,13 @@ def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None 
         path: of the file; an older cache there is replaced.
         cache: a live cache.
         coder: "range" compresses arrays by the frequencies of their bytes or half bytes in a channel or a
-            layer (`pip install 'kvjax[coder]'`); `load_cache` gives the same bits.
+            layer (`pip install 'kvjax[coder]'`); `load_cache` gives the same bits. A coder of
+            `kvjax.fit_coder` codes keys and values with loss; `load_cache` needs it, too.
 
     Raises:
         InputError: if `path` holds something else or cannot be written, the method cannot be built again from
-            text, a step consumed the cache, and for a coder that does not exist or is not installed.
+            text, a step consumed the cache, and for a coder that does not exist, is not installed or was
+            fitted to another model.
 
     >>> import kvjax, tempfile
     >>> model = kvjax.load("recall-tiny")
@@ -93,30 +106,55 @@ def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None 
     write_cache(path, cache, coder=coder)
 
 
-def write_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | None = None, **more: str) -> None:
+def write_cache(
+    path: str | os.PathLike[str], cache: Cache, *, coder: str | Fitted | None = None, **more: str
+) -> None:
     """`save_cache`, with further texts in the header."""
-    check_coder(coder)
+    if not isinstance(coder, Fitted):
+        check_coder(coder)
     check_alive(cache)
     check_kind(path, KIND)
     cache = apart(cache)
+    if isinstance(coder, Fitted):
+        _write_chunks(Path(path), cache, coder, more)
+        return
     tensors: dict[str, Any] = {}
     tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
-    metadata = {
+    metadata = _metadata(cache, tree) | {"format": str(FORMAT if coder is None else CODED)} | more
+    write = write_parts if is_shared(tensors) else write_arrays
+    write(Path(path), tensors, metadata, coder)
+
+
+def _write_chunks(path: Path, cache: Cache, coder: Fitted, more: dict[str, str]) -> None:
+    """Writes a cache whose keys and values are chunks of a fitted coder."""
+    tree, tensors, chunks = coded_parts(cache, coder)
+    if is_shared(cache):
+        raise InputError(
+            "a fitted coder takes the cache of one process, and several hold this one: give coder='range'"
+        )
+    found = {f"{_CHUNK}{i}": np.frombuffer(chunk, np.uint8) for i, chunk in enumerate(chunks)}
+    more = {"format": str(CHUNKED), "coder": coder.digest, "chunks": str(len(found)), **more}
+    write_arrays(path, tensors | found, _metadata(cache, tree) | more)
+
+
+def _metadata(cache: Cache, tree: Any) -> dict[str, str]:
+    """The header of a file, without its format."""
+    return {
         "kind": KIND,
-        "format": str(FORMAT if coder is None else CODED),
         "kvjax": kvjax.__version__,
         "model": cache.model,
         "method": json.dumps(None if cache.method is None else saved_spec(cache.method)),
         "fitted": json.dumps(_digests(cache.method)),
         "tree": json.dumps(tree),
-        **more,
     }
-    write = write_parts if is_shared(tensors) else write_arrays
-    write(Path(path), tensors, metadata, coder)
 
 
 def load_cache(
-    path: str | os.PathLike[str], model: Model | None = None, *, methods: Own | Sequence[Own] = ()
+    path: str | os.PathLike[str],
+    model: Model | None = None,
+    *,
+    methods: Own | Sequence[Own] = (),
+    coder: Fitted | None = None,
 ) -> Cache:
     """Reads a cache that `save_cache` wrote.
 
@@ -128,13 +166,14 @@ def load_cache(
             reads what its devices hold. Else it is placed on the default device.
         methods: the Python file or the function of the user's own method that filled the cache, or several of
             them. The file that the cache names is not imported by itself.
+        coder: the fitted coder with which the cache was saved, if it was.
 
     Returns:
         The cache, ready for `kvjax.prefill`, `step` and `generate`.
 
     Raises:
-        InputError: if the file is missing, truncated, damaged, not a cache or from another version, or if its
-            method cannot be built or now stores its codes in another way.
+        InputError: if the file is missing, truncated, damaged, not a cache or from another version, if its
+            method cannot be built or now stores its codes in another way, or if `coder` is not its coder.
 
     >>> import kvjax, tempfile
     >>> _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3]])
@@ -144,10 +183,22 @@ def load_cache(
     [3]
     """
     head = read_cache_header(path)
+    if head.coder != ("" if coder is None else coder.digest):
+        was = f"with the coder {head.coder}" if head.coder else "without a fitted coder"
+        raise InputError(
+            f"{path} was saved {was}, got {coder!r:.60}: give coder= as it was given to save_cache"
+        )
+    if coder is not None and model is not None:
+        check_model(coder, model)
     with damage(path):
         method = _method(path, head, methods)
         saved = restore_tree(head.tree, method, head.model)
-        return _read(Arrays(Path(path), head.parts), saved, None if model is None else model.on_mesh)
+        file = Arrays(Path(path), head.parts)
+        arrays: Readable = file
+        if coder is not None:
+            names = (f"{_CHUNK}{i}" for i in range(head.chunks))
+            arrays = filled(saved, file, coder, (file.whole(name).tobytes() for name in names))
+        return _read(arrays, saved, None if model is None else model.on_mesh)
 
 
 def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequence[Own]) -> Method | None:
@@ -166,7 +217,7 @@ def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequen
     return method
 
 
-def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
+def _read(arrays: Readable, saved: Cache, on: OnMesh | None) -> Cache:
     """Reads the arrays that `saved` describes, to a mesh or to the default device."""
     if on is None:
         return jax.tree.map(lambda x: x.read(arrays, None), saved)
@@ -196,10 +247,10 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
             "is it a model? Load that with kvjax.load(its directory)"
         )
     with damage(path):
-        if int(metadata["format"]) > CODED:
+        if int(metadata["format"]) > CHUNKED:
             raise InputError(
                 f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), "
-                f"expected at most {CODED}, which kvjax {kvjax.__version__} reads: update kvjax"
+                f"expected at most {CHUNKED}, which kvjax {kvjax.__version__} reads: update kvjax"
             )
         if int(metadata["format"]) < FORMAT:
             raise InputError(
@@ -207,15 +258,15 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
                 f"an older kvjax wrote in another layout, expected format {FORMAT}: prefill again"
             )
         check_seal(path, metadata)
-        spec = _tuples(json.loads(metadata["method"]))
+        spec = as_tuples(json.loads(metadata["method"]))
         tree, fitted = json.loads(metadata["tree"]), json.loads(metadata["fitted"])
         if not isinstance(tree, dict) or not isinstance(spec, tuple | None) or spec == ():
             raise TypeError("tree or method is none")
         if not isinstance(fitted, list) or not all(isinstance(one, str) for one in fitted):
             raise TypeError("fitted names no digests")
         parts = check_parts(path, json.loads(metadata.get("parts", "[]")))
-        chat = metadata.get("chat", "")
-        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts, chat)
+        more = metadata.get("chat", ""), metadata.get("coder", ""), int(metadata.get("chunks", 0))
+        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts, *more)
 
 
 # --- the method --------------------------------------------------------------------------------------
@@ -225,9 +276,9 @@ def _digests(method: Any) -> list[str]:
     return sorted({word.fitted.digest for word in fitted_words(method) if word.fitted is not None})
 
 
-def _tuples(x: Any) -> Any:
+def as_tuples(x: Any) -> Any:
     """JSON's lists converted back to tuples."""
-    return tuple(_tuples(y) for y in x) if isinstance(x, list) else x
+    return tuple(as_tuples(y) for y in x) if isinstance(x, list) else x
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from kvjax.base.errors import InputError
 from kvjax.grammar.keys import key_of
-from kvjax.io.cache_arrays import Arrays, placed_array
+from kvjax.io.cache_arrays import Readable, placed_array
 from kvjax.methods.renamed import with_new_names
 from kvjax.ops.base.memory import in_host, to_host
 from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Slots, State
@@ -42,7 +42,7 @@ class Saved:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def read(self, arrays: Arrays, where: Any) -> jax.Array:
+    def read(self, arrays: Readable, where: Any) -> jax.Array:
         out = placed_array(arrays, self.name, self.dtype, self.shape, where)
         return to_host(out) if self.far else out
 

@@ -30,7 +30,7 @@ def check_coder(coder: str | None) -> None:
     if coder not in (None, "range"):
         raise InputError(f"coder is {coder!r:.40}, expected 'range', or None for arrays as they are")
     if coder is not None:
-        _library()
+        library()
 
 
 def coded(value: np.ndarray) -> tuple[UInt8[np.ndarray, "n"], dict[str, Any]] | None:
@@ -75,7 +75,7 @@ def decoded(data: UInt8[np.ndarray, "n"], how: dict[str, Any]) -> np.ndarray:
     return _array(symbols, shape, dtype, bits, by)
 
 
-def _library() -> ModuleType:
+def library() -> ModuleType:
     try:
         import constriction
     except ImportError as error:
@@ -147,20 +147,20 @@ def _frequencies(
 
 def _models(tables: UInt8[np.ndarray, "lines symbols"]) -> Iterator[tuple[int, Any]]:
     """The lines with more than one symbol, each with its frequency model."""
-    model = _library().stream.model
+    model = library().stream.model
     for i in np.flatnonzero((tables > 0).sum(1) > 1):
         yield int(i), model.Categorical(tables[i].astype(np.float32), perfect=False)
 
 
 def _encoded(lines: UInt8[np.ndarray, "lines length"], tables: np.ndarray) -> np.ndarray:
-    encoder = _library().stream.queue.RangeEncoder()
+    encoder = library().stream.queue.RangeEncoder()
     for i, model in _models(tables):
         encoder.encode(lines[i].astype(np.int32), model)
     return encoder.get_compressed()
 
 
 def _decoded(words: np.ndarray, tables: np.ndarray, length: int) -> UInt8[np.ndarray, "lines length"]:
-    decoder = _library().stream.queue.RangeDecoder(words)
+    decoder = library().stream.queue.RangeDecoder(words)
     out = np.repeat(tables.argmax(1).astype(np.uint8)[:, None], length, 1)
     try:
         for i, model in _models(tables):

@@ -11,6 +11,7 @@ VERBS = {
     "prompt-cache": "kvjax.join(model, caches)",
     "block-attention": "kvjax.join(model, caches)",
     "kvlink": "kvjax.join(model, caches), without its link tokens",
+    "kvtc": "kvjax.fit_coder(model, texts, kind='kvtc'), for save_cache(..., coder=) and send_cache",
     "hydragen": "kvjax.fork(cache, copies, room=...)",
     "bifurcated-attention": "kvjax.fork(cache, copies, room=...)",
     "speculative-decoding": "kvjax.speculate(model, tokens, draft=...)",
@@ -52,8 +53,6 @@ LEFT_OUT = {
     "model; 'locret' has a scorer that `kvjax fit` makes",
     "hisparse": "it is a buffer of a serving system for slots in host memory, without codes of its own; "
     "'quest + offloaded' has slots in host memory",
-    "kvtc": "it codes caches at rest by main components of all layers, without a coder here; "
-    "kvjax.save_cache(path, cache, coder='range') codes files without loss",
     "lossless": "codes in memory have a fixed width; kvjax.save_cache(path, cache, coder='range') codes "
     "files without loss",
     "llmlingua2": "its scorer is a trained encoder; kvjax.shorten(model, documents, by='llmlingua') scores "

@@ -115,7 +115,8 @@ def cachegen(
     channel, as the paper does. Defaults are the authors' for models of 32 layers. Deviation: a head has its
     own scale, where the authors' code has one for all heads of a layer; codes are of the numbers, as in the
     authors' code, where the paper codes differences to every tenth token; the frequencies are those of the
-    cache, where the paper's are found offline; a file is not sent in chunks of several qualities.
+    cache. `kvjax.fit_coder(model, texts, "cachegen")` has frequencies of other texts and several qualities,
+    for files and for chunks that are sent.
     """
     more, fewer = Unpacked(high), Unpacked(low)
     return Method(store=Store(FirstLayers(key_layers, more, fewer), FirstLayers(value_layers, more, fewer)))

@@ -22,9 +22,12 @@ GROUPS = {
     "caches": (
         "Caches",
         "nbytes kept_positions kept_texts summary fork join take_rows reset_rows rollback "
-        "save_cache load_cache save_chat load_chat",
+        "save_cache load_cache send_cache receive_cache in_time save_chat load_chat",
     ),
-    "measuring": ("Comparing and fitting", "compare scores draw_scores fit save_fitted load_fitted"),
+    "measuring": (
+        "Comparing and fitting",
+        "compare scores draw_scores fit fit_coder save_fitted load_fitted",
+    ),
     "devices": ("Devices and hosts", "Rules shardings start_hosts fetch"),
 }
 MODULES = {
