@@ -66,7 +66,7 @@ def messages(cache: Cache, coder: Coder, tokens: int, quality: int | Choice) -> 
             if kind == _CODED:
                 floats = [x.astype(np.float32) for x in mine]
                 each = [quality] if isinstance(quality, int) else range(coder.qualities)
-                made = {q: coder.encode(*floats, start, q) for q in each}
+                made = {q: coder.encode(floats[0], floats[1], start, q) for q in each}
                 sizes = [len(x) for x in made.values()]
                 level = quality if isinstance(quality, int) else quality(sizes, left)
                 data, left = made[level], left - 1
@@ -103,7 +103,8 @@ def dense_parts(cache: Any) -> list[tuple[str, Any]]:
         plain = isinstance(part, Slots) and part.v is not None and not part.far and part.near is None
         if group.bodies or group.sinks is not None or group.state is not None or not plain:
             break
-        if hasattr(part.k, "codec") or hasattr(part.v, "codec") or part.k.shape != part.v.shape:
+        k, v = (getattr(part, name) for name in "kv")
+        if hasattr(k, "codec") or hasattr(v, "codec") or k.shape != v.shape:
             break
     else:
         if not cache.pools:

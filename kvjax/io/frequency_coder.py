@@ -28,7 +28,8 @@ class FrequencyCoder:
 
     def __init__(self, fitted: Fitted):
         arrays = {name: np.asarray(x) for name, x in fitted.arrays.items()}
-        self.sizes = tuple(int(n) for n in arrays["sizes"][0])
+        layers, heads, width = (int(n) for n in arrays["sizes"][0])
+        self.sizes = layers, heads, width
         self.qualities = arrays["key most"].shape[1]
         self.sides = [(arrays[f"{of} most"], arrays[f"{of} counts"]) for of in ("key", "value")]
 

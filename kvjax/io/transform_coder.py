@@ -31,7 +31,8 @@ class TransformCoder:
 
     def __init__(self, fitted: Fitted):
         arrays = {name: np.asarray(x) for name, x in fitted.arrays.items()}
-        self.sizes = tuple(int(n) for n in arrays["sizes"][0])
+        layers, heads, width = (int(n) for n in arrays["sizes"][0])
+        self.sizes = layers, heads, width
         self.sinks, self.newest = (int(n) for n in arrays["whole"][0])
         self.turns = arrays["turns"].astype(np.float64)
         self.sides = [

@@ -18,11 +18,10 @@ class StoredInputs(Stating):
 
     @property
     def breaks(self) -> Reasons:
-        inputs = dict.fromkeys((Fact.STORED_KEYS, Fact.STORED_VALUES), "stores the inputs of layers")
         return {
             Fact.GIVEN_WEIGHTS: "rewrites the model",
             Fact.KV_HEADS: "stores one slot of a token for all KV heads",
-            **inputs,
+            Fact.STORED_KEYS: "stores the inputs of layers",
         }
 
     def config(self, config: Config) -> Config:

@@ -60,7 +60,7 @@ def fit_sums(
         for at in progress(list(np.ndindex(layers, heads))):
             half = np.split(x[at][drawn].astype(np.float64), 2, -1)
             fits = codebooks(half[0] + 1j * half[1], stages, 2**bits, rng)
-            books[at] = np.concatenate([fits.real, fits.imag], -1)
+            books[at] = np.concatenate([np.real(fits), np.imag(fits)], -1)
         found[f"{of} codebooks"] = books
     return Fitted(found, "CommutingSums", model.signature)
 
@@ -122,8 +122,8 @@ def distances(
     """|x - c[a] - i c[b]|^2 - |x|^2 for all pairs."""
     met = rows @ book.conj().T
     own = np.square(np.abs(book)).sum(-1)
-    both = 2 * (book @ (1j * book).conj().T).real
-    return (own - 2 * met.real)[:, :, None] + (own - 2 * met.imag)[:, None, :] + both
+    both = 2 * np.real(book @ (1j * book).conj().T)
+    return (own - 2 * np.real(met))[:, :, None] + (own - 2 * np.imag(met))[:, None, :] + both
 
 
 def nearest(rows: Complex[np.ndarray, "T P"], book: Complex[np.ndarray, "C P"]) -> np.ndarray:
