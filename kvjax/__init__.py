@@ -88,7 +88,7 @@ _HOMES = {
     "load_cache": "kvjax.io.cache_file",
     "send_cache": "kvjax.io.cache_stream",
     "receive_cache": "kvjax.io.cache_stream",
-    "in_time": "kvjax.io.cache_stream",
+    "quality_in_time": "kvjax.io.cache_stream",
     "save_chat": "kvjax.io.chat_file",
     "load_chat": "kvjax.io.chat_file",
     "scores": "kvjax.api.scores",

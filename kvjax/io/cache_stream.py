@@ -37,7 +37,7 @@ def send_cache(
         coder: what `kvjax.fit_coder` gave for its model.
         tokens: of a chunk.
         quality: of CacheGen's coder, 0 the best; or a function that chooses one for every chunk, from its
-            bytes in each quality and how many chunks are left, such as `kvjax.in_time(seconds, rate)`.
+            bytes in each quality and how many chunks are left: `kvjax.quality_in_time(seconds, rate)`.
 
     Returns:
         Messages, each coded when it is asked for; `kvjax.receive_cache` takes them.
@@ -153,7 +153,7 @@ def _head(message: bytes) -> dict[str, Any]:
         return json.loads(zlib.decompress(text))
 
 
-def in_time(seconds: float | int, rate: float | int) -> Choice:
+def quality_in_time(seconds: float | int, rate: float | int) -> Choice:
     """Chooses for every chunk the best quality in which all that are left would arrive in time.
 
     That is CacheGen's adaptation (arXiv:2310.07240, section 5.3), for a given bandwidth: if chunks that are
@@ -169,7 +169,7 @@ def in_time(seconds: float | int, rate: float | int) -> Choice:
     Raises:
         InputError: for times and rates that are not positive and finite.
 
-    >>> choose = in_time(2.0, 100.0)
+    >>> choose = quality_in_time(2.0, 100.0)
     >>> [choose([80, 40, 20], left) for left in (4, 3, 2, 1)]
     [1, 1, 1, 0]
     """

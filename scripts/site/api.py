@@ -22,7 +22,7 @@ GROUPS = {
     "caches": (
         "Caches",
         "nbytes kept_positions kept_texts summary fork join take_rows reset_rows rollback "
-        "save_cache load_cache send_cache receive_cache in_time save_chat load_chat",
+        "save_cache load_cache send_cache receive_cache quality_in_time save_chat load_chat",
     ),
     "measuring": (
         "Comparing and fitting",

@@ -181,7 +181,7 @@ def test_lower_qualities_are_smaller_and_a_choice_meets_its_time():
     assert each[0] > each[1] > each[2]
     _, *rest = kvjax.send_cache(filled(), coder, tokens=10, quality=1)
     for size, want in ((1e6, {0}), (10, {2}), (sum(map(len, rest)), {0, 1, 2})):
-        choose = kvjax.in_time(size / 100, 100.0)
+        choose = kvjax.quality_in_time(size / 100, 100.0)
         _, *sent = kvjax.send_cache(filled(), coder, tokens=10, quality=choose)
         assert {message[5] for message in sent} <= want
         assert want == {2} or sum(len(message) - 22 for message in sent) <= size
