@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.grammar.facts import clashes
-from kvjax.grammar.fitted import fitted_words, lacks_fit
+from kvjax.grammar.fitted import fitted_words, lacks_fit, sees_below
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.protocols import Residence
@@ -95,9 +95,10 @@ def _inside(a: Store, b: Store) -> Store | None:
     """
     for outer, inner in ((a, b), (b, a)):
         codecs = [codec for codec in (outer.keys, outer.values) if codec is not None]
-        # Arrays fitted to all channels are not valid for some of them.
+        # Neither arrays fitted to all channels nor the layer below, which has all, are valid for a part.
         words = fitted_words((inner.keys, inner.values))
         whole = all(word.fitted is None and not lacks_fit(word) for word in words)
+        whole = whole and not sees_below((inner.keys, inner.values))
         if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
             keys, values = (
                 x if y is None else y if x is None else x.around(y)  # type: ignore[attr-defined]

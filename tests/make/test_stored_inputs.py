@@ -137,3 +137,6 @@ def test_what_does_not_fit_is_refused():
     latents = Method(store=Store(OverBelow() >> Affine(4), None), make=kvjax.method("palu").make)
     with pytest.raises(InputError, match="layers keep other things"):
         kvjax.prefill(model("4/2"), [ROW], method=latents)
+    # Some channels of a row have no difference to the layer below, which has all channels.
+    with pytest.raises(InputError, match="at most one store; this chain has two, of xquant-cl and mustafar"):
+        kvjax.method("xquant-cl + mustafar")
