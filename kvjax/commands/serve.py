@@ -52,6 +52,10 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=whole(1), default=1, metavar="N", help="divide all lengths by N (default: 1)")
     add("--pages", type=whole(1), metavar="N", help="pages of the pool (default: for all that run at once)")
     add("--slo", metavar="ttft=S,tpot=S", help="seconds that a request may take to count as goodput")
+    add(
+        "--record", metavar="FILE",
+        help="serve twice, and write what the second run's iterations took, for `kvjax simulate --costs`",
+    )  # fmt: skip
     add("--check", action="store_true", help="compare every answer with `kvjax.generate` alone")
     add("--json", action="store_true", help="print every figure as JSON instead")
 
@@ -85,6 +89,7 @@ def run(args: argparse.Namespace) -> int | None:
 
 
 def run_load(args: argparse.Namespace) -> int:
+    from kvjax.base.atomic_files import check_file, write_named
     from kvjax.commands.simulate import slo_of
     from kvjax.io.load import load
     from kvjax.serve import Prompt
@@ -96,6 +101,7 @@ def run_load(args: argparse.Namespace) -> int:
     from kvjax.serve.systems import system
 
     chosen, slo = system(args.system), slo_of(args.slo)
+    check_file(args.record)
     asked = read_trace(args.trace, args.requests) if args.trace else synthetic(args.synthetic)
     asked = scaled(asked, args.scale)
     model = load(args.model, dtype=args.dtype)
@@ -104,7 +110,12 @@ def run_load(args: argparse.Namespace) -> int:
         Prompt(text, one.output, methods[i % len(methods)], stop=[], arrived=one.arrived)
         for i, (one, text) in enumerate(zip(asked, prompts, strict=True))
     ]
-    done = serve(model, requests, chosen, pages=args.pages)
+    if args.record:
+        # Programs compile in a run of their own.
+        serve(model, requests, chosen, pages=args.pages, record=True)
+    done = serve(model, requests, chosen, pages=args.pages, record=args.record is not None)
+    if args.record:
+        write_named(args.record, (json.dumps(done.measured) + "\n").encode())
     load_name, by = args.trace or args.synthetic, done.outcome.costs
     figures: dict[str, Any] = {"system": args.system, "simulated": False, "costs": by, "load": load_name}
     per_token = {method: done.page_bytes / tokens for method, tokens in done.tokens.items()}

@@ -1,6 +1,10 @@
 """`kvjax simulate`: a table that says what it is of, and one line for what cannot be used."""
 
 import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,12 @@ from kvjax.plan.serving import OF_MEMORY, serving_compression, serving_costs
 COSTS = {
     "by": "a test", "base": 1e-3, "weights": 5e-3, "slot": 1e-8, "token": 1e-5, "pair": 0, "move": 1e-6,
     "memory": 4e6, "slot_bytes": 1000,
+}  # fmt: skip
+
+# Llama 3.1 8B on an H100.
+LLAMA = {
+    "base": 1.5e-3, "weights": 5.6e-3, "slot": 4.9e-8, "token": 2.76e-5, "pair": 9.6e-10, "move": 5.1e-6,
+    "memory": 6.2e10, "slot_bytes": 131072,
 }  # fmt: skip
 
 
@@ -67,6 +77,19 @@ def test_methods_have_the_bytes_of_their_codes_and_the_slots_of_their_budgets():
 def test_methods_that_are_more_than_bytes_and_one_choice_are_not_simulated(method):
     with pytest.raises(kvjax.InputError, match="does more than a simulation has"):
         serving_compression("llama-3.1-8b", method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["vllm", "sarathi", "lamps"])
+def test_twenty_thousand_requests_take_at_most_thirty_seconds_of_a_core(text, costs):
+    """In a process of its own, in which no annotation is checked."""
+    Path(costs).write_text(json.dumps(LLAMA))
+    words = ["--system", text, "--synthetic", "azure-conv:requests=20000,rate=8,cv=1", "--json"]
+    command = [sys.executable, "-m", "kvjax", "simulate", *words, "--costs", costs]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    (found,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert found["completed"] == 20000
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
 
 
 def test_methods_are_rows_beside_systems(costs, capsys, monkeypatch):

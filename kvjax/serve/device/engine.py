@@ -17,6 +17,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method, Store
 from kvjax.models.model import Model
 from kvjax.serve.device.arena import Arena, Kind, shape_of
+from kvjax.serve.device.compiling import compiled
 from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lanes import Lanes
 from kvjax.serve.device.pages import Pages, pages_refusal
@@ -88,9 +89,11 @@ class Engine:
     """Carries out a loop's effects on a device.
 
     jobs: the running requests, by id. arena: the pool's words. pages: for each way to encode slots, the
-    requests in pages that are encoded so. ends: when every iteration
-    ended, in seconds. moved: slots copied to and from host memory. computed: tokens that the model computed,
-    idle rows included. gone: ids of requests whose client disconnected.
+    requests in pages that are encoded so. ends: when every iteration ended, in seconds. record: whether
+    iterations are measured. measured: tokens, slots, pairs and seconds of the iterations of every `Run` that
+    compiled nothing, on average; moving: seconds of moves. moved: slots copied to and from host memory.
+    computed: tokens that the model computed, idle rows included. gone: ids of requests whose client
+    disconnected.
     """
 
     def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
@@ -113,6 +116,9 @@ class Engine:
         self.gone: set[int] = set()
         self.ends: list[float] = []
         self.moved = self.computed = 0
+        self.measured: list[tuple[float, float, float, float]] = []
+        self.moving = self._since = 0.0
+        self.record = False
 
     def holding(self, method: Method) -> Holding | None:
         """`holding_of` for the engine's model and pages."""
@@ -170,6 +176,12 @@ class Engine:
 
     def carry_out(self, effect: Effect) -> Done:
         """Performs an effect of the loop, and returns its result."""
+        done = self._carry_out(effect)
+        # The loop's decisions belong to the iteration that follows.
+        self._since = done.now
+        return done
+
+    def _carry_out(self, effect: Effect) -> Done:
         if isinstance(effect, Run):
             return self._run(effect)
         if isinstance(effect, Move):
@@ -196,6 +208,7 @@ class Engine:
             pages.tables = {id: list(tables[id]) for id in here if self.jobs[id].place is pages}
 
     def _move(self, move: Move) -> None:
+        began = self.source.now()
         # The ledger has already given the pages of preempted requests to others; their content is intact
         # until the next write.
         for entry in move.out:
@@ -206,10 +219,11 @@ class Engine:
             job = self._job(entry)
             job.place.come_back(job, list(self.loop.ledger.tables[job.id]))
             self.moved += entry.slots
+        self.moving += self.source.now() - began
 
     def _run(self, run: Run) -> Done:
         self._look()
-        began = self.source.now()
+        began, counts, programs = self._since, run.counts(), compiled()
         ended, failed, kept = [], [], []
         for entry, count in run.read:
             job = self._job(entry)
@@ -226,8 +240,16 @@ class Engine:
                 kept += self._kept(entry)
                 ended += [entry] if self.is_done(job) else []
         steps = self._write(run, ended, failed)
+        if self.record and self.arena is not None:
+            # A piece of a prompt may still be computed.
+            jax.block_until_ready(self.arena.words)
         now = self.source.now()
         self.ends += np.linspace(began, now, steps + 1)[1:].tolist()
+        if self.record and compiled() == programs:
+            # Every further step reads a slot more of each row.
+            more = len(run.write) * (steps - 1) / 2
+            seconds = (now - began) / steps
+            self.measured.append((counts.tokens, counts.slots + more, counts.pairs + more, seconds))
         self.computed += steps * (len(run.write) + run.standing)
         lost = {id(entry) for entry in failed}
         gone = failed + [entry for entry in self._gone() if id(entry) not in lost]

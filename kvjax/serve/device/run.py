@@ -29,7 +29,8 @@ class Served(NamedTuple):
     """The results of `run`: an answer for each request, in order, and the outcome for `load.metrics.metrics`.
 
     pages, page_bytes: how many pages the pool has, and the bytes of one (of every layer and KV head). tokens:
-    for every method that lies in pages, how many tokens of a long text a page holds.
+    for every method that lies in pages, how many tokens of a long text a page holds. measured: the costs of
+    the iterations, in the form that `kvjax.serve.sim.read_costs` fits; None unless `record` is given.
     """
 
     answers: list[Answer]
@@ -37,12 +38,13 @@ class Served(NamedTuple):
     pages: int
     page_bytes: int
     tokens: dict[str, int]
+    measured: dict[str, Any] | None = None
 
 
 def run(
     model: Model, requests: Sequence[Prompt], system: System | str = "vllm", *,
     method: Method | str | None = None, pages: int | None = None,
-    watch: Callable[[Loop], None] | None = None,
+    watch: Callable[[Loop], None] | None = None, record: bool = False,
 ) -> Served:  # fmt: skip
     """Serves requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
 
@@ -60,6 +62,7 @@ def run(
         pages: the size of the pool, on each device (default: enough for all requests that may run at once).
             Lanes are not in the pool; for them it only limits how many requests run.
         watch: called with the loop before every effect.
+        record: whether to measure iterations, each of which then waits for its end.
 
     Returns:
         A `Served`: answers, and an outcome with every iteration's end.
@@ -83,6 +86,8 @@ def run(
     most = max(pages_of(chosen.place, one, one.most) for one in asked)
     count = most * rows if pages is None else whole_number("pages", pages, 1, "pages of the pool")
     if isinstance(chosen.split, Apart):
+        if record:
+            raise InputError(f"record measures one device, and {chosen.split!r} takes several: record vllm")
         _check_pages(jobs, holdings)
         arrived = [one.arrived for one in requests]
         outcome, engine = run_apart(model, jobs, arrived, chosen, (count, rows, min(most, count)), watch)
@@ -91,13 +96,25 @@ def run(
     source = KnownRequests()
     engine = Engine(model, chosen, count, rows, min(most, count), source)
     source.start([engine.accept(job, one.arrived) for job, one in zip(jobs, requests, strict=True)])
+    engine.record = record
     engine.run(watch)
     for entry in engine.loop.entries:
         jobs[entry.request.id].entry = entry
     by, ends = f"measured on {jax.devices()[0].device_kind}", np.array(engine.ends)
     outcome = Outcome(engine.loop.entries, ends, engine.moved, engine.computed, chosen, by)
     size, tokens = engine.page_sizes()
-    return Served([job.answer() for job in jobs], outcome, count, size, tokens)
+    measured = _measured(engine, count, size, by) if record else None
+    return Served([job.answer() for job in jobs], outcome, count, size, tokens, measured)
+
+
+def _measured(engine: Engine, count: int, size: int, by: str) -> dict[str, Any]:
+    """What the iterations cost, and the pool of `count` pages of `size` bytes."""
+    page = engine.loop.system.page
+    move = engine.moving / engine.moved if engine.moved else 0.0
+    # Where all requests lie in lanes, a token has no bytes of the pool.
+    size = size or page
+    pool = {"memory": float(count * size), "slot_bytes": size / page}
+    return {"by": by, "iterations": engine.measured, "move": move, **pool}
 
 
 def _check_pages(jobs: Sequence[Job], holdings: dict[Method, Holding | None]) -> None:

@@ -21,6 +21,14 @@ class Move(NamedTuple):
     back: list[Entry]
 
 
+class Counts(NamedTuple):
+    """What an iteration computes: tokens, slots that it reads, and pairs of a query and a key."""
+
+    tokens: int
+    slots: int
+    pairs: int
+
+
 class Run(NamedTuple):
     """An iteration, up to `steps` times: which requests decode a token, and how many tokens others prefill.
 
@@ -35,6 +43,18 @@ class Run(NamedTuple):
     standing: int
     shared: int = 0
     until: float = math.inf
+
+    def counts(self, again: int = 0) -> Counts:
+        """What the first of its iterations computes. again: how often a method reads its prompt again."""
+        rows = len(self.write)
+        slots = sum(entry.slots for entry in self.write) + rows
+        # Slots are read once where rows share them; products are computed for every row.
+        tokens, pairs, slots = rows + self.standing, slots, slots - self.shared
+        for entry, count in self.read:
+            slots += entry.stored + count + again * entry.goal
+            pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal
+            tokens += (1 + again) * count
+        return Counts(tokens, slots, pairs)
 
 
 class Done(NamedTuple):

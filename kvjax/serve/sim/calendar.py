@@ -94,14 +94,7 @@ class _Calendar:
         most = min(run.steps, left, self.steps)
         comes = self.queue[self.next].arrived if self.next < len(self.queue) else math.inf
         comes = min(comes, run.until)
-        slots = sum(entry.slots for entry in write) + rows
-        # Slots are read once where rows share them; products are computed for every row.
-        pairs, slots = slots, slots - run.shared
-        tokens, again = rows + run.standing, self.how.again
-        for entry, count in run.read:
-            slots += entry.stored + count + again * entry.goal
-            pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal
-            tokens += (1 + again) * count
+        tokens, slots, pairs = run.counts(self.how.again)
         seconds, done, whole = self.costs.seconds, 0, self._divided(run)
         while done < most:
             self.now += seconds(tokens, slots, pairs) if whole is None else whole

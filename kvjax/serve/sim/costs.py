@@ -78,7 +78,8 @@ def read_costs(path: str | Path) -> Costs:
     """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
 
     Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
-    "move"}. Raises InputError, with the file and the field, for another shape.
+    "move"}, as `kvjax serve run --record` writes them. Raises
+    InputError, with the file and the field, for another shape.
     """
     try:
         found = json.loads(Path(path).read_text())
@@ -100,7 +101,11 @@ def read_costs(path: str | Path) -> Costs:
 
 
 def fitted(found: dict[str, Any], path: str) -> LinearCosts:
-    """Non-negative least squares of the relative error: base, and seconds per token, slot and pair."""
+    """Non-negative least squares: base, and seconds per token, slot and pair.
+
+    Errors count relative to what the fit says, not to what was measured: then iterations that a busy machine
+    made slow do not count less than others, and the fit's mean is that of the measurements.
+    """
     from scipy.optimize import nnls
 
     try:
@@ -116,7 +121,10 @@ def fitted(found: dict[str, Any], path: str) -> LinearCosts:
     design = np.column_stack([np.ones(len(rows)), rows[:, :3]])
     scale = np.abs(design).max(0)
     scale[scale == 0] = 1
-    weights, _ = nnls(design / scale / seconds[:, None], np.ones(len(rows)))
+    said = seconds
+    for _ in range(20):
+        weights, _ = nnls(design / scale / said[:, None], seconds / said)
+        said = np.maximum(design / scale @ weights, 1e-3 * seconds.mean())
     base, token, slot, pair = (weights / scale).tolist()
     rest = {name: _number(found, name, path) for name in ("move", "memory", "slot_bytes")}
     by = f"{path}: fitted to {len(rows)} measured iterations"

@@ -1,0 +1,61 @@
+"""What a run measures is what the simulator's costs are fitted to."""
+
+import json
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.commands.main import main
+from kvjax.serve import run
+from kvjax.serve.loop import Run
+from kvjax.serve.requests import Entry, Request
+from kvjax.serve.sim import read_costs
+from tests.methods import battery
+from tests.serve.test_apart import distserve
+from tests.serve.test_engine import PAGE, PAGES, SYSTEMS, crowd
+
+
+def test_an_iteration_counts_tokens_slots_and_pairs_as_by_hand():
+    writes, reads = Entry(Request(0, 0.0, 5, 9), stored=5), Entry(Request(1, 0.0, 20, 9), stored=4)
+    assert Run([writes], [(reads, 3)], 1, 2).counts() == (1 + 2 + 3, 6 + 7, 6 + 5 + 6 + 7)
+    # A method that reads its prompt of 20 again with attention to all of it.
+    assert Run([], [(reads, 3)], 1, 0).counts(1) == (6, 7 + 20, 5 + 6 + 7 + 3 * 20)
+
+
+def test_a_recorded_run_has_every_iteration_that_compiled_nothing(tmp_path):
+    prompts, one = crowd(), SYSTEMS["iterations"]
+    model = battery.model("4/2")
+    first, done = (run(model, prompts, one, pages=PAGES, record=True) for _ in range(2))
+    rows = np.array(done.measured["iterations"])
+    assert len(first.measured["iterations"]) < len(rows)
+    assert rows[:, 0].min() >= 1 and (rows[:, 1] <= rows[:, 2]).all() and (rows[:, 3] > 0).all()
+    assert done.measured["memory"] == PAGES * done.page_bytes == PAGES * PAGE * done.measured["slot_bytes"]
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(done.measured))
+    assert read_costs(file).seconds(1, 1, 1) > 0 and f"{len(rows)} measured" in read_costs(file).by
+    assert run(model, prompts, one, pages=PAGES).measured is None
+    with pytest.raises(kvjax.InputError, match="record measures one device"):
+        run(model, prompts, distserve(), record=True)
+
+
+def test_means_of_noisy_iterations_are_kept(tmp_path):
+    """A machine that is busy half of the time: the fit is near the mean, not near the fast half."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(1, 100, 2000)
+    seconds = (0.01 + 1e-3 * tokens) * draw.choice([0.1, 1.9], 2000)
+    rows = [[int(t), int(t), 0, float(s)] for t, s in zip(tokens, seconds, strict=True)]
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"iterations": rows, "memory": 1.0, "slot_bytes": 1.0, "move": 0.0}))
+    said = [read_costs(file).seconds(int(t), int(t), 0) for t in tokens]
+    assert np.mean(said) == pytest.approx(seconds.mean(), rel=0.02)
+    assert read_costs(file).seconds(50, 50, 0) == pytest.approx(0.06, rel=0.1)
+
+
+@pytest.mark.rotating
+def test_the_command_writes_what_simulate_reads(tmp_path, capsys):
+    file, load = tmp_path / "costs.json", "tree:requests=4,prefix=16,suffix=8,output=4"
+    assert not main(["serve", "run", "--synthetic", load, "--record", str(file), "--json"])
+    assert not main(["simulate", "--system", "vllm", "--synthetic", load, "--costs", str(file)])
+    assert "measured iterations" in capsys.readouterr().out
+    assert main(["serve", "run", "--synthetic", load, "--system", "distserve", "--record", str(file)])
