@@ -19,6 +19,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
 from kvjax.grammar.fitted import with_fitted
+from kvjax.make.stored_inputs import StoredInputs
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
@@ -287,6 +288,11 @@ def kept_of(label: str, prompt: Prompt) -> list[np.ndarray]:
     if row.kept is None:
         return [np.ones((len(k), prompt.length), bool) for k in prompt.k]
     return row.kept(prompt)
+
+
+def stored(row: Any, lists: list[Any]) -> list[Any]:
+    """The lists of a layer's KV heads that a cache stores: inputs of layers have one for all heads."""
+    return lists[:1] if isinstance(row.method().make, StoredInputs) else lists
 
 
 def off(got: Any, want: Any) -> float:

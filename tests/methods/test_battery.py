@@ -41,6 +41,7 @@ from tests.methods.battery import (
     positions,
     prompt_of,
     step,
+    stored,
     talk,
 )
 from tests.methods.rows import count
@@ -118,7 +119,8 @@ def test_steps_attend_then_evict_what_the_method_says(label):
             assert off(logits[b], want) < row.error
             if row.model == "windowed":
                 continue  # slots outside the window are dropped there, and never seen here
-            assert [lists[b] for lists in positions(cache)] == slots.positions()
+            want = [stored(row, lists) for lists in slots.positions()]
+            assert [lists[b] for lists in positions(cache)] == want
 
 
 @rows([r.label for r in ALL if r.error is not None and r.reads_all])

@@ -10,7 +10,6 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.make.stored_inputs import StoredInputs
 from kvjax.methods import METHODS
 from kvjax.state.cache import nbytes
 from tests.float64.reference import Prompt
@@ -30,6 +29,7 @@ from tests.methods.battery import (
     packed,
     positions,
     step,
+    stored,
 )
 from tests.methods.rows import WINDOW, PromptSizes, at_budget, count
 from tests.methods.table import BY_LABEL, ROWS
@@ -86,9 +86,7 @@ def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
         want = kept_of(label, row.read(prompt_of(row.model, b)))
         for layer, keep in enumerate(want):
             sets = [set(np.flatnonzero(k).tolist()) for k in keep]
-            # Inputs of layers are stored once for all KV heads.
-            sets = sets[:1] if isinstance(row.method().make, StoredInputs) else sets
-            assert found[layer][b] == sets, (layer, b)
+            assert found[layer][b] == stored(row, sets), (layer, b)
 
 
 # In the plain suite, those whose parts of a budget these tell apart and `test_recorded.py` does not hold.
