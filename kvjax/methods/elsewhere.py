@@ -43,10 +43,8 @@ PARTS = {
     "pq-base": "is the index of 'pqcache' and the code of 'cq': parts of a vector by their nearest centroids",
 }
 
-# What was considered and is left out: what it does, and why. `scripts.studies.left_out` measures two of them.
+# What was considered and is left out: what it does, and why. `scripts.studies.left_out` measures RotorQuant.
 LEFT_OUT = {
-    "decoquant": "it stores keys and values as two factors, of which the smaller one stays whole and costs "
-    "more bits in short texts than its codes save; 'quarot' rotates without stored factors",
     "epikv": "its abstract (arXiv:2606.26472) alone was at hand, which does not define its score; 'keydiff' "
     "and 'r-kv' need no attention weights of all tokens either",
     "foresightkv": "its scorer (arXiv:2602.03203) is trained by reinforcement on answers of a reasoning "
@@ -70,7 +68,6 @@ LEFT_OUT = {
 ALSO = {
     "llmlingua-2": "llmlingua2",
     "trimkv": "trim-kv",
-    "mpo": "decoquant",
     "planarquant": "rotorquant",
     "isoquant": "rotorquant",
 }

@@ -1,4 +1,4 @@
-"""Codes that are left out, beside those that are here: errors of keys and values of a real model.
+"""DecoQuant's two ways to split factors, and codes left out, beside others: errors on a real model.
 
     kvjax get smollm2-135m
     python -m scripts.studies.left_out

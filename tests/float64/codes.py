@@ -230,6 +230,17 @@ def commuting_sums(books):
     return code
 
 
+def factored(code):
+    """DecoQuant (arXiv:2405.12591): x = A B with the roots of the singular values in both, and codes of A."""
+
+    def coded(x):
+        u, s, v = np.linalg.svd(x, full_matrices=False)
+        sign = np.sign(np.take_along_axis(v, np.abs(v).argmax(1)[:, None], 1))
+        return code(u * np.sqrt(s) * sign[:, 0]) @ float16(np.sqrt(s)[:, None] * v * sign)
+
+    return coded
+
+
 def directions(bits, seed=0):
     """Rows after a Hadamard rotation, as lengths and codes of a codebook for random directions."""
 

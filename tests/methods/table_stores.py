@@ -13,6 +13,7 @@ from tests.float64.codes import (
     behind,
     coded,
     commuting_sums,
+    factored,
     faithful,
     in_layers,
     normal_vectors,
@@ -357,6 +358,12 @@ STORES = [
         # 6 codes of 3 bits: a word of their lower 2 bits, and one of the upper.
         "commvq", dense(everything, slot=lambda s: 2 * 8 + 4), hyper=dict(channels=5, bits=3, fitted=SUMS),
         error=FLIPS, attends=of_lists(summed("key"), summed("value"), THETA),
+    ),
+    row(
+        # Of 20 tokens a float16 matrix, of each 16 numbers in 4 bits with a range.
+        "decoquant", split(everything, 20, 0, lambda s: 2 * 16 * 16 * 2, lambda s: 2 * codes(4, 1) + 4),
+        hyper=dict(tokens=20), moves=False, error=FLIPS,
+        attends=coded(factored(affine(4, 16)), factored(affine(4, 16)), granule=20),
     ),
     row(
         "qserve", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=SMOOTH),

@@ -33,7 +33,7 @@ def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
         ("os-plus", "changes no number of a cache.*omniquant has shifts and scales"),
         ("Quantizable Transformers", "kvjax architectures clipped-softmax"),
         ("LoRC", "makes another model: see `kvjax convert --help`, for example `lorc`"),
-        ("MPO", "is left out: it stores keys and values as two factors.*'quarot' rotates"),
+        ("planarquant", "is left out: it rotates 3 channels"),
         ("rope", r"is how keys are rotated: .* Store\(unrotated=True\)"),
         ("SimHash", "is how 'hashevict' and 'magicpig' find keys"),
         ("pq-base", "is the index of 'pqcache' and the code of 'cq'"),
