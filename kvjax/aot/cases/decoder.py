@@ -102,10 +102,12 @@ def _moved(cache: Cache) -> int:
 
 
 def _steps(cache: Cache) -> dict[str, Any]:
-    """The kernel that attends for one token, and how often its body runs in a layer."""
+    """The kernel that steps a state by one token, and how often its body runs in a layer; RWKV-7 has none."""
     state = cache.groups[0].state
     assert state is not None
-    (states,) = (x for name, x in state.data.items() if name != "tail")
+    states, *others = (x for name, x in state.data.items() if name != "tail")
+    if others:
+        return dict(kernel="", trips={})
     assert not isinstance(states, Codes)
     if "levels" in state.data:
         _, rows, count, heads, *_ = states.shape
