@@ -140,7 +140,10 @@ def open_safetensors(path: Path) -> safe_open:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors file by name; InputError as for `open_safetensors`."""
+    """Type, shape and place of every tensor of a safetensors file, by name; nothing is read until asked for.
+
+    Raises InputError as `open_safetensors` does.
+    """
     file, small = open_safetensors(path), SmallFloats(path)
     found = ((name, file.get_slice(name)) for name in file.keys())
     return {

@@ -80,7 +80,7 @@ def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
 
 
 def whole_granules(granules: int) -> int:
-    """Rounds up to whole tiles of a TPU's memory, in which a granule has one row of scales."""
+    """Rounds a number of granules up to whole tiles of a TPU's memory, because each has one row of scales."""
     return -(-granules // SUBLANES) * SUBLANES if platform() == "tpu" else granules
 
 

@@ -55,7 +55,7 @@ class CoupledCodes:
         return f"{self.of} centroids"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes, or are other vectors."""
+        """Raises InputError if the fitted vectors are for another model, other `bits` or other `channels`."""
         assert self.fitted is not None
         check_sizes(self, "vectors", "layers, KV heads", self.name, (model.layers, model.kv_heads))
         vectors, entries, channels = self.fitted.arrays[self.name].shape[2:]

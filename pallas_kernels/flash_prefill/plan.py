@@ -52,7 +52,7 @@ def block_kinds(q_rows: jax.Array, k_rows: jax.Array, sizes: Sizes) -> jax.Array
     some = (k_low <= q_high) & (q_high >= 0) & (k_high >= 0)
     every = q_all & k_all & (k_high <= q_low)
     if sizes.window is not None:
-        # Without real entries the lowest is very large, and the difference does not overflow.
+        # In a block of empty entries `q_low` is very large, so that subtracting the window cannot overflow.
         some &= k_high > q_low - sizes.window
         every &= k_low > q_high - sizes.window
     if q_seg:

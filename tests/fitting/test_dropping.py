@@ -14,7 +14,7 @@ from kvjax.api.chunks import bucket
 from kvjax.commands.texts import read_texts
 from kvjax.compat.model_fit import check_fit
 from kvjax.fitting.gates.dropping import Softened, dropped, log_sparse_sigmoid
-from kvjax.fitting.loops.cuts import CutTexts, cut_behind_contexts
+from kvjax.fitting.loops.cuts import CutTexts, cut_after_contexts
 from kvjax.grammar import Budget, Keep
 from kvjax.grammar.protocols import NEVER, Inputs
 from kvjax.grammar.when import STEP, Every
@@ -172,7 +172,7 @@ SOFT = 0.1
 
 def loss_of(m, samples, alpha):
     """The loss of interactions on questions."""
-    (texts,) = cut_behind_contexts(m, [samples], 1, 0, iter)
+    (texts,) = cut_after_contexts(m, [samples], 1, 0, iter)
     batch, loss = Softened(texts, jnp.float32(alpha)), jax.jit(dropped, static_argnums=(0, 4))
     return lambda fitted: float(loss(m.config, m.params, arrays_of(fitted), batch, 1.0))
 

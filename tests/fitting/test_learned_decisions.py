@@ -10,7 +10,7 @@ import kvjax
 from kvjax.commands.texts import read_texts
 from kvjax.fitting.gates.eviction_gates import EvictionLoss, attention_odds, evicted, linear_odds
 from kvjax.fitting.gates.run_gates import shared
-from kvjax.fitting.loops.cuts import CutTexts, cut_behind_contexts
+from kvjax.fitting.loops.cuts import CutTexts, cut_after_contexts
 from kvjax.keep.gates import eviction_gates
 from kvjax.keep.gates.eviction_gates import attention_gate
 from tests.fitting.test_learned import arrays_of, found, questions
@@ -146,7 +146,7 @@ def tiny():
 
 def losses(name, m, rows):
     """The loss of a fit on questions that it has not seen."""
-    (batch,) = cut_behind_contexts(m, [rows], 1, 0, iter)
+    (batch,) = cut_after_contexts(m, [rows], 1, 0, iter)
     aim = EvictionLoss(0.5, 10.0, 0.3)
     if name == "dmc":
         return lambda fitted: shared(m.config, m.params, arrays_of(fitted), batch, aim)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.gates.eviction_gates import mean_of, of_layer
-from kvjax.fitting.loops.cuts import CutTexts, cut_behind_contexts, divergence_of
+from kvjax.fitting.loops.cuts import CutTexts, cut_after_contexts, divergence_of
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
@@ -70,7 +70,7 @@ def fit_dropping(
     def loss(arrays: Arrays, batch: Softened, params: Params) -> Float[Array, ""]:
         return dropped(c, params, arrays, batch, sparsity)
 
-    read, steps = cut_behind_contexts(model, batches, epochs, seed, progress), epochs * len(batches)
+    read, steps = cut_after_contexts(model, batches, epochs, seed, progress), epochs * len(batches)
     softened = (Softened(texts, rising(i / steps, alpha)) for i, texts in enumerate(read))
     return Fitted(descended(loss, start, softened, model.params, rate=rate), "Dropping", model.signature)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.eval.tasks.sample import Sample
-from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_behind_contexts, divergence, mean_before
+from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_after_contexts, divergence, mean_before
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
@@ -70,7 +70,7 @@ def fit_eviction_gate(
     def loss(arrays: Arrays, batch: CutTexts, params: Params) -> Float[Array, ""]:
         return evicted(c, params, arrays, batch, linear_odds, aim, recent)
 
-    read = cut_behind_contexts(model, batches, epochs, seed, progress)
+    read = cut_after_contexts(model, batches, epochs, seed, progress)
     return Fitted(descended(loss, start, read, model.params, rate=rate), "EvictionGate", model.signature)
 
 
@@ -111,7 +111,7 @@ def fit_attention_gate(
     def loss(arrays: Arrays, batch: CutTexts, params: Params) -> Float[Array, ""]:
         return evicted(c, params, arrays, batch, attention_odds, aim)
 
-    read = cut_behind_contexts(model, batches, epochs, seed, progress)
+    read = cut_after_contexts(model, batches, epochs, seed, progress)
     return Fitted(descended(loss, start, read, model.params, rate=rate), "AttentionGate", model.signature)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.gates.eviction_gates import EvictionLoss, mean_of, of_layer, relaxed
-from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_behind_contexts, divergence, mean_before
+from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_after_contexts, divergence, mean_before
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
@@ -59,7 +59,7 @@ def fit_run_gates(
     def loss(arrays: Arrays, batch: CutTexts, params: Params) -> Float[Array, ""]:
         return shared(c, params, arrays, batch, aim)
 
-    read = cut_behind_contexts(model, batches, epochs, seed, progress)
+    read = cut_after_contexts(model, batches, epochs, seed, progress)
     return Fitted(descended(loss, start, read, model.params, rate=rate), "Opening", model.signature)
 
 

@@ -48,7 +48,7 @@ class KeptBeforeCut(NamedTuple):
 Leaving = Callable[[Layer, Inputs, Keys, Array, Bool[Array, "B T"]], KeptBeforeCut]
 
 
-def cut_behind_contexts(
+def cut_after_contexts(
     model: Model, batches: list[list[Sample]], epochs: int, seed: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[CutTexts]:  # fmt: skip
@@ -60,7 +60,7 @@ def cut_behind_contexts(
         yield CutTexts(given.tokens, given.lengths, cuts, given.said, jnp.int32(draw.integers(2**31 - 1)))
 
 
-def behind(
+def after_cuts(
     config: Config, params: Params, batch: Any, leaving: Leaving | None, what: str
 ) -> tuple[Float[Array, "B T Z"], Bool[Array, "B T"], tuple[Any, ...]]:
     """(logits, which tokens are after the cuts, the values collected in every group's layers).
@@ -99,8 +99,8 @@ def divergence(
     The mean in nats over the tokens that predict the answers; p is what the model predicts there with all
     slots, and q with what the method keeps.
     """
-    told, *_ = behind(config, params, batch, None, what)
-    said, _, found = behind(config, params, batch, leaving, what)
+    told, *_ = after_cuts(config, params, batch, None, what)
+    said, _, found = after_cuts(config, params, batch, leaving, what)
     return divergence_of(told, said, batch.said), found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from kvjax.fitting.loops.cuts import KeptBeforeCut, behind
+from kvjax.fitting.loops.cuts import KeptBeforeCut, after_cuts
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.merges.residue import ResidueBatch, cut, kept_before
@@ -93,7 +93,7 @@ def surprise(
             k = jnp.where(takes[..., None], rotary(layer, raw, inputs.pos, inputs.length), k)
         return KeptBeforeCut(k, v, jnp.where(gone, -jnp.inf, 0.0))
 
-    said, later, _ = behind(config, params, batch, leaving, "convolutions")
+    said, later, _ = after_cuts(config, params, batch, leaving, "convolutions")
     each = optax.softmax_cross_entropy_with_integer_labels(said[:, :-1], batch.tokens[:, 1:])
     counts = later[:, :-1] & later[:, 1:]
     return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1).astype(jnp.float32)

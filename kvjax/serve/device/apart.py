@@ -167,7 +167,7 @@ def _outcome(
             whole.computed += part.computed
             whole.preempted += part.preempted
             if part.request.ready:
-                # What decoding begins with is none of the prompt.
+                # The decoding engine counts the first generated token as the last one of its prompt.
                 whole.computed -= 1
                 whole.evicted = whole.request.prompt - part.request.ready
             whole.stored, whole.shorter = whole.request.most, part.shorter

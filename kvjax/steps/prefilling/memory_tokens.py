@@ -88,7 +88,7 @@ def remembered(
     pos = jnp.where(index < (held + live)[:, None], pos, -1)
     fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, _with_slots(found), strict=True))
     own = (index == held[:, None]) & (live > 0)[:, None]
-    # Of the slots that were read, only the last one is of a token of the prompt.
+    # The slots that were read are of memory tokens, except for the one of the prompt's last token.
     place = jnp.arange(t if word.mutual else slots + 1, dtype=jnp.int32)[None]
     return found._replace(
         fresh=fresh,
