@@ -52,12 +52,13 @@ def _check_host(model: Model, method: Method, rows: int, length: int, room: int)
         return
     # A read keeps the newest tokens on the device.
     newest = 0 if method.read is None else getattr(method.read, "newest", method.read.granule)
-    needed = rows * _cache_bytes(model, max(0, length - newest), room)
+    keys = not hasattr(method.host, "values_alone")
+    needed = rows * _cache_bytes(model, max(0, length - newest), room, keys=keys)
     if needed > (free := int(psutil.virtual_memory().available) * jax.process_count()):
         raise InputError(
-            f"keys and values of {rows} rows of {length} tokens, with room for {room} more, need at least "
-            f"{needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} GiB are free: read fewer rows, "
-            "shorter ones, or keep less of them, as snapkv + offloaded and kivi + offloaded do"
+            f"{'keys and ' * keys}values of {rows} rows of {length} tokens, with room for {room} more, need "
+            f"at least {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} GiB are free: read "
+            "fewer rows, shorter ones, or keep less of them, as snapkv + offloaded and kivi + offloaded do"
         )
 
 
@@ -80,8 +81,10 @@ def _changes(method: Method) -> bool:
     return any(acts)
 
 
-def _cache_bytes(model: Model, length: int, room: int, config: Config | None = None) -> int:
-    """The bytes of a row's keys and values as they are; config: instead of the model's."""
+def _cache_bytes(
+    model: Model, length: int, room: int, config: Config | None = None, keys: bool = True
+) -> int:
+    """The bytes of a row's keys and values as they are; config: instead of the model's. keys: count them."""
     config, itemsize = config or model.config, model.params["embed"].dtype.itemsize
     cache = 0
     for layer in range(config.layers):
@@ -90,7 +93,8 @@ def _cache_bytes(model: Model, length: int, room: int, config: Config | None = N
         if slots is None or slots.fixed or slots.factors or getattr(mixer, "source", None) is not None:
             continue
         kept = length + room if window is None else min(length, window)
-        cache += slots.heads * (slots.key + (0 if slots.shared else slots.value)) * kept * itemsize
+        width = slots.key * keys + (0 if slots.shared else slots.value)
+        cache += slots.heads * width * kept * itemsize
     return cache
 
 

@@ -103,7 +103,8 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
     if method.read is not None:
         told.append(Statement("The summaries by which later steps select slots are computed now."))
     if method.host is not None:
-        told.append(Statement("Keys and values move to host memory.", (method.host,)))
+        what = "Values move" if hasattr(method.host, "values_alone") else "Keys and values move"
+        told.append(Statement(f"{what} to host memory.", (method.host,)))
     return told
 
 
@@ -223,7 +224,8 @@ def at_each_step(method: Method) -> list[Statement]:
     if keep is not None and keep.phase != BY_POSITION:
         told.append(Statement("Its query and all keys are rotated anew.", (keep.phase,)))
     if method.host is not None:
-        told.append(Statement(_BROUGHT if read is None else _FETCHED))
+        picked = _FETCHED.replace("slots", "values") if hasattr(method.host, "values_alone") else _FETCHED
+        told.append(Statement(_BROUGHT if read is None else picked))
     if read is None:
         told.append(Statement("Its query attends to every slot that the cache holds."))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvjax.grammar.read_protocols import Placing, Tracing
+from kvjax.grammar.read_protocols import Placing, Recycling, Reusing, Sampling, Tracing
 from kvjax.grammar.refuse_keep import Refusals
 
 if TYPE_CHECKING:
@@ -32,6 +32,13 @@ def refused_parts(method: Method) -> Refusals:
             read is None and bool(getattr(host, "resident", 0)),
             f"{host!r} holds pages that a step reads on the device, and without a read method it reads all: "
             "chain it with one, such as quest, or write Host()",
+        ),
+        (
+            hasattr(host, "values_alone")
+            and (read is None or isinstance(read, Reusing | Recycling | Sampling)),
+            f"{host!r} brings the values that every layer picks in every step, and "
+            f"{'no read method picks any' if read is None else f'{read!r} picks otherwise'}: "
+            "use a read such as kcache, or leave it out",
         ),
         (
             None not in (read, host) and method.keep is not None and method.keep.when.in_steps,

@@ -8,7 +8,7 @@ from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Layers, Rank, Seed, Share, Tokens, Turns, Window
-from kvjax.place.host import Host
+from kvjax.place.host import Host, HostValues
 from kvjax.read.centroids import Clusters, ProductCodes, WeighedClusters
 from kvjax.read.channels import LargestChannels
 from kvjax.read.estimated import EstimatedClusters
@@ -263,17 +263,22 @@ def squeezed_attention(
     family="retrieval-sparse",
     exact="deviates",
 )
-def kcache(budget: Amount, *, newest: Window = 32, skip_layers: Layers = 0) -> Method:
+def kcache(
+    budget: Amount, *, newest: Window = 32, skip_layers: Layers = 0, resident: Share | None = None
+) -> Method:
     """KCache (He and Wu, 2024, arXiv:2404.18057), section 3: all keys are read, and few values.
 
     Softmax runs over all tokens, and the values of its largest probabilities are read, without
-    renormalisation (`TopValues`). budget is the share (or number) of older values that a query reads.
-    Deviation: values are in device memory, where the paper has them in host memory; the `newest` tokens are
-    read beside the budget; the query heads of a group share tokens, by the sum of their probabilities among
-    older tokens, which ranks them as the paper does where a group has one head. There was no code of the
-    authors to compare with. Prompts and several tokens at once are read in full.
+    renormalisation (`TopValues`). budget is the share (or number) of older values that a query reads. With
+    `resident`, values are in host memory, as in the paper, and the device caches this share of them, those
+    that were read last, at least as many as one step reads; without it, all are in device memory.
+    Deviation: the `newest` tokens are read beside the budget; the query heads of a group share tokens, by the
+    sum of their probabilities among older tokens, which ranks them as the paper does where a group has one
+    head. There was no code of the authors to compare with. Prompts and several tokens at once are read in
+    full.
     """
-    return Method(read=TopValues(Budget(budget), newest, skip_layers))
+    host = None if resident is None else HostValues(resident)
+    return Method(read=TopValues(Budget(budget), newest, skip_layers), host=host)
 
 
 @paper(

@@ -63,6 +63,25 @@ class Host(Stating):
         return min(slots // page, max(visited, math.ceil(self.resident * (slots // page))))
 
 
+@dataclasses.dataclass(frozen=True)
+class HostValues(Host):
+    """Stores the values of a body in host memory, and its keys on the device.
+
+    A read that looks at all keys has them at hand, and a step copies to the device the values that it picks
+    and that the device does not hold. All results equal those of the method without this word. It takes a
+    read method that picks in every layer and step.
+
+    >>> HostValues(0.25).places(64, page=8, visited=1)
+    2
+    """
+
+    values_alone = True
+
+    @property
+    def requires(self) -> Reasons:
+        return {Fact.OWN_SLOTS: "brings one layer after the other"}
+
+
 def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
     """Slots moved to the memory that `host` says; unchanged without a word."""
     if host is None:
@@ -76,7 +95,7 @@ def pool_in_its_memory(host: Host | None, pool: Pages, most: int) -> Pages:
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
-    """A body with keys and values in host memory, none of whose pages is cached on the device yet."""
+    """A body in host memory, keys included or not, none of whose pages is cached on the device yet."""
     page, visited = read.granule, read.pages_visited(body.capacity)
     places = host.places(body.capacity, page, visited)
     bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
@@ -87,15 +106,16 @@ def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
 
     slots = jax.tree.map(empty, bare)
     nothing = jnp.zeros((*body.pos.shape[:3], places), jnp.int32)
-    near = Near(dataclasses.replace(slots, pos=slots.pos - 1), nothing - 1, nothing)
-    return dataclasses.replace(body, k=to_host(body.k), v=to_host(body.v), near=near)
+    alone = isinstance(host, HostValues)
+    near = Near(dataclasses.replace(slots, pos=slots.pos - 1), nothing - 1, nothing, alone)
+    return dataclasses.replace(body, k=body.k if alone else to_host(body.k), v=to_host(body.v), near=near)
 
 
 def forgotten(near: Near) -> Near:
     """The device's pages, all marked as empty."""
     clear = jax.tree.map(jnp.zeros_like, near)
     slots = dataclasses.replace(clear.slots, pos=clear.slots.pos - 1)
-    return Near(slots, clear.pages - 1, clear.used)
+    return dataclasses.replace(near, slots=slots, pages=clear.pages - 1, used=clear.used)
 
 
 def fetched(
@@ -153,9 +173,10 @@ def _fetched(
 
     bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
     put = jax.lax.dynamic_update_index_in_dim
-    new = Near(
-        jax.tree.map(copy, bare, near.slots),
-        put(near.pages, held, layer, 0),
-        put(near.used, used, layer, 0),
+    new = dataclasses.replace(
+        near,
+        slots=jax.tree.map(copy, bare, near.slots),
+        pages=put(near.pages, held, layer, 0),
+        used=put(near.used, used, layer, 0),
     )
     return dataclasses.replace(body, near=new), place

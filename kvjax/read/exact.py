@@ -14,7 +14,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import visited_slots
 from kvjax.read.ranked import SoftVotes
 from kvjax.state.cache import Slots
-from kvjax.state.codes import dense
+from kvjax.state.codes import dense, width_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TopValues(SoftVotes):
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
         """(0, lse) of the slots that are not read."""
-        k, v = (dense(jax.tree.map(lambda x: x[layer], part)) for part in (body.k, body.v))
+        k = dense(jax.tree.map(lambda x: x[layer], body.k))
         (b, n, t, h), heads = q.shape, k.shape[1]
         rows = q.reshape(b, heads, -1, h).astype(wide(q))
         s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype)) * attention.scale
@@ -49,4 +49,4 @@ class TopValues(SoftVotes):
         left = (body.pos[layer] >= 0) & ~visited_slots(chosen, body.capacity)
         left = jnp.broadcast_to(left[:, :, None], s.shape)
         found = jax.nn.logsumexp(s, -1, where=left).reshape(lse.shape)
-        return jnp.zeros((b, n, t, v.shape[-1]), q.dtype), found.astype(lse.dtype)
+        return jnp.zeros((b, n, t, width_of(body.v)), q.dtype), found.astype(lse.dtype)

@@ -113,7 +113,7 @@ def _slots(f: OfArray, slots: Slots, axes: Axes) -> Slots:
     if near is not None:
         whole = _padded(f, _LISTS)
         pages, used = jax.tree.map(whole, (near.pages, near.used))
-        near = Near(_slots(f, near.slots, (*_LISTS, None)), pages, used)
+        near = Near(_slots(f, near.slots, (*_LISTS, None)), pages, used, near.values_alone)
     return dataclasses.replace(
         slots,
         k=jax.tree.map(put, slots.k),

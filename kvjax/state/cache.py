@@ -86,12 +86,13 @@ class Near:
 
     slots: page m of a head is in slots m * page .. m * page + page - 1. pages: which of the head's pages
     that is, -1 = none. used: when it was last read, in steps of its head, 0 = never. Both are None if
-    slots are those of one layer, while a program runs.
+    slots are those of one layer, while a program runs. values_alone: keys are on the device, too.
     """
 
     slots: Slots
     pages: Int[Array, "Lg B K R"] | None = None
     used: Int[Array, "Lg B K R"] | None = None
+    values_alone: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
@@ -319,6 +320,8 @@ def lies_far(tree: PyTree) -> PyTree:
         # Arrays with one number per slot stay on the device with the positions.
         least = x.pos.ndim if x.far else 0
         k, v = (jax.tree.map(lambda a: a.ndim > least, y) for y in (x.k, x.v))
+        if isinstance(x, Slots) and x.near is not None and x.near.values_alone:
+            k = whole.k
         return dataclasses.replace(whole, k=k, v=v)
 
     return jax.tree.map(one, tree, is_leaf=_is_far)

@@ -18,7 +18,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.base import memory
-from kvjax.place.host import Host, fetched, in_host_memory
+from kvjax.place.host import Host, HostValues, fetched, in_host_memory
 from kvjax.pure import decoding
 from kvjax.read.pages import PageBounds
 from kvjax.state.cache import Slots, host_nbytes, nbytes
@@ -31,6 +31,7 @@ PAGE = 4
 READ = PageBounds(Budget(2 * PAGE), PAGE, 0)
 NEAR = kvjax.method("quest", budget=0.25, page=PAGE, skip_layers=0)
 FAR = kvjax.chain(NEAR, Host(0.5))
+VALUES = dict(budget=0.25, newest=4)
 needs_host = pytest.mark.skipif(not memory.offers_host(), reason="the backend offers programs no host memory")
 
 
@@ -250,6 +251,8 @@ def test_a_cache_that_lies_on_several_devices_by_no_rules_is_refused(rng):
 @pytest.mark.parametrize(("mesh", "rules"), [("data=2,model=2", "tensor"), ("data=4", "batch")])
 def test_on_a_mesh_every_device_fetches_pages_of_its_own_lists(mesh, rules):
     model = kvjax.spread(small(), mesh, rules)
+    values = kvjax.method("kcache", **VALUES), kvjax.method("kcache", **VALUES, resident=0.3)
+    jax.tree.map(np.testing.assert_array_equal, *(talked(method, model)[0] for method in values))
     (want, _), (got, cache) = talked(NEAR, model), talked(FAR, model)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     body, bare = body_of(cache), bare_cache(cache)
@@ -285,3 +288,37 @@ def test_what_is_estimated_of_clusters_in_host_memory_is_that_of_the_device():
     # The device holds what a step reads at most, not the body.
     assert host_nbytes(cache) == (nbytes((body.k, body.v)) if memory.offers_host() else 0)
     assert body.near.slots.capacity == far.read.pages_visited(body.capacity) < body.capacity / 2
+
+
+@pytest.fixture(scope="module")
+def by_values():
+    """The same conversation over values on the device and in host memory."""
+    return [talked(kvjax.method("kcache", **VALUES, **at)) for at in ({}, dict(resident=0.3))]
+
+
+def test_values_alone_lie_in_host_memory_and_no_number_changes(by_values):
+    (want, _), (got, cache) = by_values
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_array_equal(a, b)
+    body = body_of(cache)
+    assert memory.in_host(body.v) == memory.offers_host() and not memory.in_host(body.k)
+    assert host_nbytes(cache) == nbytes(body.v)
+    for a, b in zip(*(stepped(CHANGES["rows taken"](c), c.method) for _, c in by_values), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_host
+def test_a_step_moves_no_key_between_the_memories(by_values):
+    _, (_, cache) = by_values
+    args = small().params, bare_cache(cache), jnp.zeros(B, jnp.int32), jnp.ones(B, bool)
+    traced = steps.step.trace(decoding(small(), cache.method, None), *args)
+    moved = list(equations(traced.jaxpr.jaxpr, "device_put"))
+    # One value comes to the device, and another one goes back where a tail is full.
+    assert [old.shape for (old,), _ in moved] == [(1, 1, 16)] * 2
+
+
+def test_what_brings_values_alone_needs_a_read_that_picks_in_every_step():
+    with pytest.raises(ValueError, match="and no read method picks any: use a read such as kcache"):
+        kvjax.chain(kvjax.method("snapkv", budget=0.5), HostValues())
+    with pytest.raises(ValueError, match="RecycledSlots.* picks otherwise: use a read such as kcache"):
+        kvjax.chain(kvjax.method("recycled-attention", budget=0.5), HostValues())
