@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvjax.base.errors import InputError
 from kvjax.commands.explain_sentences import Statement, at_each_step, at_prefill, called, inside, said
-from kvjax.commands.inspect_model import find_config
+from kvjax.commands.inspect_model import acts_on, find_config
 from kvjax.commands.terminal import console, size
 from kvjax.compat.model_fit import check_budget
 from kvjax.compat.shipped_fits import ready
@@ -51,6 +51,8 @@ def print_explanation(method: Method, model: str, context: int, dtype: str) -> N
         _print_part(out, f"At each step{where}", at_each_step(sentence))
     out.print()
     out.print(Text(f"The bytes of one row on {model} in {dtype}", style="bold"))
+    if (note := acts_on(config)) and any(one.keep is not None for one in method.sentences):
+        _print(out, note.strip(), 2)
     for line in weight(method, config, context, dtype):
         _print(out, line, 2)
 

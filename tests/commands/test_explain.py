@@ -1,6 +1,7 @@
 """`kvjax explain`: every word of a sentence has its say, and the numbers are those of real caches."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -22,6 +23,7 @@ from kvjax.methods.parse import parse_method
 from kvjax.state.cache import kept_positions, nbytes
 from kvjax.store.affine import Affine
 from tests.methods.battery import model
+from tests.models.hf_cases import CASES as HF
 from tests.sweep import sweep
 
 
@@ -152,6 +154,23 @@ def test_explain_prints_both_parts_and_the_weight(capsys, monkeypatch):
         "n = 128 of 512 tokens (25%)", "At each step 1. The new token's key and value", "of the full cache's",
     ):  # fmt: skip
         assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "told"),
+    [
+        ("gpt_oss", "snapkv(budget=0.5,window=8)", "a share of what 1 of 3 layers keep.* windows of 2 stay"),
+        ("qwen3_next", "streamingllm(budget=0.5)", "a share of what 1 of 4 layers keep.* states of 3 stay"),
+        ("mistral", "streamingllm(budget=0.5)", "No layer keeps every token, so a budget changes nothing"),
+        ("gpt_oss", "full", None),
+        ("llama", "streamingllm(budget=0.5)", None),
+    ],
+)
+def test_the_layers_that_a_budget_concerns_are_those_of_the_model(name, method, told, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(HF[name]))
+    assert main(["explain", method, "--model", str(tmp_path), "--context", "32"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(told, out) if told else "layers keep" not in out and "No layer keeps" not in out
 
 
 @pytest.mark.parametrize(
