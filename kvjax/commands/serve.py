@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import sys
 from typing import Any
 
 from kvjax.commands.options import add_dtype, add_model, whole
+from kvjax.commands.serve_load import compare_arguments, load_arguments, run_compare, run_over_http
+from kvjax.commands.serve_requests import add_load, api_key, asked_of, prompts_of
 
 HELP = "serve requests on this machine under a serving system's policies, with methods that compress"
 EXAMPLE = """examples:
@@ -17,16 +18,20 @@ EXAMPLE = """examples:
   kvjax serve run --system "sarathi(tokens=64)" --method "adakv(budget=0.5)" --method full \\
       --synthetic azure-conv:requests=20,rate=100 --scale 32
 
+  kvjax serve compare --system orca --system sarathi --synthetic azure-conv:requests=20,rate=100 --scale 32
+  kvjax serve load --url http://127.0.0.1:8000 --synthetic azure-conv:requests=20,rate=5 --scale 32
   kvjax serve http --model smollm2-135m --method "adakv(budget=0.5)" --system sarathi
 
 Every request gives the tokens of `kvjax generate` alone, whatever the system does: --check compares them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="run|http", required=True)
+    commands = parser.add_subparsers(metavar="run|compare|http|load", required=True)
     kinds = {
         "run": ("requests of a trace, or drawn ones", _run_arguments, run_load),
+        "compare": ("several systems on the same requests, in one table", compare_arguments, run_compare),
         "http": ("OpenAI's completions and chats over HTTP", _http_arguments, run_http),
+        "load": ("send requests to a server, and print latencies", load_arguments, run_over_http),
     }
     for name, (about, arguments, function) in kinds.items():
         one = commands.add_parser(
@@ -45,19 +50,13 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         "--method", action="append", metavar="METHOD",
         help="of all requests; given again, requests take turns (default: the full cache)",
     )  # fmt: skip
-    load = parser.add_mutually_exclusive_group(required=True)
-    load.add_argument("--trace", metavar="FILE", help="Azure's .csv or Mooncake's .jsonl")
-    load.add_argument("--synthetic", metavar="NAME:OPTION=N,...", help="as in `kvjax simulate`")
-    add("--requests", type=whole(1), metavar="N", help="the first N of a trace (default: all)")
-    add("--scale", type=whole(1), default=1, metavar="N", help="divide all lengths by N (default: 1)")
+    add_load(parser)
     add("--pages", type=whole(1), metavar="N", help="pages of the pool (default: for all that run at once)")
-    add("--slo", metavar="ttft=S,tpot=S", help="seconds that a request may take to count as goodput")
     add(
         "--record", metavar="FILE",
         help="serve twice, and write what the second run's iterations took, for `kvjax simulate --costs`",
     )  # fmt: skip
     add("--check", action="store_true", help="compare every answer with `kvjax.generate` alone")
-    add("--json", action="store_true", help="print every figure as JSON instead")
 
 
 def _http_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,24 +91,15 @@ def run_load(args: argparse.Namespace) -> int:
     from kvjax.base.atomic_files import check_file, write_named
     from kvjax.commands.simulate import slo_of
     from kvjax.io.load import load
-    from kvjax.serve import Prompt
     from kvjax.serve.device.run import run as serve
     from kvjax.serve.load.metrics import metrics
-    from kvjax.serve.load.synth import synthetic
-    from kvjax.serve.load.texts import scaled, texts
-    from kvjax.serve.load.traces import read_trace
     from kvjax.serve.systems import system
 
     chosen, slo = system(args.system), slo_of(args.slo)
     check_file(args.record)
-    asked = read_trace(args.trace, args.requests) if args.trace else synthetic(args.synthetic)
-    asked = scaled(asked, args.scale)
-    model = load(args.model, dtype=args.dtype)
-    prompts, methods = texts(asked, model.config.vocab, model.config.max_positions), args.method or ["full"]
-    requests = [
-        Prompt(text, one.output, methods[i % len(methods)], stop=[], arrived=one.arrived)
-        for i, (one, text) in enumerate(zip(asked, prompts, strict=True))
-    ]
+    asked = asked_of(args)
+    model, methods = load(args.model, dtype=args.dtype), args.method or ["full"]
+    requests = prompts_of(model, asked, methods)
     if args.record:
         # Programs compile in a run of their own.
         serve(model, requests, chosen, pages=args.pages, record=True)
@@ -168,7 +158,7 @@ def run_http(args: argparse.Namespace) -> None:
         ) from error
     with _socket(args.host, args.port) as listening:
         service = _service(args)
-        app = app_of(service, args.name or args.model, key=_key(args), most_bytes=args.max_bytes)
+        app = app_of(service, args.name or args.model, key=api_key(args), most_bytes=args.max_bytes)
         config = uvicorn.Config(
             app,
             log_level="info",
@@ -193,10 +183,6 @@ def _socket(host: str, port: int) -> socket.socket:
         raise InputError(
             f"nothing can listen at {host}:{port} ({error}): give another --host or --port (0: any free one)"
         ) from error
-
-
-def _key(args: argparse.Namespace) -> str | None:
-    return args.api_key or os.environ.get("KVJAX_API_KEY") or None
 
 
 def _service(args: argparse.Namespace) -> Any:

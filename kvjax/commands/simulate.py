@@ -115,7 +115,8 @@ def show(rows: list[dict[str, Any]], count: int) -> None:
         table.add_row(*names, *(form.format(row[field]) for field, form in columns.values()))
     out = console()
     out.print(table)
-    out.print(f"Simulated, not measured. Costs: {rows[0]['costs']}.", highlight=False)
+    by, simulated = rows[0]["costs"], rows[0]["simulated"]
+    out.print(f"Simulated, not measured. Costs: {by}." if simulated else f"Times are {by}.", highlight=False)
     out.print(f"{count} requests of {rows[0]['load']}; TTFT and TPOT in ms.", highlight=False, style="dim")
     if most := max(row["refused"] for row in rows):
         out.print(f"Up to {most} requests need more tokens than the pool has and were refused.")

@@ -69,6 +69,7 @@ def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: i
 
     async def models(_: Request) -> Response:
         about = {"id": name, "object": "model", "created": 0, "owned_by": "kvjax"}
+        about["vocab_size"] = service.model.config.vocab
         limits = {"max_model_len": service.limits.context, "method": str(service.method or "full")}
         return JSONResponse({"object": "list", "data": [about | limits]})
 

@@ -12,7 +12,7 @@ from kvjax.serve.requests import Request
 
 
 def scaled(requests: Sequence[Request], by: int) -> list[Request]:
-    """The same requests with all lengths divided by `by`, rounded up; gaps stay.
+    """The same requests with all lengths divided by `by`, rounded up; gaps stay, and calls are left out.
 
     >>> scaled([Request(0, 1.0, 700, 9)], 64)[0].prompt
     11
