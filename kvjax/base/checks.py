@@ -34,6 +34,17 @@ def whole_number(name: str, value: Any, least: int, what: str, most: int = 2**31
     return int(value)
 
 
+def is_whole(value: Any, least: int = 1, most: int | None = None) -> bool:
+    """Whether a value is a whole number in [least, most], and neither a bool nor a float such as 2.0.
+
+    >>> is_whole(8), is_whole(np.int64(8)), is_whole(0), is_whole(True), is_whole(2.0), is_whole(9, 1, 8)
+    (True, True, False, False, False, False)
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        return False
+    return least <= value and (most is None or value <= most)
+
+
 def finite_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
     """InputError unless `value` is a finite number in [low, high], or in (low, high] where `open_low`."""
     number = isinstance(value, float | int | np.floating | np.integer) and not isinstance(value, bool)

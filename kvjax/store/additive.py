@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
@@ -45,9 +46,9 @@ class CommutingSums:
     steady = False
 
     def __post_init__(self):
-        if self.bits not in range(1, 9):
+        if not is_whole(self.bits, 1, 8):
             raise ValueError(f"a vector's code has 1 to 8 bits, got {self.bits!r}")
-        if isinstance(self.channels, bool) or not isinstance(self.channels, int) or self.channels < 1:
+        if not is_whole(self.channels):
             raise ValueError(f"a stage is for a whole number of channels, at least 1, got {self.channels!r}")
         if self.of not in ("key", "value"):
             raise ValueError(f"codebooks are of a 'key' or a 'value', got {self.of!r}")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
+from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import (
     halves,
     of_short,
@@ -60,13 +61,17 @@ class Affine:
     clip: float = 1.0
 
     def __post_init__(self):
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"bits must be 1, 2, 4 or 8, got {self.bits}")
+        if not is_whole(self.bits) or self.bits not in (1, 2, 4, 8):
+            raise ValueError(f"bits must be 1, 2, 4 or 8, got {self.bits!r}")
         if self.axis not in ("token", "channel"):
             raise ValueError(f"axis must be 'token' or 'channel', got {self.axis!r}")
         if self.axis == "channel" and not self.group:
             raise ValueError("axis 'channel' needs group=: the number of tokens encoded together, such as 32")
-        if self.together < 1 or (self.axis == "channel" and self.together > 1):
+        if self.group is not None and not is_whole(self.group):
+            raise ValueError(
+                f"group is a number of channels, or of tokens, at least 1, or None, got {self.group!r}"
+            )
+        if not is_whole(self.together) or (self.axis == "channel" and self.together > 1):
             raise ValueError(
                 f"together must be at least 1, and 1 for axis 'channel' (see group), got {self.together}"
             )

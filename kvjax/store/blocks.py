@@ -7,12 +7,13 @@ encoded one by one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 
+from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.store.minifloats import FORMATS, exponent, of_codes, power, to_codes
 
@@ -27,8 +28,8 @@ def blocked(x: Shaped[Array, "*b H"], block: int) -> Shaped[Array, "*b groups bl
     return x.reshape(*x.shape[:-1], -1, block)
 
 
-def check_block(block: int) -> None:
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+def check_block(block: Any) -> None:
+    if not is_whole(block):
         raise ValueError(f"a block is a whole number of channels, at least 1, got {block!r}")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt
 
+from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
@@ -42,9 +43,9 @@ class CoupledCodes:
     by = "cq"
 
     def __post_init__(self):
-        if self.bits not in range(1, 9):
+        if not is_whole(self.bits, 1, 8):
             raise ValueError(f"a vector's code has 1 to 8 bits, got {self.bits!r}")
-        if isinstance(self.channels, bool) or not isinstance(self.channels, int) or self.channels < 1:
+        if not is_whole(self.channels):
             raise ValueError(f"a vector is a whole number of channels, at least 1, got {self.channels!r}")
         if self.of not in ("key", "value"):
             raise ValueError(f"vectors are of a 'key' or a 'value', got {self.of!r}")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.base.checks import is_whole
 from kvjax.ops.base.largest import first_largest
 from kvjax.state.codes import Codec
 from kvjax.state.write import put_in_rows
@@ -41,7 +42,8 @@ class Extremes(Wrapper):
             raise ValueError(f"extremes are a share of the numbers in (0, 1], got {self.share!r}")
         if self.axis not in ("token", "channel"):
             raise ValueError(f"axis must be 'token' or 'channel', got {self.axis!r}")
-        if (self.axis == "channel") != bool(self.group):
+        tokens = self.axis == "channel"
+        if not (is_whole(self.group) if tokens else self.group is None):
             raise ValueError(
                 "group= is the number of tokens among which a channel's extremes are found: give it for axis "
                 f"'channel', such as 64, and leave it out for axis 'token', got {self.group!r}"

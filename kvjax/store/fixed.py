@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.codes import Codec, Taught
@@ -33,7 +34,7 @@ class StaticAffine:
     granule = 1
 
     def __post_init__(self):
-        if isinstance(self.bits, bool) or self.bits not in range(1, 9):
+        if not is_whole(self.bits, 1, 8):
             raise ValueError(f"codes of a fixed range have 1 to 8 bits, got {self.bits!r}")
         if self.of not in ("key", "value"):
             raise ValueError(f"a range is of a 'key' or a 'value', got {self.of!r}")

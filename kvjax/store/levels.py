@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, of_short, pack, pair, short, unpack
@@ -42,8 +43,8 @@ class Levels:
     by = "kvquant"
 
     def __post_init__(self):
-        if self.bits not in (1, 2, 3, 4):
-            raise ValueError(f"bits must be 1, 2, 3 or 4, got {self.bits}")
+        if not is_whole(self.bits, 1, 4):
+            raise ValueError(f"bits must be 1, 2, 3 or 4, got {self.bits!r}")
         if self.of not in ("key", "value"):
             raise ValueError(f"levels are of a 'key' or a 'value', got {self.of!r}")
 

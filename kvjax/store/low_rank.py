@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.store.rotate import orthogonal
 
 # A is stored times this, B divided by it; a power of two rounds nothing.
@@ -46,8 +47,8 @@ class LowRank:
 
     def __post_init__(self):
         for name in ("rank", "tokens", "turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} of LowRank must be at least 1, got {getattr(self, name)}")
+            if not is_whole(getattr(self, name)):
+                raise ValueError(f"{name} of LowRank must be at least 1, got {getattr(self, name)!r}")
 
     @property
     def granule(self) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs
@@ -65,7 +66,7 @@ class OrthogonalError(Wrapper):
     learns = frozenset({QueryProducts()})
 
     def __post_init__(self):
-        if self.run < 1 or self.rank < 1 or not self.weight >= 0:
+        if not is_whole(self.run) or not is_whole(self.rank) or not self.weight >= 0:
             raise ValueError(f"run and rank are at least 1 and weight is at least 0, got {self!r}")
 
     def around(self, codec: Codec) -> OrthogonalErrorCodec:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.state.codes import BELOW, Codec, Taught, taught
 from kvjax.store.predicted import PredictionError
 from kvjax.store.wrap import WrappedCodec, Wrapper
@@ -30,7 +31,7 @@ class OverBelow(Wrapper):
     sees_below = True
 
     def __post_init__(self):
-        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+        if not is_whole(self.tokens):
             raise ValueError(f"tokens are encoded together, at least 1, got {self.tokens!r}")
 
     def around(self, codec: Codec) -> OverBelowCodec:

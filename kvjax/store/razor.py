@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.store.minifloats import exponent, power
 
@@ -34,11 +35,11 @@ class Razor:
     granule = 1
 
     def __post_init__(self):
-        if self.base not in range(3, 17):
+        if not is_whole(self.base, 3, 16):
             raise ValueError(f"base numbers have 3 to 16 bits, got {self.base!r}")
-        if self.bits not in range(2, self.base + 1):
+        if not is_whole(self.bits, 2, self.base):
             raise ValueError(f"of {self.base} bits 2 to {self.base} stay, got {self.bits!r}")
-        if self.group < 1:
+        if not is_whole(self.group):
             raise ValueError(f"a group is a number of channels, at least 1, got {self.group!r}")
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.state.code_forms import Span, span_of, times
 from kvjax.state.codes import Codec
 from kvjax.store.wrap import WrappedCodec, Wrapper
@@ -84,7 +85,7 @@ class Rotate(Wrapper):
     block: int | None = None
 
     def __post_init__(self):
-        if self.block is not None and self.block < 1:
+        if self.block is not None and not is_whole(self.block):
             raise ValueError(f"a block is a number of channels, at least 1, or None, got {self.block!r}")
         if self.kind not in ("hadamard", "orthogonal"):
             raise ValueError(f"a rotation is of kind 'hadamard' or 'orthogonal', got {self.kind!r}")

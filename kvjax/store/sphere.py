@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float16
 
+from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.code_forms import Span, times
 from kvjax.store.codebooks import sphere_codebook
@@ -67,8 +68,8 @@ class LloydMax:
     steady = False
 
     def __post_init__(self):
-        if self.bits not in (1, 2, 3, 4):
-            raise ValueError(f"bits must be 1, 2, 3 or 4, got {self.bits}")
+        if not is_whole(self.bits, 1, 4):
+            raise ValueError(f"bits must be 1, 2, 3 or 4, got {self.bits!r}")
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         bounds = sphere_codebook(x.shape[-1], self.bits).bounds

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
 
 
@@ -30,9 +31,9 @@ class Symmetric:
     granule = 1
 
     def __post_init__(self):
-        if self.bits not in range(2, 9):
+        if not is_whole(self.bits, 2, 8):
             raise ValueError(f"codes around 0 have 2 to 8 bits, got {self.bits!r}")
-        if self.group is not None and self.group < 1:
+        if self.group is not None and not is_whole(self.group):
             raise ValueError(f"a group is a number of channels, at least 1, or None, got {self.group!r}")
 
     @property
