@@ -85,8 +85,9 @@ def test_more_bins_need_fewer_iterations_as_the_closed_form_says(seed):
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def test_pages_serve_more_than_worst_case_room_in_equal_bytes():
-    requests, pages = synthetic("azure-conv:requests=60,rate=50,seed=0"), 3 * 8192 // 16
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pages_serve_more_than_worst_case_room_in_equal_bytes(seed):
+    requests, pages = synthetic(f"azure-conv:requests=60,rate=50,seed={seed}"), 3 * 8192 // 16
     requests = [one for one in requests if one.most <= 8192]
     paged, worst = run("vllm", requests, pages), run("orca(rows=256)", requests, pages)
     assert paged["request_throughput"] > 2 * worst["request_throughput"]
@@ -97,8 +98,9 @@ def test_pages_serve_more_than_worst_case_room_in_equal_bytes():
     np.testing.assert_array_equal(one.ends, other.ends)
 
 
-def test_waste_is_below_four_percent_up_to_pages_of_64():
-    requests = synthetic("azure-conv:requests=150,seed=1")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_waste_is_below_four_percent_up_to_pages_of_64(seed):
+    requests = synthetic(f"azure-conv:requests=150,seed={seed + 1}")
     waste = {page: run(f"vllm(page={page})", requests)["waste"] for page in (16, 32, 64, 128, 256)}
     assert waste[16] < waste[32] < waste[64] < 0.04 < waste[128] < waste[256] < 0.1
     # Half a page of a sequence, on average.
@@ -106,8 +108,9 @@ def test_waste_is_below_four_percent_up_to_pages_of_64():
     assert waste[64] == pytest.approx(31.5 / (mean + 31.5), rel=0.15)
 
 
-def test_predicted_room_serves_more_than_worst_case_room():
-    requests, pages = synthetic("azure-conv:requests=60,rate=50,seed=0"), 3 * 8192 // 16
+@pytest.mark.parametrize("seed", SEEDS)
+def test_predicted_room_serves_more_than_worst_case_room(seed):
+    requests, pages = synthetic(f"azure-conv:requests=60,rate=50,seed={seed}"), 3 * 8192 // 16
     requests = [one for one in requests if one.most <= 8192]
     predicted, worst = run("s3", requests, pages), run("orca(rows=256)", requests, pages)
     assert predicted["request_throughput"] > 2 * worst["request_throughput"]
@@ -139,8 +142,9 @@ def test_small_physical_pages_waste_less_than_large_ones(seed):
     assert whole["waste"] > 0.9 and whole["duration"] > tables["duration"]
 
 
-def test_whole_chunks_of_a_prefix_are_mapped_into_every_request():
-    requests = synthetic("tree:requests=60,groups=4,prefix=1024,suffix=64,output=8,rate=20")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whole_chunks_of_a_prefix_are_mapped_into_every_request(seed):
+    requests = synthetic(f"tree:requests=60,groups=4,prefix=1024,suffix=64,output=8,rate=20,seed={seed}")
     shared, apart = run("vtensor(page=128)", requests), run("vattention(page=128)", requests)
     assert shared["hit_rate"] > 0.7 and apart["hit_rate"] == 0
     assert shared["mean_ttft_ms"] < apart["mean_ttft_ms"]
@@ -148,8 +152,9 @@ def test_whole_chunks_of_a_prefix_are_mapped_into_every_request():
     assert long["hit_rate"] == 0 and long["duration"] == none["duration"]
 
 
-def test_room_for_the_longest_output_preempts_nobody():
-    requests = synthetic("azure-conv:requests=60,rate=50,seed=0")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_room_for_the_longest_output_preempts_nobody(seed):
+    requests = synthetic(f"azure-conv:requests=60,rate=50,seed={seed}")
     requests, pages = [one for one in requests if one.most <= 8192], 3 * 8192 // 64
     sure = system("tensorrt-llm")
     most = dataclasses.replace(sure, preempt=words.Recompute())
@@ -253,8 +258,9 @@ TREE = "tree:requests=160,groups=24,prefix=256,suffix=32,output=4"
 APART = "tree:requests=40,groups=1,prefix=15,suffix=240,output=8"  # no page is shared
 
 
-def test_a_tree_of_a_tenth_of_the_blocks_has_nearly_all_hits():
-    requests = synthetic(TREE)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_tree_of_a_tenth_of_the_blocks_has_nearly_all_hits(seed):
+    requests = synthetic(f"{TREE},seed={seed}")
     blocks = len({(*key,) for one in requests for key in one.page_keys(16)})
     infinite = run("radixattention(rows=4, window=160)", requests, pages=10**5)
     tenth = run("radixattention(rows=4, window=160)", requests, pages=blocks // 10)
@@ -264,8 +270,9 @@ def test_a_tree_of_a_tenth_of_the_blocks_has_nearly_all_hits():
     assert run("radixattention", synthetic(APART))["hit_rate"] == 0
 
 
-def test_a_tree_brings_first_tokens_sooner():
-    requests = synthetic("tree:requests=80,groups=8,prefix=2048,suffix=64,output=32,rate=20")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_tree_brings_first_tokens_sooner(seed):
+    requests = synthetic(f"tree:requests=80,groups=8,prefix=2048,suffix=64,output=32,rate=20,seed={seed}")
     shared, apart = run("sglang", requests), run("sarathi(tokens=2048)", requests)
     assert shared["mean_ttft_ms"] < 0.7 * apart["mean_ttft_ms"] and shared["hit_rate"] > 0.8
     alone = synthetic(APART)
@@ -273,8 +280,9 @@ def test_a_tree_brings_first_tokens_sooner():
     np.testing.assert_array_equal(one.ends, other.ends)
 
 
-def test_groups_of_one_prefix_read_it_once():
-    requests = synthetic(TREE)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_groups_of_one_prefix_read_it_once(seed):
+    requests = synthetic(f"{TREE},seed={seed}")
     grouped = system("batchllm(rows=4)")
     first_come = dataclasses.replace(grouped, order=words.Arrival())
     small, large = 120, 10**5
