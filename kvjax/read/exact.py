@@ -38,6 +38,7 @@ class TopValues(SoftVotes):
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
         """(0, lse) of the slots that are not read."""
+        assert body.v is not None
         k = dense(jax.tree.map(lambda x: x[layer], body.k))
         (b, n, t, h), heads = q.shape, k.shape[1]
         rows = q.reshape(b, heads, -1, h).astype(wide(q))

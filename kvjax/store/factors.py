@@ -48,8 +48,10 @@ class FactoredCodec(WrappedCodec):
     word: Factors
     codec: Codec
 
-    # The factors of decoded rows are others.
-    steady = False
+    @property
+    def steady(self) -> bool:
+        """False: the factors of decoded rows are others."""
+        return False
 
     @property
     def granule(self) -> int:
