@@ -1,13 +1,14 @@
 """Kimi Linear: layers of KDA, layers of latents without positions, and experts.
 
-transformers 5.2 has no class for it. This module follows the authors' own files, modeling_kimi.py and
+transformers has a class since 5.24, whose logits are equal (tests/parity/test_converted_gguf.py).
+This module follows the authors' own files, modeling_kimi.py and
 configuration_kimi.py of Kimi-Linear-48B-A3B, in copies of them that other public projects keep, and agrees
 with vLLM's kimi_linear.py and kda.py: names and shapes of all tensors, layers counted from one in
 linear_attn_config, no rotation and no latent of the queries in full layers, the gate of KDA without a bias,
 which layers have experts, and the router (DeepSeek-V3's). The sources differ once: the authors normalise the
 latent with eps 1e-6 whatever rms_norm_eps is, vLLM with rms_norm_eps; this follows the authors.
 
-Not confirmed: no checkpoint was at hand, so names and shapes are those that the classes declare. Settings
+No published checkpoint was at hand: names and shapes are those that the classes declare. Settings
 that the authors' class accepts and kvjax does not support are refused: a softmax router with a correction
 bias, and the additions of later models with the same model_type (bounded decays, gates of the latent
 attention).

@@ -118,7 +118,8 @@ CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CA
     "jamba": _case("jamba"),
     "bamba": _case("bamba", mamba_d_head=8, attn_rotary_emb=2),
     "gemma3n": _case("gemma3n_text", altup_num_inputs=4, vocab_size_per_layer_input=71),
-    "kimi_linear": KIMI,
+    "kimi_linear": {key: value for key, value in KIMI.items() if key != "rope_scaling"}
+    | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     "rwkv7": _RWKV,
 }
 
