@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvjax.grammar.read_protocols import Placing, Recycling, Reusing, Sampling, Tracing
@@ -49,6 +50,12 @@ def refused_parts(method: Method) -> Refusals:
             None not in (read, host) and method.keep is not None and not method.keep.allocate.uniform,
             f"{host!r} holds copies of pages of equally many slots on the device, and the keep gives heads "
             "unequal numbers: use a keep that gives all the same, such as snapkv, or leave one out",
+        ),
+        (
+            page > 0 and page % granule != 0 and granule % page != 0,
+            f"{read!r} reads pages of {page} tokens, and {granule} tokens are encoded together, so up to "
+            f"{2 * math.lcm(page, granule)} would stay unencoded and be read always: give pages of {granule} "
+            f"tokens, or of a divisor or multiple of {granule}",
         ),
         (
             host is not None and page % granule != 0,
