@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from typing import Any, NamedTuple
 
+from kvjax.commands.code_reading import read_by
 from kvjax.compat.model_fit import check_fit
 from kvjax.eval.report.leaderboard import Line, lines_of
 from kvjax.grammar import Method, chain
@@ -52,7 +53,7 @@ class Card(NamedTuple):
     about and deviations: the two parts of its docstring. chains: ids of the methods that it chains with, by
     what they decide. refused: ids of those that it does not chain with, by the reason, except that a method
     has only one keep. fit: the command that fits it; fits: the models for which fitted arrays ship with
-    kvjax. press: its class of kvpress. lines: its lines of the leaderboard.
+    kvjax. press: its class of kvpress. lines: its lines of the leaderboard. codes: how its codes are read.
     """
 
     info: MethodInfo
@@ -69,6 +70,7 @@ class Card(NamedTuple):
     chains: dict[str, list[str]]
     refused: dict[str, list[str]]
     lines: tuple[Line, ...]
+    codes: str = ""
 
 
 def card(id: str) -> Card:
@@ -97,6 +99,7 @@ def card(id: str) -> Card:
         chains=chains,
         refused=refused,
         lines=lines_of(id),
+        codes=read_by(built),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from kvjax.base.errors import InputError
+from kvjax.commands.code_reading import read_by
 from kvjax.commands.methods_cards import SHOWN_BUDGET, Card, docstring_parts, hyper_of
 from kvjax.grammar import Method
 from kvjax.grammar.to_text import name_with
@@ -30,6 +31,7 @@ def own_card(text: str) -> Card:
         call=f"kvjax.method({name_with(name, tuple(sorted({**dict(hyper), **needs}.items())))!r})",
         sentence=built.words, hyper=hyper_of(function), fit="", fits=(),
         press=getattr(paper, "kvpress", None), chains={}, refused={}, lines=(),
+        codes=read_by(built),
     )  # fmt: skip
 
 

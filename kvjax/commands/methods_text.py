@@ -82,6 +82,9 @@ def print_card(found: Card) -> None:
     if found.deviations:
         out.print()
         print_text(out, Text.assemble(("Deviations: ", "bold"), found.deviations))
+    if found.codes:
+        out.print()
+        print_text(out, Text(found.codes))
     out.print()
     out.print(Text(f"{found.call} is", style="bold"))
     out.print(Text(found.sentence), soft_wrap=True)

@@ -70,6 +70,8 @@ def _section(found: Card) -> list[str]:
     parts += [escaped(paragraph) for paragraph in unwrapped(found.about)]
     if found.deviations:
         parts.append(f"**Deviations**: {escaped(found.deviations)}")
+    if found.codes:
+        parts.append(found.codes)
     parts.append(f"```text\n# {found.call}\n{found.sentence}\n```")
     if found.hyper:
         rows = [

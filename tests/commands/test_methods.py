@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.commands import methods_cards
+from kvjax.commands.code_reading import DECODED, IN_PLACE
 from kvjax.commands.main import main
 from kvjax.commands.methods import filtered, listing
 from kvjax.commands.methods_cards import PLAIN, VERBS, about_family, card, docstring_of, families, shown
@@ -17,6 +18,8 @@ from kvjax.eval.report.leaderboard import Line
 from kvjax.grammar import Method
 from kvjax.grammar.to_text import written
 from kvjax.methods import METHODS
+from tests.aot.known import DECODED as DECODED_THERE
+from tests.aot.known import KNOWN
 
 BY_ID = {row["id"]: row for row in listing()}
 
@@ -111,6 +114,17 @@ def test_a_card_has_the_docstring_in_two_and_every_hyper_parameter():
     assert found.hyper[0] == ("bits", "2", "one of 1, 2, 4, 8")
     assert card("snapkv").hyper[0].default == "" and card("snapkv").fit == ""
     assert card("kvzap").fit == "kvjax fit kvzap --out kvzap.safetensors"
+
+
+def test_a_card_says_whether_a_kernel_reads_the_codes():
+    """As the record of compiled steps on a TPU knows them."""
+    for id in ("int8", "kivi"):
+        assert id not in KNOWN["v5e:2x2"] and card(id).codes == IN_PLACE
+    plain = [id for id, why in KNOWN["v5e:2x2"].items() if why == DECODED_THERE and id in METHODS]
+    assert {"int4", "think", "qserve"} <= set(plain)
+    for id in (*plain, "commvq", "xquant-cl", "decoquant", "kvquant", "aqua-kv", "kvtuner"):
+        assert card(id).codes == DECODED, id
+    assert card("snapkv").codes == card("quest").codes == ""
 
 
 @pytest.mark.parametrize("id", METHODS)
