@@ -57,8 +57,6 @@ def _attends_to_all(keep: Keep) -> str:
         return "says itself which tokens of a prompt are seen"
     if keep.narrow is not None:
         return f"leaves tokens out as a prompt is read ({keep.narrow!r})"
-    if getattr(keep.probe, "sensitivity", False):
-        return f"reads a prompt backward, too ({keep.probe!r})"
     return ""
 
 

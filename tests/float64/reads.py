@@ -371,19 +371,21 @@ def reattention(count, *, page, newest, sinks, theta, seen=None):
     def attends(q, k, v, pos, at):
         order, now = np.argsort(pos), pos.max()
         raw_q, raw_k = rope(q[:, None], [-now], theta)[:, 0], rope(k, -pos, theta)[order]
-        full = max(at.stored - newest, 0) // page
+        held = pos[order]
+        full = max((held < at.stored).sum() - newest, 0) // page
         read = np.zeros(0, int)
         if full:
             score = (raw_q @ raw_k[: full * page].T).max(0).reshape(full, page).max(1)
             of_sinks = -(-sinks // page)
-            score[:of_sinks] = np.inf
-            wanted = of_sinks - (-count(full * page) // page)
+            score[held[: full * page : page] < of_sinks * page] = np.inf
+            wanted = min(of_sinks - (-count(full * page) // page), full)
             read = np.flatnonzero(best(score, wanted))
             # Keys of equal tokens are equal in the first layer, and a tie has no right answer.
-            assert wanted >= full or -np.diff(np.sort(score)[::-1])[wanted - 1] > 1e-6
+            ranked = np.sort(score)[::-1]
+            assert wanted >= full or ranked[wanted - 1] == np.inf or -np.diff(ranked)[wanted - 1] > 1e-6
         old = np.array([j for p in read for j in range(p * page, (p + 1) * page)], int)
         tail = np.arange(full * page, len(pos))
-        stand = np.concatenate([full * page - len(old) + np.arange(len(old)), tail])
+        stand = np.concatenate([held[full * page] - len(old) + np.arange(len(old)), held[tail]])
         chosen = np.concatenate([old, tail])
         if seen is not None:
             seen.append(now - stand.min())

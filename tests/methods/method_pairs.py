@@ -57,12 +57,14 @@ def answers(method: Method, checked: bool = True) -> tuple[np.ndarray, Cache]:
     return talked(method, PROMPTS, checked)
 
 
-def talked(method: Method, prompts: list[list[int]], checked: bool = True) -> tuple[np.ndarray, Cache]:
+def talked(
+    method: Method, prompts: list[list[int]], checked: bool = True, name: str = "4/2"
+) -> tuple[np.ndarray, Cache]:
     with contextlib.nullcontext() if checked else unchecked():
-        logits, cache = kvjax.prefill(model("4/2"), prompts, method=method, room=ROOM)
+        logits, cache = kvjax.prefill(model(name), prompts, method=method, room=ROOM)
         found = [logits]
         for tokens in STEPS:
-            logits, cache = kvjax.step(model("4/2"), cache, tokens)
+            logits, cache = kvjax.step(model(name), cache, tokens)
             found.append(logits)
     return np.stack(found), cache
 

@@ -8,15 +8,17 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.grammar import Method, Store
+from kvjax.grammar import Budget, Method, Store
 from kvjax.grammar.facts import Fact, clashes
 from kvjax.keep.merges.merge import ZipMerge
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.state.cache import host_nbytes
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
-from tests.methods.battery import model
-from tests.methods.method_pairs import PROMPTS, answers, apart, exact, talked, unchecked
+from kvjax.words import SegmentScores
+from tests.float64.reference import Row
+from tests.methods.battery import MAIN, kept_of, model, off, prompt_of
+from tests.methods.method_pairs import PROMPTS, STEPS, answers, apart, exact, talked, unchecked
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
@@ -36,6 +38,9 @@ MERGED = of("minicache", start=0)
 GEMS = of("gemfilter", budget=0.5, filter_layer=0)
 GISTS = BY_LABEL["gisting"].method()
 RANGES = BY_LABEL["smoothquant"].method()
+# Reads every block of a prompt.
+DENSE = Method(read_prompt=SegmentScores(Budget(1.0), segment=8, block=4, skip_layers=0))
+FEW = Method(read_prompt=SegmentScores(Budget(4), segment=8, block=4, skip_layers=0))
 
 # The fact, a sentence in which one part needs it and another breaks it, and what answers as it should.
 CASES = {
@@ -66,6 +71,32 @@ CASES = {
     ),
     "merged layers under a read": (Fact.ALL_ATTENDED, (MERGED, QUEST), (MERGED,)),
     "codes of each layer in merged layers": (Fact.ONE_CODE, (MERGED, RANGES), (RANGES,)),
+    "first tokens that a second tier encodes": (
+        Fact.FIRST_TOKENS,
+        (TWO_TIERS, Method(store=Store(Affine(4), Affine(4), sinks=64))),
+        (of("full"),),
+    ),
+    "first tokens in merged layers": (Fact.FIRST_TOKENS, (MERGED, exact(sinks=64)), (of("full"),)),
+    "a gate of KV heads over latents of two": (
+        Fact.KV_HEADS,
+        (BY_LABEL["wg-kv"].method(), Method(make=GroupedLowRank(1.0, heads=2))),
+        (BY_LABEL["wg-kv"].method(),),
+    ),
+    "tokens that hide others in blocks of a prompt": (
+        Fact.DENSE_PROMPTS,
+        (BY_LABEL["dcp"].method(), DENSE),
+        (BY_LABEL["dcp"].method(),),
+    ),
+    "upper layers with fewer tokens in blocks of a prompt": (
+        Fact.DENSE_PROMPTS,
+        (of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5), DENSE),
+        (of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5),),
+    ),
+    "weights beside those of a rewritten model": (
+        Fact.GIVEN_WEIGHTS,
+        (GISTS, of("kvpruner", keep=1.0)),
+        (GISTS,),
+    ),
     "queries while memory tokens are read": (
         Fact.OBSERVED,
         (GISTS, of("snapkv", budget=1.0, window=2)),
@@ -101,16 +132,55 @@ def test_what_is_refused_answers_wrongly_or_cannot_run(name):
     assert np.isnan(got).any() or apart(got, answers(kvjax.chain(*right))[0]) > 1e-3
 
 
+@pytest.mark.rotating
+def test_memory_tokens_would_be_read_without_the_blocks_of_a_prompt():
+    with pytest.raises(ValueError, match=Fact.DENSE_PROMPTS.value):
+        kvjax.chain(GISTS, FEW)
+    got, _ = answers(sentence((GISTS, FEW)), checked=False)
+    assert apart(got, answers(GISTS)[0]) == 0
+    assert apart(answers(FEW)[0], answers(of("full"))[0]) > 1e-3
+
+
+@pytest.mark.rotating
+def test_a_prompt_that_is_read_in_blocks_is_scored_by_gradients_of_a_probe_alone():
+    """Nothing is refused here: the probe is read over the slots of the prompt, however that was read."""
+    keep = of("kvgrad", budget=0.5, prefix=(1, 2, 3))
+    assert apart(answers(kvjax.chain(keep, DENSE))[0], answers(keep)[0]) < 1e-5
+
+
+@pytest.mark.rotating
+def test_segments_of_unequal_lists_would_be_read_or_placed_wrongly():
+    """Float64; lists that are shorter, and equal, are right."""
+    off_by = []
+    for label in ("snapkv kvpress", "adakv"):
+        row, read = BY_LABEL[label], BY_LABEL["reattention"]
+        prompts = [prompt_of(row.model, "main", b) for b in range(4)]
+        rows = [Row(p, kept_of(label, p), row.phase, attends=read.attends) for p in prompts]
+        both, worst = sentence((row.method(), read.method())), 0.0
+        with unchecked():
+            _, cache = kvjax.prefill(model(row.model), MAIN.first, method=both, room=8)
+            for tokens in STEPS[:3, :1].repeat(4, 1):
+                logits, cache = kvjax.step(model(row.model), cache, tokens)
+                want = [one.step(token) for one, token in zip(rows, tokens, strict=True)]
+                worst = max(
+                    worst, *(off(np.asarray(x, np.float64), y) for x, y in zip(logits, want, strict=True))
+                )
+        off_by.append(worst)
+    with pytest.raises(ValueError, match=Fact.EQUAL_HEADS.value):
+        kvjax.chain(row.method(), read.method())
+    assert off_by[0] < 1e-5 and off_by[1] > 1e-3
+
+
 def test_merged_layers_would_stay_on_the_device():
     _, cache = answers(sentence((MERGED, of("offloaded"))), checked=False)
     assert host_nbytes(cache) == 0
 
 
-def read_shorter(one):
+def read_shorter(one, name="4/2"):
     """The tokens that GemFilter reads of a prompt, and where they are."""
-    run, tokens = Run(model("4/2").config, GEMS), jnp.asarray([one])
+    run, tokens = Run(model(name).config, GEMS), jnp.asarray([one])
     lengths = jnp.asarray([len(one)])
-    read = steps.observe(run, model("4/2").params, tokens, lengths, None, frozenset())
+    read = steps.observe(run, model(name).params, tokens, lengths, None, frozenset())
     source = np.asarray(read.source[0])
     return [one[i] for i in source if i >= 0], source[source >= 0]
 
@@ -137,7 +207,11 @@ def test_contexts_of_a_text_would_end_elsewhere_in_the_text_that_gemfilter_reads
     assert left[1] != 12 and apart(got, want) > 1e-3
 
 
-def test_first_tokens_apart_would_be_encoded_with_a_second_tier():
-    both = sentence((TWO_TIERS, exact(sinks=2)))
-    _, cache = answers(both, checked=False)
-    assert all(group.sinks is None for group in cache.groups)
+@pytest.mark.rotating
+def test_homer_would_cut_the_text_that_was_given_where_gemfilter_reads_a_shorter_one():
+    keep, name = BY_LABEL["homer"].method(), BY_LABEL["homer"].model
+    with pytest.raises(ValueError, match=Fact.WHOLE_PROMPTS.value):
+        kvjax.chain(GEMS, keep)
+    shorter, _ = read_shorter(PROMPTS[0], name)
+    got = talked(sentence((GEMS, keep)), [PROMPTS[0]] * 2, checked=False, name=name)[0]
+    assert apart(got, talked(keep, [shorter] * 2, name=name)[0]) > 1e-3
