@@ -42,7 +42,7 @@ def is_whole(value: Any, least: int = 1, most: int | None = None) -> bool:
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         return False
-    return least <= value and (most is None or value <= most)
+    return least <= int(value) and (most is None or int(value) <= most)
 
 
 def finite_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
