@@ -21,11 +21,12 @@ from .tiles import (
     LANES,
     LOG2E,
     NEG_INF,
-    NN,
     NT,
     chunks,
     column,
     dot,
+    folded,
+    in_turn,
     lanes,
     logits,
     matrix_dtype,
@@ -97,23 +98,9 @@ def _attend(r: Refs, sizes: Sizes, *, whole: bool) -> None:
                 columns = [lanes(r.columns[n, rows], z.shape[1]) for n in range(r.columns.shape[0])]
                 seen[rows.start] = visible(columns, rows_of(r.k_rows), sizes.window)
             z = jnp.where(seen[rows.start], z, NEG_INF)
-        old = r.top[g, rows]
-        top = jnp.maximum(old, z.max(-1, keepdims=True))
-        safe = top if whole else jnp.where(top == NEG_INF, 0.0, top)
-        p, fade = jnp.exp2(z - lanes(safe, z.shape[1])), jnp.exp2(old - safe)
-        r.top[g, rows] = top
-        # Sums per lane; the lanes are reduced once, at the end.
-        r.total[g, rows] = r.total[g, rows] * fade + sum(
-            p[:, n : n + LANES] for n in range(0, p.shape[1], LANES)
-        )
-        r.acc[g, rows] = r.acc[g, rows] * lanes(fade, v.shape[1]) + dot(p.astype(kind), v, NN)
+        folded(r, g, rows, z, v, whole=whole)
 
-    parts = list(chunks(r.q.shape[2], r.q.shape[3], sizes.rows))
-    s = score(*parts[0])
-    for n, part in enumerate(parts):
-        ahead = score(*parts[n + 1]) if n + 1 < len(parts) else None
-        fold(*part, s)
-        s = ahead
+    in_turn(list(chunks(r.q.shape[2], r.q.shape[3], sizes.rows)), score, fold)
 
 
 def flash_prefill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -78,3 +78,32 @@ def slope(z: Any, sizes: Sizes) -> Any:
         return None
     tanh = z * (1 / (sizes.softcap * LOG2E))
     return 1.0 - tanh * tanh
+
+
+def folded(r: Any, g: int, rows: slice, z: Any, v: Any, *, whole: bool) -> None:
+    """Adds logits z in base 2 and values v to the running maximum, total and sum of values of some rows.
+
+    r: references `top`, `total` and `acc` [G, T, lanes]. whole: every row sees something, in this call or an
+    earlier one. Totals are sums per lane, which are reduced once, at the end.
+    """
+    old = r.top[g, rows]
+    top = jnp.maximum(old, z.max(-1, keepdims=True))
+    safe = top if whole else jnp.where(top == NEG_INF, 0.0, top)
+    p, fade = jnp.exp2(z - lanes(safe, z.shape[1])), jnp.exp2(old - safe)
+    r.top[g, rows] = top
+    sums = sum(p[:, n : n + LANES] for n in range(0, p.shape[1], LANES))
+    r.total[g, rows] = r.total[g, rows] * fade + sums
+    r.acc[g, rows] = r.acc[g, rows] * lanes(fade, v.shape[1]) + dot(p.astype(v.dtype), v, NN)
+
+
+def in_turn(
+    parts: list[tuple[int, slice]],
+    score: Callable[[int, slice], Any],
+    fold: Callable[[int, slice, Any], None],
+) -> None:
+    """Folds the scores of all parts; the product for the next one is issued before the last one's softmax."""
+    s = score(*parts[0])
+    for n, part in enumerate(parts):
+        ahead = score(*parts[n + 1]) if n + 1 < len(parts) else None
+        fold(*part, s)
+        s = ahead

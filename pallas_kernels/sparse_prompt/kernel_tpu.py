@@ -20,10 +20,11 @@ from kvjax.pallas_kernels.flash_prefill.tiles import (
     LANES,
     LOG2E,
     NEG_INF,
-    NN,
     NT,
     chunks,
     dot,
+    folded,
+    in_turn,
     lanes,
     logits,
     matrix_dtype,
@@ -161,23 +162,9 @@ def _fold(
         if key is not None:
             asked = first + rows.start + jax.lax.broadcasted_iota(jnp.int32, (z.shape[0], 1), 0)
             z = jnp.where(key <= jnp.where(asked < length, asked, -1), z, NEG_INF)
-        old = r.top[g, rows]
-        top = jnp.maximum(old, z.max(-1, keepdims=True))
-        safe = top if whole else jnp.where(top == NEG_INF, 0.0, top)
-        p, fade = jnp.exp2(z - lanes(safe, z.shape[1])), jnp.exp2(old - safe)
-        r.top[g, rows] = top
-        r.total[g, rows] = r.total[g, rows] * fade + sum(
-            p[:, n : n + LANES] for n in range(0, p.shape[1], LANES)
-        )
-        r.acc[g, rows] = r.acc[g, rows] * lanes(fade, v.shape[1]) + dot(p.astype(kind), v, NN)
+        folded(r, g, rows, z, v, whole=whole)
 
-    # The product for the next rows is issued before the softmax of the last ones.
-    parts = list(chunks(r.q.shape[2], r.q.shape[3], sizes.rows))
-    x = score(*parts[0])
-    for n, part in enumerate(parts):
-        ahead = score(*parts[n + 1]) if n + 1 < len(parts) else None
-        fold(*part, x)
-        x = ahead
+    in_turn(list(chunks(r.q.shape[2], r.q.shape[3], sizes.rows)), score, fold)
 
 
 def sparse_prompt(
