@@ -48,7 +48,8 @@ NAMED = {
     "gemma2": "gemma-2-9b", "gemma3_text": "gemma-3-27b", "phi3": "phi-4", "olmo2": "olmo-2-13b",
     "olmo3": "olmo-3-32b", "smollm3": "smollm3-3b", "exaone4": "exaone-4-32b", "seed_oss": "seed-oss-36b",
     "cohere2": "command-r7b", "ministral3": "ministral-3-8b", "mixtral": "mixtral-8x7b",
-    "qwen3_moe": "qwen3-235b-a22b", "deepseek_v3": "deepseek-v3", "deepseek_v32": "deepseek-v3.2",
+    "qwen3_moe": "qwen3-235b-a22b", "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3",
+    "deepseek_v32": "deepseek-v3.2",
     "glm_moe_dsa": "glm-5", "glm4_moe_lite": "glm-4.7-flash", "kimi_linear": "kimi-linear-48b",
     "glm4_moe": "glm-4.5", "minimax_m2": "minimax-m2", "rwkv7": "rwkv-7-2.9b", "falcon_h1": "falcon-h1-7b",
     "gemma3n_text": "gemma-3n-e4b", "gemma4_text": "gemma-4-31b", "llama4_text": "llama-4-scout",
@@ -58,7 +59,7 @@ NAMED = {
     "qwen3_5_moe_text": "qwen3.5-35b-a3b",
 }  # fmt: skip
 # Sizes that transformers' classes do not default: those of published checkpoints.
-BESIDE = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+BESIDE = {"glm4_moe": {"head_dim": 128}}
 KINDS = ("all tokens", "windows", "states")
 
 

@@ -23,6 +23,7 @@ from tests.sweep import sweep
 FAMILIES = (
     "gpt_oss", "olmo3", "qwen3_next_pattern", "gemma3_nested", "smollm3_windows", "exaone4", "ministral3",
     "qwen3_5_text", "minimax_m2", "glm4_moe",
+    "glm4_moe_lite",
     "granitemoehybrid", "gemma4_text", "gemma4_experts", "llama4_text", "cohere2", "jamba", "bamba",
     "nemotron_h", "lfm2_moe", "glm_moe_dsa_picks", "deepseek_v32_picks", "gemma3n_text",
     "falcon_h1",

@@ -23,6 +23,7 @@ PUBLISHED = {
     "qwen3-8b": 8.19,
     "qwen3-32b": 32.8,
     "qwen3-235b-a22b": 235.1,
+    "deepseek-v2": 235.7,
     "deepseek-v3": 671.0,
     "kimi-linear-48b": 49.1,
     "gemma-3-27b": 27.016,
