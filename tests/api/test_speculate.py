@@ -40,7 +40,7 @@ def test_greedy_texts_are_those_of_greedy_decoding(name):
 @pytest.mark.parametrize(
     "method",
     [
-        "int8",
+        pytest.param("int8", marks=pytest.mark.rotating),
         pytest.param("kivi(bits=4, group=4, residual=4)", marks=pytest.mark.rotating),
         pytest.param("adakv(budget=0.5, window=4)", marks=pytest.mark.rotating),
     ],

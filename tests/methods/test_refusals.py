@@ -194,6 +194,7 @@ def test_gemfilter_would_compare_queries_with_keys_that_they_do_not_meet():
     assert apart(got, talked(keep, [shorter] * 2)[0]) > 1e-3
 
 
+@pytest.mark.rotating
 def test_contexts_of_a_text_would_end_elsewhere_in_the_text_that_gemfilter_reads():
     """What is right has contexts of what GemFilter leaves of each, here counted in numpy."""
     ids, lengths = PROMPTS[0], (12, 12)

@@ -213,6 +213,7 @@ def test_a_server_which_reads_prompts_in_pieces_refuses_by_name():
         job_of(model(layers=3), 0, Request([1, 2, 3], 4, method="xattention"))
 
 
+@pytest.mark.rotating
 def test_a_fit_gives_every_head_the_pattern_of_the_least_error():
     m, first = model(layers=3), by_hand.vertical_slash(24, 4, 4, **SLASH)
     forms = first, by_hand.a_shape(8, 16, 4), by_hand.best_blocks(5, 4), BY_HAND[3]

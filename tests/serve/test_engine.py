@@ -516,8 +516,6 @@ def test_what_generate_would_refuse_is_refused_before_anything_runs(given, said)
 def test_split_models_and_pages_of_half_words_are_refused_first():
     with pytest.raises(kvjax.InputError, match="lies on several devices"):
         run(kvjax.spread(battery.model("4/2"), "model=2", "tensor"), [Prompt([1, 2])])
-    with pytest.raises(kvjax.InputError, match="Apart.*expected Together"):
-        run(battery.model("4/2"), [Prompt([1, 2])], "distserve")
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), battery.model("4/2").params)
     with pytest.raises(kvjax.InputError, match="a multiple of 2 in bfloat16"):
         run(Model(battery.model("4/2").config, half), [Prompt([1, 2])], System(words.Blocks(3)))

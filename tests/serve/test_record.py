@@ -47,9 +47,10 @@ def test_means_of_noisy_iterations_are_kept(tmp_path):
     rows = [[int(t), int(t), 0, float(s)] for t, s in zip(tokens, seconds, strict=True)]
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"iterations": rows, "memory": 1.0, "slot_bytes": 1.0, "move": 0.0}))
-    said = [read_costs(file).seconds(int(t), int(t), 0) for t in tokens]
+    costs = read_costs(file)
+    said = [costs.seconds(int(t), int(t), 0) for t in tokens]
     assert np.mean(said) == pytest.approx(seconds.mean(), rel=0.02)
-    assert read_costs(file).seconds(50, 50, 0) == pytest.approx(0.06, rel=0.1)
+    assert costs.seconds(50, 50, 0) == pytest.approx(0.06, rel=0.1)
 
 
 @pytest.mark.rotating
