@@ -230,6 +230,11 @@ def test_the_revision_is_that_of_the_own_checkout_or_the_version(tmp_path):
     assert revision(installed) == kvjax.__version__
 
 
+# What weighs more than the full cache of a short text: beside the older slots, EM-LLM holds as many for the
+# newest tokens as its preset says, and DecoQuant as many as it factors together.
+HEAVY = {"em-llm": 2.0, "decoquant": 9.0}
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("method", [id for id in EVERY if id not in (*ALWAYS, *WELL_KNOWN)])
 def test_a_method_answers_in_a_comparison_and_weighs_what_its_report_says(method, tmp_path):
@@ -245,7 +250,7 @@ def test_a_method_answers_in_a_comparison_and_weighs_what_its_report_says(method
     assert len(rows) == 2 and 0 <= cell.tasks["get"].mean <= 1
     full = next(c.kept_bytes for c in found.cells if c.method == "full")
     # Blocks in host memory may have a copy on the device.
-    assert 0 < cell.kept_bytes <= cell.host_bytes + 1.2 * full
+    assert 0 < cell.kept_bytes <= cell.host_bytes + HEAVY.get(method, 1.2) * full
 
 
 @pytest.mark.rotating
