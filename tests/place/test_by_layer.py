@@ -82,7 +82,7 @@ FREE = {
     "tova + int8": ("tova", "int8"),
     "streamingllm": ("streamingllm",),
     "r-kv + int8": ("r-kv", "int8"),
-    "h2o + intactkv": ("h2o", "intactkv"),
+    "h2o + intactkv": ("h2o", "intactkv(group=4)"),
     # These also merge slots while decoding, after every token or after several.
     "d2o": ("d2o",),
     "compressive-transformer": ("compressive-transformer",),
@@ -90,11 +90,14 @@ FREE = {
 }
 
 
+# R-KV evicts after several tokens, and looks at keys.
+MORE = {"r-kv": dict(buffer=2, window=1), "d2o": dict(sinks=0), "streamingllm": dict(sinks=0)}
+
+
 @pytest.mark.parametrize("name", sweep(FREE, "d2o"))
 def test_what_changes_slots_while_decoding_changes_them_in_host_memory(name):
     keep, *store = FREE[name]
-    # R-KV evicts after several tokens, and looks at keys.
-    more = {"r-kv": dict(buffer=2, window=1), "d2o": dict(sinks=0)}.get(keep, {})
+    more = MORE.get(keep, {})
     parts = [kvjax.method(keep, budget=0.5, **more), *map(kvjax.method, store)]
     (want, near), (got, far) = talked(kvjax.chain(*parts), steps=6), talked(kvjax.chain(*parts, FAR), steps=6)
     assert_equal(want, got)
