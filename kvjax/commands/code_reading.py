@@ -10,7 +10,7 @@ from kvjax.store.layer_bits import LayerBits
 
 IN_PLACE = "Kernels for TPUs and GPUs read its codes in place."
 DECODED = "No kernel reads its codes: plain jnp decodes them before attention."
-# Channels of a head, of which nothing here depends but whether groups divide them.
+# Channels of a head. Their number only decides whether groups divide them.
 WIDTH = 128
 
 

@@ -61,6 +61,6 @@ class SubPageBounds(PageBounds):
 
     def pages_visited(self, slots: int) -> int:
         """The most pages of a body of `slots` slots that a query visits (static)."""
-        # Two runs of tokens, of which the second one begins and ends within pages.
+        # The first tokens begin a page; the newest ones begin and end within pages, which takes two more.
         least = -(-self.least // self.page) + 2 if self.least else 0
         return min(slots // self.page, max(super().pages_visited(slots), least))

@@ -1,4 +1,4 @@
-"""The study of what reads pick: its figures on texts and picks of which they are known, and its page."""
+"""The study of what reads pick: its figures where they are known by hand, and its page."""
 
 import math
 
