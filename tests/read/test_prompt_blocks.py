@@ -160,7 +160,7 @@ def test_pieces_of_a_prompt_are_refused_by_name():
     kvjax.prefill(model(layers=3), ROWS, method="critiprefill(budget=0.5)", chunk=61)
 
 
-@pytest.mark.parametrize("words", ["homer", "kvgrad(budget=0.5)", "streamingllm(budget=16)"])
+@pytest.mark.parametrize("words", ["homer", "streamingllm(budget=16)"])
 def test_what_reads_prompts_in_its_own_way_is_refused(words):
     with pytest.raises((ValueError, InputError), match="attends to all earlier ones|rotated by its position"):
         kvjax.chain(kvjax.method("critiprefill(budget=0.5)"), kvjax.method(words))
