@@ -49,8 +49,7 @@ def main():
     token, active = of((rows,), jnp.int32), of((rows,), jnp.bool_)
     given = params, (pools, table), token, active, draws, of((), jnp.int32)
     placed = jax.tree.map(lambda x: of(x.shape, x.dtype, sharding=whole), given)
-    # Slots are appended by XLA on GPUs, where no kernel does so; a step takes one implementation for all.
-    step = PagedStep(config, None, kind if kind == "tpu" else None)
+    step = PagedStep(config, None, kind)
     with jax.set_mesh(mesh):
         compiled = write_slice.lower(step, *placed, 0).compile()
     held = 4 * sum(int(np.prod(one.shape)) for one in words)

@@ -9,20 +9,12 @@ import pytest
 
 from kvjax.aot.probe import ENVIRONMENT, available, reason
 
-COPIES = "on GPUs no kernel appends to pages, and XLA copies the pool once for each slice of steps"
-
 
 @pytest.mark.parametrize(
     "topology",
     [
         pytest.param("v5e:2x2", marks=pytest.mark.skipif(bool(available("tpu")), reason=available("tpu"))),
-        pytest.param(
-            "h100",
-            marks=[
-                pytest.mark.skipif(bool(available("gpu")), reason=available("gpu")),
-                pytest.mark.xfail(reason=COPIES, strict=True),
-            ],
-        ),
+        pytest.param("h100", marks=pytest.mark.skipif(bool(available("gpu")), reason=available("gpu"))),
     ],
 )
 def test_the_pool_is_aliased_and_copied_nowhere(topology):

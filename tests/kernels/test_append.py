@@ -89,13 +89,31 @@ def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows):
     keys, values, want = by_hand(pool, table, lengths, active, k, v, side)
     if payload == "uint2" and rows:
         k, v = k.astype(jnp.uint8), v.astype(jnp.uint8)
-    for form in ("reference", "tpu interpret"):
+    for form in ("reference", "tpu interpret", "gpu interpret"):
         call = partial(paged_append, numbers=side, active=active, implementation=form)
         got = jax.jit(call, donate_argnums=0)(jax.tree.map(jnp.copy, pool), table, lengths, k, v, 1)
         np.testing.assert_array_equal(exactly(got.keys), keys)
         np.testing.assert_array_equal(exactly(got.values), values)
         for name, x in want.items():
             np.testing.assert_array_equal(np.asarray(got.number(name)), x)
+
+
+def test_rows_narrower_than_a_power_of_two_have_nothing_written_beside_them():
+    rng = np.random.default_rng(4)
+    pages = jnp.asarray(rng.standard_normal((LAYERS, PAGES, 64, 24)), jnp.bfloat16)
+    pool = make_pool(pages, pages, pos=jnp.zeros((LAYERS, PAGES, 64)))
+    table, lengths = jnp.asarray(rng.permutation(PAGES)[: B * M].reshape(B, 1, M)), jnp.asarray([[50], [127]])
+    k, v = jnp.asarray(rng.standard_normal((2, B, 1, 24)), jnp.bfloat16)
+    got = paged_append(
+        pool, table, lengths, k, v, 1, numbers={"pos": jnp.asarray([[50.0], [127.0]])},
+        implementation="gpu interpret",
+    )  # fmt: skip
+    keys, numbers = exactly(pages).copy(), np.zeros((LAYERS, PAGES, 64))
+    for b, at in ((0, 50), (1, 127)):
+        keys[1, table[b, 0, at // 64], at % 64] = exactly(k)[b, 0]
+        numbers[1, table[b, 0, at // 64], at % 64] = at
+    np.testing.assert_array_equal(exactly(got.keys), keys)
+    np.testing.assert_array_equal(np.asarray(got.number("pos")), numbers)
 
 
 @pytest.mark.parametrize("dma", sweep(["on_wait", "eager"], "eager"))

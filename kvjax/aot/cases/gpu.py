@@ -10,6 +10,7 @@ from kvjax.aot.case import Case
 from kvjax.aot.cases import (
     decoder,
     grouped_decode,
+    paged_append,
     paged_decode,
     picked_decode,
     ragged_decode,
@@ -19,6 +20,7 @@ from kvjax.aot.cases import (
 from kvjax.aot.hardware import DEVICES, Gpu
 from kvjax.ops.attention.sparse_prompt import Options, gpu_sparse_prompt
 from kvjax.ops.decode.grouped_decode import grouped_decode as grouped
+from kvjax.ops.decode.paged_append import paged_append as append
 from kvjax.ops.decode.paged_decode import paged_decode as paged
 from kvjax.ops.decode.picked_decode import picked_decode as picked
 from kvjax.ops.decode.ragged_decode import ragged_decode as ragged
@@ -37,6 +39,10 @@ def _same(make: Make, call: Callable[..., Any], gpu: Gpu, **options: Any) -> Cas
 
 def _paged(*operands: Any, mass: bool = False, **_: Any) -> Any:
     return paged(*operands, scale=SCALE, mass=mass, implementation="gpu")
+
+
+def _append(k: Any, v: Any, side: Any, pool: Any, table: Any, lengths: Any, layer: Any, **_: Any) -> Any:
+    return append(pool, table, lengths, k, v, layer, numbers=side, implementation="gpu")
 
 
 def _stacked(*operands: Any, width: int = 128, packed: bool = False, mass: bool = False, **_: Any) -> Any:
@@ -63,6 +69,7 @@ def _sparse(q: Any, k: Any, v: Any, lengths: Any, blocks: Any, width: int = 128,
 
 
 CALLS: dict[Make, Callable[..., Any]] = {
+    paged_append.alone: _append,
     paged_decode.paged_decode: _paged,
     stacked_decode.stacked_decode: _stacked,
     ragged_decode.ragged_decode: _ragged,
@@ -75,7 +82,11 @@ CALLS: dict[Make, Callable[..., Any]] = {
 def _registry() -> dict[str, Make]:
     """Every case of these operations that the GPU's kernels take, and all decoders."""
     cases: dict[str, Make] = {}
-    for module in (paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode, sparse_prompt):
+    modules = (
+        paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode, paged_append,
+        sparse_prompt,
+    )  # fmt: skip
+    for module in modules:
         for name, case in module.CASES.items():
             make = case.func if isinstance(case, partial) else case
             options = case.keywords if isinstance(case, partial) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.row_scatter import scatter_rows
+from kvjax.ops.base.triton import unable
 from kvjax.ops.decode.append import LANES
 from kvjax.ops.decode.page_pool import BITS, PER_CHANNEL, SUBLANES, PagePool
 from kvjax.pallas_kernels.append import words_tpu as tpu
@@ -39,7 +41,7 @@ def paged_append(
 
     numbers: the token's numbers by name ("pos", "key_scale", ...). In a pool of codes k and v are codes,
     those of 2 bits as uint8, since a TPU cannot hold small arrays of uint2. implementation: "reference", a
-    scatter, "tpu" or "tpu interpret"; None takes the kernel if it  can run.
+    scatter, "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can run.
 
     Raises NotImplementedError if a forced form cannot run, and ValueError if the numbers are not the pool's,
     if a pool has scales per channel (its pages are encoded whole), or if k is not of the pool's type.
@@ -57,14 +59,16 @@ def paged_append(
             f"numbers given for {sorted(given) or 'none'}, expected one for each of the pool's: "
             f"{', '.join(pool.names) or 'none'}, none of them of channels"
         )
-    chosen = form("paged_append", implementation, pool, k, v, tpu=refusal(pool, table))
+    why = dict(tpu=refusal(pool, table), gpu=unable())
+    chosen = form("paged_append", implementation, pool, k, v, **why)
     allowed = {pool.payload, "uint8"} if pool.payload == "uint2" else {pool.payload}
     if k.dtype.name not in allowed or v.dtype != k.dtype:
         raise ValueError(f"k of {k.dtype}, v of {v.dtype} for pages of {pool.payload}: encode or cast them")
     side = [given[n].astype(jnp.float32) for n in pool.names]
-    if chosen == "reference":
+    if not chosen.startswith("tpu"):
         block, slot = places((pool.words.shape[1], pool.page), table, lengths, layer, active)
-        words = _scatter(pool, _rows(pool, _bits(k), _bits(v)), side, block, slot)
+        how = _scatter if chosen == "reference" else partial(_by_gpu, interpret=chosen != "gpu")
+        words = how(pool, _rows(pool, _bits(k), _bits(v)), side, block, slot)
     else:
         if active is not None:
             behind = (1,) * (lengths.ndim - active.ndim)
@@ -129,6 +133,26 @@ def _scatter(
     kept = jnp.stack(masks, 1)
     done = (old & ~kept) | (jnp.stack(words, 1) & kept)
     return scatter_rows(flat, index, done.reshape(-1, width)).reshape(pool.words.shape)
+
+
+def _by_gpu(
+    pool: PagePool,
+    new: Sequence[Int[Array, "I W"]],
+    side: Sequence[Float[Array, "B K"]],
+    block: Array,
+    slot: Array,
+    *,
+    interpret: bool,
+) -> Array:
+    """The GPU kernel, on the operands of `_scatter`."""
+    from kvjax.pallas_kernels.append import words_gpu as gpu
+
+    starts = (0,) if pool.packed else (0, pool.value_row)
+    lanes = 1 << (pool.words.shape[3] - 1).bit_length()
+    place = gpu.Place(starts, tuple(map(pool.number_row, pool.names)), BITS[pool.payload], lanes)
+    numbers = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(-1) for x in side]
+    at = block, slot, *pool.word_of(jnp.maximum(slot, 0))
+    return gpu.append_words(pool.words, new, numbers, at, place=place, interpret=interpret)
 
 
 def tpu_paged_append(
