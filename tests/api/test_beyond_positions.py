@@ -91,6 +91,7 @@ def test_what_would_turn_beyond_the_positions_is_refused(method, options, messag
         prompt(method, **options)
 
 
+@pytest.mark.rotating
 def test_chunks_that_a_dynamic_rotation_would_turn_otherwise_are_refused():
     config = dataclasses.replace(DYNAMIC, max_positions=64)
     # Up to original_max tokens the rotation is that of any length.

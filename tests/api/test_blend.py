@@ -67,6 +67,7 @@ def blended(model, texts, share):
     return k, v, again
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("share", [0.1, 0.35, 1.0])
 def test_the_tokens_that_contexts_change_most_are_read_again(share):
     model = model_of()
@@ -79,6 +80,7 @@ def test_the_tokens_that_contexts_change_most_are_read_again(share):
             np.testing.assert_allclose(got_v, v[layer], atol=2e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("more", [{}, dict(qk_norm="head"), dict(kv_heads=4)])
 def test_all_tokens_read_again_are_the_whole_text(more):
     model = model_of(**more)
@@ -127,6 +129,7 @@ def test_what_cannot_be_read_again_is_refused(change, message):
         kvjax.join(model, read(model), **{"texts": TEXTS, "recompute": 0.2} | change)
 
 
+@pytest.mark.rotating
 def test_compressed_caches_cannot_be_read_again():
     model = model_of()
     caches = [kvjax.prefill(model, text, method="snapkv(budget=0.5, window=1)")[1] for text in TEXTS]

@@ -38,6 +38,7 @@ def whole(model, messages):
     return out.texts[0]
 
 
+@pytest.mark.rotating
 def test_an_answer_is_that_to_the_templates_whole_text():
     told, messages = talk(system="Be brief."), [{"role": "system", "content": "Be brief."}]
     for text in QUESTIONS[:2]:
@@ -178,6 +179,7 @@ METHODS = ["full", "snapkv(budget=0.5,window=4)", "h2o(budget=0.5)", "kivi(bits=
 QUICK = METHODS[:2]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", sweep(METHODS, *QUICK))
 def test_ten_turns_compile_three_decoders_at_most_and_the_second_turn_nothing(method, quick):
     jax.clear_caches()  # of programs that an earlier test compiled
@@ -197,6 +199,7 @@ def test_ten_turns_compile_three_decoders_at_most_and_the_second_turn_nothing(me
     assert not any(programs for i, programs in enumerate(found) if i > 1 and sizes[i - 2] == sizes[i])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", sweep(["full", "snapkv(budget=0.5,window=4)"], "full"))
 def test_a_cache_that_generate_goes_on_from_doubles(method):
     model, rng, cache, decoders = talker(), np.random.default_rng(0), None, []
@@ -217,12 +220,14 @@ def test_bytes_count_the_slots_that_are_empty(quick):
     assert int(told.cache.next[0]) < 100
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep([row.label for row in ROWS], "critiprefill"))
 def test_two_turns_in_doubling_sizes_leave_what_exact_ones_leave(label):
     row = BY_LABEL[label]
     two_turns(battery.model(row.model), row.method())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(["critiprefill", "quest", "h2o"], "critiprefill"))
 def test_two_turns_in_doubling_sizes_of_a_method_of_one_layer_are_exact(label):
     row = BY_LABEL[label]

@@ -10,6 +10,7 @@ from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.base.rope import Rope
+from tests.sweep import sweep
 
 PARTS = ([[3, 7, 1, 9, 4], [2, 2, 8]], [[5, 6], [1, 9, 9, 3]], [[8], [7, 7]])
 WHOLE = [[i for part in PARTS for i in part[row]] for row in range(2)]
@@ -36,7 +37,7 @@ def read(model, parts=PARTS, method=None, **more):
     return [kvjax.prefill(model, part, method=method, **more)[1] for part in parts]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep(KINDS, "yarn"))
 def test_one_layer_answers_as_over_the_whole_text(kind):
     model = model_of(**KINDS[kind])
     want, _ = kvjax.prefill(model, QUESTION, cache=kvjax.prefill(model, WHOLE, room=8)[1])
@@ -49,6 +50,7 @@ def test_one_layer_answers_as_over_the_whole_text(kind):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.rotating
 def test_what_is_written_behind_a_joined_past_is_written_behind_the_whole_one():
     model = model_of()
     want = kvjax.generate(model, [a + b for a, b in zip(WHOLE, QUESTION, strict=True)], max_new_tokens=6)
@@ -106,12 +108,15 @@ def caches(model, method=None):
 
 @pytest.mark.parametrize(
     ("method", "told"),
-    [
+    sweep(
+        [
+            ("int8", "holds encoded slots"),
+            ("h2o(budget=0.5)", "loses slots while decoding"),
+            ("streamingllm(budget=3, sinks=1)", "loses slots while decoding"),
+            ("adakv(budget=0.5, window=1)", "holds slots in pages"),
+        ],
         ("int8", "holds encoded slots"),
-        ("h2o(budget=0.5)", "loses slots while decoding"),
-        ("streamingllm(budget=3, sinks=1)", "loses slots while decoding"),
-        ("adakv(budget=0.5, window=1)", "holds slots in pages"),
-    ],
+    ),
 )
 def test_slots_that_cannot_move_are_refused(method, told):
     model = model_of()
@@ -119,6 +124,7 @@ def test_slots_that_cannot_move_are_refused(method, told):
         kvjax.join(model, caches(model, method))
 
 
+@pytest.mark.rotating
 def test_what_does_not_belong_together_is_refused():
     model, other = model_of(), model_of(d_ff=64)
     good = caches(model)

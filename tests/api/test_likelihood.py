@@ -72,6 +72,7 @@ ALWAYS = ("h2o", "codes")
 TURNED = [pytest.param(name, marks=pytest.mark.rotating) for name in METHODS if name not in ALWAYS]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [*ALWAYS, *TURNED])
 def test_a_methods_are_those_of_single_steps(name):
     method, context, most = METHODS[name]
@@ -87,6 +88,7 @@ CONTEXTS = [20, 9, 13]
 ROWS = ("snapkv(budget=0.5, window=2)", pytest.param("h2o(budget=0.5)", marks=pytest.mark.rotating))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ROWS)
 def test_contexts_of_rows_give_what_each_row_gives_alone(method):
     one = model("4/2")
@@ -112,6 +114,7 @@ def test_greedy_tokens_are_the_likeliest_in_float64():
         assert greedy[len(text) - 1] and not greedy[len(text) :].any()
 
 
+@pytest.mark.rotating
 def test_the_last_token_of_a_text_takes_no_position():
     """The longest row ends at the last position, and a shorter one is given more tokens than it."""
     config = dataclasses.replace(model("4/2").config, max_positions=29)
@@ -138,6 +141,7 @@ def test_a_chunk_compresses_again_behind_so_many_scored_tokens():
     assert np.abs(once.logprobs[0, 20:] - found.logprobs[0, 20:]).max() > 1e-3
 
 
+@pytest.mark.rotating
 def test_strings_are_read_by_the_tokenizer_and_have_bytes():
     recall = kvjax.load("recall-tiny")
     text = "along the river <set> brave otter 17 4 52 <.> <get> brave otter 17 4 52 <.>"
@@ -172,6 +176,7 @@ def test_what_has_no_likelihood_says_why(given, message):
         kvjax.likelihood(**{"model": model("4/2"), "texts": TEXTS} | given)
 
 
+@pytest.mark.rotating
 def test_a_text_without_bytes_has_no_bits_per_byte():
     found = kvjax.likelihood(model("4/2"), [TEXTS[0][:8]], context=4)
     with pytest.raises(InputError, match="no tokenizer: use perplexity"):

@@ -29,6 +29,7 @@ MODEL = Model(CONFIG, PARAMS)
 TEXT = np.random.default_rng(0).integers(0, 32, 40).tolist()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("start", [8, 20])
 def test_steps_on_either_side_of_the_switch_equal_a_whole_reading(start):
     logits, cache = kvjax.prefill(MODEL, [TEXT[:start]], room=8)

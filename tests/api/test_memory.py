@@ -70,6 +70,7 @@ def test_blocks_that_cannot_fit_are_refused_before_memory_is_taken(verb, in_bloc
     assert psutil.Process().memory_info().rss - before < 10**8
 
 
+@pytest.mark.rotating
 def test_no_more_is_counted_of_blocks_than_they_take(in_blocks, monkeypatch):
     prompt = [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     needed = least_bytes(in_blocks, Method(), 9, 6, None)

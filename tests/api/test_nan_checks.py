@@ -92,6 +92,7 @@ def test_a_prompt_without_numbers_names_the_first_layer(layer, where):
         kvjax.generate(spoiled(layer), MAIN.first, max_new_tokens=2, method="int8")
 
 
+@pytest.mark.rotating
 def test_a_float16_model_that_overflows_is_refused_by_prefill_alone():
     m = kvjax.load("recall-tiny", dtype="float16")
     groups = [{**g, "down": g["down"] * 30_000} for g in m.params["layers"]]

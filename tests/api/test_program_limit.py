@@ -29,6 +29,7 @@ def test_a_system_that_does_not_say_what_is_mapped_keeps_its_programs(monkeypatc
     assert not program_limit.forget_if_crowded()
 
 
+@pytest.mark.rotating
 @here
 @pytest.mark.parametrize(("compiled", "left"), [(program_limit._EVERY, 0), (0, 1)])
 def test_prefill_counts_regions_after_enough_compilations(compiled, left, monkeypatch):

@@ -140,6 +140,7 @@ def check_full(m, method):
         kvjax.step(m, after, [1] * len(fits))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(first_of_each_class(), "snapkv + kivi"))
 def test_full_rows_give_nan(label):
     row = BY_LABEL[label]
@@ -147,6 +148,7 @@ def test_full_rows_give_nan(label):
     check_full(kvjax.prepare(model(row.model), method), method)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(FULL, "forgetting"))
 def test_full_rows_give_nan_in_architectures(name):
     check_full(architecture(name), None)

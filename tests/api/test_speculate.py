@@ -21,6 +21,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     ["snapkv", "lookup", *(pytest.param(n, marks=pytest.mark.rotating) for n in ("int4", "h2o", "quest"))],
@@ -37,6 +38,7 @@ def test_greedy_texts_are_those_of_greedy_decoding(name):
     np.testing.assert_allclose(more[0], more[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "method",
     [
@@ -52,6 +54,7 @@ def test_a_compressed_cache_judges_as_it_decodes(method):
     assert (out.tokens == np.asarray(plain.tokens)).all()
 
 
+@pytest.mark.rotating
 def test_a_draft_that_is_the_model_is_taken_whole():
     m = model("4/2")
     out = kvjax.speculate(m, PROMPTS, draft=m, k=4, max_new_tokens=16, stop=[])
@@ -71,6 +74,7 @@ def test_texts_end_at_a_stop_token_inside_a_draft():
         assert row[:n].tolist() == other[:n].tolist() and (row[n:] == -1).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("draft", [pytest.param("method", marks=pytest.mark.rotating), "lookup"])
 def test_drawn_texts_have_the_distribution_of_the_model(draft):
     """The first and the second token of many draws, against the probabilities of the model itself."""
@@ -97,6 +101,7 @@ def test_drawn_texts_have_the_distribution_of_the_model(draft):
         assert chisquare(counts, np.array(shares) * len(drawn)).pvalue > 1e-4
 
 
+@pytest.mark.rotating
 def test_what_cannot_be_judged_or_drafted_is_refused_before_anything_runs():
     m = model("4/2")
     with pytest.raises(InputError, match="h2o cannot judge drafts: its slots leave while tokens are added"):

@@ -49,6 +49,7 @@ def test_numbers_are_those_of_the_arrays(name, recall, prompt):
     assert found.method.startswith(name)
 
 
+@pytest.mark.rotating
 def test_the_full_cache_weighs_what_it_weighs(recall, prompt):
     _, full = kvjax.prefill(recall, prompt, room=4)
     assert kvjax.summary(full, recall).full_nbytes == nbytes(full)
@@ -61,6 +62,7 @@ def test_the_full_cache_weighs_what_it_weighs(recall, prompt):
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("text", "heavy"),
     sweep([(CORM, True), ("h2o(budget=0.5)", False)], (CORM, True)),
@@ -84,6 +86,7 @@ def test_states_are_no_slots(name):
     assert name != "mamba" or "states" in str(found)
 
 
+@pytest.mark.rotating
 def test_kept_tokens_are_read_as_text(recall, prompt):
     _, cache = kvjax.prefill(recall, prompt, method=kvjax.method("h2o", budget=8), room=4)
     texts, word = kvjax.kept_texts(recall, cache, prompt), recall.tokenizer.id_to_token
@@ -97,6 +100,7 @@ def test_kept_tokens_are_read_as_text(recall, prompt):
     assert kvjax.kept_texts(recall, full, prompt[:1]) == [[[TEXTS[0]] * 2]] * 4
 
 
+@pytest.mark.rotating
 def test_tokens_that_were_written_have_text_where_they_are_given(recall, prompt):
     out = kvjax.generate(recall, prompt[:1], max_new_tokens=3)
     assert kvjax.kept_texts(recall, out.cache, prompt[:1])[0][0][0] == TEXTS[0]

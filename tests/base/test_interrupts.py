@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvjax.base.interrupts import GRACE
+from tests.sweep import sweep
 
 # How long a busy machine may take over the seconds that are promised.
 SLACK = 10.0
@@ -80,7 +81,7 @@ def interrupted(process, times=1):
     return time.monotonic() - start, said
 
 
-@pytest.mark.parametrize("name", BUSY)
+@pytest.mark.parametrize("name", sweep(BUSY, "asleep", "turned into an error"))
 def test_an_interrupt_ends_a_command_wherever_it_is(name):
     process = started(BUSY[name])
     seconds, said = interrupted(process)
@@ -104,6 +105,7 @@ import time
 time.sleep(600)"""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("busy", ["pass", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**22)"])
 def test_an_interrupt_of_a_part_ends_the_part_alone(busy):
     process = started(PART.format(busy=busy))
@@ -116,12 +118,14 @@ def test_an_interrupt_of_a_part_ends_the_part_alone(busy):
     assert process.returncode == 130 and said == "interrupted\n"
 
 
+@pytest.mark.rotating
 def test_a_second_interrupt_of_a_part_ends_the_command():
     process = started(PART.format(busy=BUSY["compiled"]))
     seconds, said = interrupted(process, times=2)
     assert process.returncode == 130 and said == "interrupted\n" and seconds < GRACE + SLACK
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "moment", ["import", *(pytest.param(x, marks=pytest.mark.rotating) for x in ("opened", "first unit"))]
 )

@@ -156,6 +156,7 @@ def test_explain_prints_both_parts_and_the_weight(capsys, monkeypatch):
         assert part in text, part
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "method", "told"),
     [
@@ -201,6 +202,7 @@ def test_what_comes_fitted_with_a_shipped_model_is_weighed_there(id, capsys):
     assert f"After 64 tokens: {size(nbytes(cache))}, " in capsys.readouterr().out
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["epicache(budget=0.25)", "infinipot(budget=0.25)"])
 def test_methods_that_ask_an_instruction_are_weighed(method, capsys):
     assert main(["explain", method]) == 0

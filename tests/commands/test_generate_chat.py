@@ -40,6 +40,7 @@ def told(folder, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.rotating
 def test_lines_are_questions_and_the_cache_is_shown_as_it_grows(told):
     code, said, shown = told(FIRST, "", SECOND, words=["--method", "kvzip", "--budget", "0.5"])
     assert (code, said) == (0, ["17 4 52 <.>", "8 30 11 <.>"])
@@ -52,6 +53,7 @@ def test_lines_are_questions_and_the_cache_is_shown_as_it_grows(told):
     assert any("compiling" in line for line in shown) and "compiled in" not in reports[1]
 
 
+@pytest.mark.rotating
 def test_commands_act_and_are_no_questions(told, tmp_path, folder):
     path = tmp_path / "talk.cache"
     lines = [
@@ -93,6 +95,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(told, monkeypatch):
     assert sum("wrote 1" in line for line in shown) == 2
 
 
+@pytest.mark.rotating
 def test_an_error_at_a_terminal_leaves_the_conversation(told, monkeypatch):
     lines = iter(["nosuchword", FIRST])
 

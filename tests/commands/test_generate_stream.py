@@ -72,6 +72,7 @@ def test_half_a_character_in_a_prompt_is_named(chat, capsys):
 PROMPT = "<bos> the <set> brave otter 17 4 52 <.> a hill <get> brave otter"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "draft",
     ["lookup", *(pytest.param(d, marks=pytest.mark.rotating) for d in ("int8", "recall-tiny"))],

@@ -99,6 +99,7 @@ def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
     assert rows["parameters"] == "815.74 k, 1.6 MiB in bfloat16"
 
 
+@pytest.mark.rotating
 def test_a_config_alone_is_inspected_as_its_directory_is(tmp_path, capsys):
     text = (SHIPPED / "recall-tiny" / "config.json").read_text()
     (tmp_path / "config.json").write_text(text)

@@ -179,6 +179,7 @@ def test_a_list_says_what_families_have_in_common(capsys):
         assert f"{family} {' '.join(about_family(family).split())}" in out
 
 
+@pytest.mark.rotating
 def test_a_press_of_kvpress_finds_its_method(capsys):
     assert "snapkv" in listed(capsys, "--search", "SnapKVPress")
     named = {id for id in METHODS if METHODS[id].paper.kvpress}

@@ -10,6 +10,7 @@ TEXT = "def add(a, b):\n    return a + b\n"
 MODEL = ["--model", "bytes-tiny"]
 
 
+@pytest.mark.rotating
 def test_the_text_goes_to_the_output_and_the_counts_beside_it(tmp_path, capsys):
     one, two = tmp_path / "one.py", tmp_path / "two.py"
     one.write_text(TEXT * 2)

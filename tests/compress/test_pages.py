@@ -99,6 +99,7 @@ def deep_sizes(id):
 FREE = [i.id for i in in_pages() if takes_budget(i.id) and not i.training]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("id", sweep(FREE, "kvzip", "adakv"))
 def test_bytes_of_30_layers_are_within_2_percent_of_the_budget(id):
     sizes, methods = deep_sizes(id)
@@ -149,6 +150,7 @@ def test_every_verb_holds_the_bytes_of_the_budget(text, tmp_path):
     assert abs(cell.kept_bytes - slot - want) <= 0.02 * want
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("id", sweep(ALL, "kvzip", "adakv"))
 def test_33_tokens_never_weigh_more_than_the_full_cache(id):
     methods = [ready(shipped(), kvjax.method(id, budget=b)) for b in (0.25, 0.5, 0.75)]
@@ -182,6 +184,7 @@ THRESHOLDS = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("id", sweep(THRESHOLDS, "dms", "kvzap"))
 def test_thresholds_weigh_no_more_than_the_full_cache_and_what_they_remember(id):
     """Where all stays: beside keys, values and positions, what scores remember, and the pages' tables."""
@@ -199,6 +202,7 @@ def test_thresholds_weigh_no_more_than_the_full_cache_and_what_they_remember(id)
             assert {pool.owner.shape[0] for pool in held.pools} == {1}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("id", "queries"), [("scissorhands", 400), ("corm", 256)])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_queries_that_rows_carry_weigh_half_a_cache_of_so_many_tokens_and_more_below(id, queries, kv_heads):
@@ -219,6 +223,7 @@ def beside(cache):
     return nbytes(cache) - sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("id", sweep(["kvzip", "adakv"], "adakv"))
 def test_pages_change_nothing_that_is_kept(id):
     config = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48)

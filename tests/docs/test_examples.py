@@ -70,6 +70,7 @@ def test_a_read_of_ones_own_attends_to_the_largest_products_of_decoded_keys(rng)
         assert set(slots[0, head, : count[0, head]].tolist()) == set(np.argsort(-scores[head])[:3].tolist())
 
 
+@pytest.mark.rotating
 def test_the_architecture_of_the_page_decodes_what_it_computes(rng):
     spec = importlib.util.spec_from_file_location("hgrn2_example", ROOT / "docs" / "examples" / "hgrn2.py")
     example = importlib.util.module_from_spec(spec)

@@ -35,6 +35,7 @@ def run(kind, code, page, names):
             assert main(shlex.split(line)[1:]) == 0, line
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("page", IN_TURN)
 def test_a_page_runs_and_prints_its_comments(page, capsys, tmp_path, monkeypatch):
     for file in (*(DOCS / "examples").glob("*.py"), DOCS.parent / "README.md"):

@@ -69,6 +69,7 @@ def recall_words(ids):
     return [WORDS[int(i)] for i in ids]
 
 
+@pytest.mark.rotating
 def test_every_cell_is_said_as_soon_as_it_is_done(small):
     lines = [line for line in SAID.getvalue().splitlines() if " in " in line]
     assert len(lines) == len(small.cells)
@@ -138,6 +139,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_cell(small, tmp_path
     assert without_times(found.rows) == without_times(small.rows)
 
 
+@pytest.mark.rotating
 def test_a_method_that_fails_is_left_out_and_tried_again_by_resume(small, tmp_path, monkeypatch):
     out = shutil.copytree(small.out, tmp_path / "run")
     log = (out / "units.jsonl").read_text().splitlines(keepends=True)

@@ -109,6 +109,7 @@ def test_tasks_that_are_none_are_named(bare, behind):
         make_suite(bare, [behind]).rows(0, "multi-turn")
 
 
+@pytest.mark.rotating
 def test_a_model_without_a_tokenizer_is_compared_by_a_function(bare, behind, tmp_path):
     found = kvjax.compare(
         bare, ["int8"], tasks=[behind], budgets=[0.5], protocols=["aware"], samples=2, length=32,

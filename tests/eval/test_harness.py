@@ -65,6 +65,7 @@ def test_batches_hold_every_row_once_and_are_full():
     assert [len(batch) for _, batch in batches(rows, 8)] == [5]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stop", [(), ("4",)], ids=["all", "a stop string"])
 def test_rows_write_what_generate_writes(model, stop):
     """Wherever the context ends: the full cache keeps all of it."""

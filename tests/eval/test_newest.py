@@ -27,6 +27,7 @@ from kvjax.keep.patterns import Recent
 from kvjax.pure import bind
 from kvjax.state.cache import kept_positions, nbytes
 from tests.methods.battery import MAIN, model
+from tests.sweep import sweep
 
 LENGTHS = np.array([len(row) for row in MAIN.first])
 NEWEST = 5
@@ -52,7 +53,7 @@ def kept(method):
     return lists, nbytes(cache)
 
 
-@pytest.mark.parametrize("name", [*ALWAYS, *TURNED])
+@pytest.mark.parametrize("name", sweep(METHODS, "scores"))
 def test_the_newest_tokens_stay_and_count_in_the_budget(name):
     method = kvjax.method(METHODS[name])
     (before, weighed), (after, weighs) = kept(method), kept(keeping_newest(method, NEWEST))
@@ -63,6 +64,7 @@ def test_the_newest_tokens_stay_and_count_in_the_budget(name):
     assert total[0] == total[1] and weighed == weighs
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("variant", ["grouped", pytest.param("kvpress", marks=pytest.mark.rotating)])
 def test_a_question_stays_in_the_layer_with_fewest_slots(variant):
     """Without room for it, the last layer of the pyramid would hold two of its five tokens."""
@@ -76,6 +78,7 @@ def test_a_question_stays_in_the_layer_with_fewest_slots(variant):
         kept(method.protecting(Recent(NEWEST)))
 
 
+@pytest.mark.rotating
 def test_heads_without_importance_hold_a_question_of_any_method():
     one, question, n = kvjax.load("recall-tiny"), 30, 120
     cells = [cell for cell in plan_cells(one, ["all"], (0.25,), "short") if cell.method.keep is not None]

@@ -127,6 +127,7 @@ def test_one_question_is_no_conversation(model, tmp_path):
         suite.rows(0, "multi-turn")
 
 
+@pytest.mark.rotating
 def test_an_answer_is_what_a_kept_cache_says_after_the_right_answers(model, tmp_path):
     """Each turn against one cache that is compressed once and then fed question by question."""
     method = kvjax.method("snapkv", budget=16, window=4)
@@ -154,6 +155,7 @@ def test_an_answer_is_what_a_kept_cache_says_after_the_right_answers(model, tmp_
     assert found == expected
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
 def test_a_context_is_read_and_compressed_once_for_all_its_questions(model, tmp_path, name):
     """Against rows that each read the prompt, also in a batch that is not full."""

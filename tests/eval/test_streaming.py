@@ -139,6 +139,7 @@ def test_distances_count_the_tokens_since_the_compression(model, book, rows, mon
     assert row["kl"] == pytest.approx(rows["snapkv", 0.5]["kl"], rel=1e-5)
 
 
+@pytest.mark.rotating
 def test_the_report_draws_and_exports_distances(rows):
     found = list(rows.values())
     page = text_html({"model": "tiny"}, found)

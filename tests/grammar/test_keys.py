@@ -84,6 +84,7 @@ def scores(score):
     return [np.asarray(x) for x in found.scores]
 
 
+@pytest.mark.rotating
 def test_observations_that_print_alike_are_both_recorded():
     assert repr(Queries(4)) == repr(LastQueries(4)) and key_of(Queries(4)) != key_of(LastQueries(4))
     mine, theirs = scores(LastPosition(4)), scores(WindowAttention(4))

@@ -69,6 +69,7 @@ def assert_same_bits(a: Cache, b: Cache):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["less(budget=0.5)", "razorattention(window=8)"])
 def test_named_arrays_of_a_row_come_back(method, tmp_path):
     _, cache = kvjax.prefill(kvjax.load("recall-tiny"), [[*range(4, 68)]], method=method, room=2)

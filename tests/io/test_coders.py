@@ -213,6 +213,7 @@ def test_damaged_missing_and_foreign_chunks_are_refused(rng):
         list(kvjax.send_cache(other, coder))
 
 
+@pytest.mark.rotating
 def test_caches_that_hold_no_plain_numbers_and_wrong_coders_are_refused(tmp_path):
     m = model("4/2")
     for method, why in (("int4:group=16", "has codes"), ("snapkv(budget=0.5, window=4)", "were evicted")):

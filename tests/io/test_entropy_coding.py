@@ -15,6 +15,7 @@ from kvjax.io.cache_arrays import Arrays, write_parts
 from kvjax.io.entropy_coding import coded, decoded
 from kvjax.models.files import open_safetensors
 from kvjax.store.symmetric import Symmetric, Unpacked
+from tests.sweep import sweep
 
 TEXT = [np.random.default_rng(5).integers(0, 100, 300).tolist(), list(range(40))]
 
@@ -68,7 +69,7 @@ def int4(model):
     return kvjax.prefill(model, TEXT, method="int4")[1]
 
 
-@pytest.mark.parametrize("method", ["int4", "snapkv(budget=0.5, window=8) + kivi(bits=2)"])
+@pytest.mark.parametrize("method", sweep(["int4", "snapkv(budget=0.5, window=8) + kivi(bits=2)"], "int4"))
 def test_a_coded_cache_is_smaller_and_is_the_same_one(model, method, tmp_path):
     _, cache = kvjax.prefill(model, TEXT, method=method)
     kvjax.save_cache(tmp_path / "plain", cache)

@@ -14,6 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import plan_cells
 from kvjax.grammar.refuse_keep import crowded
 from kvjax.io.gin_bindings import load_preset
+from tests.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,9 @@ def test_every_layer_of_a_small_model_chooses_and_not_the_first_for_all(model):
     assert made["gemfilter"].reread.after(model.config.layers) == 1
 
 
-@pytest.mark.parametrize(("preset", "tokens"), [("short", 480), ("short-deep", 960)])
+@pytest.mark.parametrize(
+    ("preset", "tokens"), sweep([("short", 480), ("short-deep", 960)], ("short-deep", 960))
+)
 def test_every_method_has_room_for_what_it_protects_at_every_budget(model, preset, tokens):
     cells = plan_cells(model, ["all"], (0.5, 0.25, 0.125), preset)
     assert {cell.label for cell in cells} >= {"snapkv", "criticalkv", "gemfilter", "defensivekv"}

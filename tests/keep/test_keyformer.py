@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.keep.algebra import AgeDecayed
 from kvjax.keep.scores.keyformer import NoisyMass, gumbel
@@ -31,6 +32,7 @@ def test_noisy_attention_is_a_softmax_of_logits_with_gumbel_noise_that_gets_warm
     np.testing.assert_allclose(found[0], want, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.rotating
 def test_noise_is_gumbel_and_new_for_every_query_key_head_layer_and_seed():
     at = jnp.arange(100, dtype=jnp.int32)[None]
     draws = lambda seed, layer: NoisyMass(seed=seed).draws(at, at[:, None], 2, layer)[0]  # noqa: E731

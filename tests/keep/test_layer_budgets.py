@@ -16,6 +16,7 @@ from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, K, S, check, f32, probabilities, seen_by, window_of
 from tests.keep.test_score import view as view  # a fixture
+from tests.sweep import sweep
 
 LAYERS, LAST = 3, 4
 
@@ -55,7 +56,7 @@ ALLOCATIONS = {
 }
 
 
-@pytest.mark.parametrize("spare", [0, 1, 2, 5])
+@pytest.mark.parametrize("spare", sweep([0, 1, 2, 5], 1))
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_few_slots_beside_protected_ones_are_no_more_than_the_budget(name, spare, rng):
     s, n = scores_of(rng, [0.1, 2, 12]), np.full(B, 2 + spare)

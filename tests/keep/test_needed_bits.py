@@ -7,10 +7,13 @@ from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.needed_bits import NeededBits
 from tests.keep.test_score import LENGTH, B, G, H, K, S, probabilities, seen_by, window_of
 from tests.keep.test_score import view as view  # a fixture
+from tests.sweep import sweep
 
 
 @pytest.mark.parametrize(("outliers", "apart"), [(0.0, 0), (0.2, 2)])
-@pytest.mark.parametrize(("key_error", "value_error"), [(40.0, 1e20), (1e20, 2.0), (40.0, 2.0)])
+@pytest.mark.parametrize(
+    ("key_error", "value_error"), sweep([(40.0, 1e20), (1e20, 2.0), (40.0, 2.0)], (40.0, 2.0))
+)
 def test_bits_are_those_of_the_larger_need_of_a_key_and_a_value(
     rng, view, key_error, value_error, outliers, apart
 ):

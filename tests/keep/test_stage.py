@@ -61,6 +61,7 @@ def test_first_stage_of_pooled_scores_leaves_out_protected_slots():
     assert first_stage(12, 0.5, False, -1.0 * Older() >> Pool(3)) == [[19, 18, 17][::-1], [12, 11, 10][::-1]]
 
 
+@pytest.mark.rotating
 def test_nacl_where_the_window_is_half_of_the_budget_draws():
     """Of 128 slots, 68 are protected, and of the 60 others two seeds have 37 in common at least."""
     row = np.random.default_rng(0).integers(0, 64, 256).tolist()

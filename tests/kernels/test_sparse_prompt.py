@@ -94,7 +94,7 @@ def bar(case):
     return 1e-2 if case.get("dtype") == jnp.bfloat16 else 3e-6
 
 
-@pytest.mark.parametrize("form", ["tpu interpret", FORM])
+@pytest.mark.parametrize("form", sweep(["tpu interpret", FORM], FORM))
 @cases
 def test_the_kernel_is_masked_attention(name, form):
     q, keys, pos, picks, softcap = drawn = draw(**CASES[name])
@@ -113,6 +113,7 @@ def test_the_plain_form_is_masked_attention(name):
     check(call(q, keys, pos, picks), by_hand(*drawn, 0.3), bar(CASES[name]))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dma", ["on_wait", pytest.param("eager", marks=pytest.mark.rotating)])
 def test_copies_arrive_before_they_are_read(dma):
     case = dict(segment=32, block=16, tokens=96, lengths=(96, 40), heads=1)

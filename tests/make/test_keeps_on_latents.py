@@ -29,6 +29,7 @@ KEEPS = {
 PAIRS = [(keep, make) for keep in KEEPS for make in WHOLE]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("keep", "make"), sweep(PAIRS, ("kvgrad", "palu"), ("criticalkv", "palu")))
 def test_values_are_weighed_as_the_output_matrix_takes_them(keep, make):
     got, _ = answers(kvjax.chain(WHOLE[make], KEEPS[keep]))

@@ -74,6 +74,7 @@ def main_directions(rows, threshold):
     return v, int(np.argmax(np.cumsum(s) / s.sum() >= threshold)) + 1
 
 
+@pytest.mark.rotating
 def test_eigen_attention_stores_the_main_directions_of_layers_keys_and_of_heads_values(inputs):
     y, fitted = inputs
     method = kvjax.method("eigen-attention", threshold=0.8, fitted=fitted)

@@ -80,6 +80,7 @@ def over_below(layers, first, bits, coded):
     return decode
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.rotating)])
 def test_layers_store_differences_to_what_is_decoded_below(layers):
     """With granules of 8 and 2 newer tokens, 16 of 21 tokens are encoded."""
@@ -87,6 +88,7 @@ def test_layers_store_differences_to_what_is_decoded_below(layers):
     check("deep", method, over_below(layers, 4, 2, 16))
 
 
+@pytest.mark.rotating
 def test_steps_encode_the_sum_over_layers_as_a_prompt_does():
     """After one step, the first 24 of 28 tokens are encoded: the last granule of them by the step."""
     m = model("deep")
@@ -114,6 +116,7 @@ def test_steps_encode_the_sum_over_layers_as_a_prompt_does():
         np.testing.assert_allclose(np.asarray(got)[0, 1, 0][slots], x[pos[slots]], atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_stored_inputs_without_codes_are_the_model_itself():
     m, method = model("4/2"), Method(make=StoredInputs())
     caches = [kvjax.prefill(m, [ROW], method=x, room=4)[1] for x in (method, None)]

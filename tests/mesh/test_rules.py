@@ -58,6 +58,7 @@ def test_fewer_kv_heads_than_devices_are_on_all_of_them():
 ODD = Config(**vars(CONFIG) | dict(vocab=33, heads=9, kv_heads=3))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "method",
     [

@@ -39,6 +39,7 @@ def whole(name, dtype):
     return answers(rounded(name, dtype), None)[0]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep([*dict.fromkeys(row.label for row in ROWS)], "kvquant"))
 def test_in_bfloat16_methods_keep_and_lose_what_they_do_in_float32(label):
     row = BY_LABEL[label]

@@ -96,6 +96,7 @@ def two_turns(m, method):
     return np.stack([*out, np.asarray(logits)]), positions(cache)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep([r.label for r in ROWS if by_layer_of(r) is not None], "tidaldecode"))
 def test_one_method_for_every_layer_is_that_method(label):
     row = BY_LABEL[label]

@@ -47,6 +47,7 @@ def check_steps(keep, stored, attends):
         assert np.median(apart) < 1e-4 and max(apart) < 0.03
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("keep", "store"), sweep(CASES, ("adakv", "csr"), ("kvzip", "asymkv")))
 def test_unequal_lists_are_encoded_by_what_is_fitted_to_each(keep, store):
     check_steps(keep, *of_store(store))

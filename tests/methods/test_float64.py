@@ -26,6 +26,7 @@ def answers(m, method):
 LABELS = [*dict.fromkeys(row.label for row in ROWS)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep([*LABELS, "quest in host memory"], "keepkv"))
 def test_under_x64_methods_answer_as_without(label):
     row = BY_LABEL["quest" if "host" in label else label]

@@ -16,6 +16,7 @@ KIVI = kvjax.method("kivi", bits=4, group=GROUP, residual=RESIDUAL)
 PAGED = ("adakv", "pyramidkv", "kvzip")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "label", [PAGED[0], *(pytest.param(one, marks=pytest.mark.rotating) for one in PAGED[1:])]
 )

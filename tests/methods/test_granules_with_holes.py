@@ -67,6 +67,7 @@ NOW = Method(Keep(OfNow(), Budget(BUDGET), Uniform(), (Recent(RECENT),), when=ST
 RULES = {"h2o": (H2O, "mass", 8, 0.01, ()), "now": (NOW, "now", 4, 0.1, ("emptied", "gathered"))}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rule", RULES)
 def test_the_union_of_codes_and_tail_loses_its_worst_token(rule):
     method, name, bits, error, happened = RULES[rule]

@@ -39,7 +39,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(WITH_SINKS, "h2o", "adakv"))
+@pytest.mark.parametrize("name", sweep(WITH_SINKS, "h2o"))
 def test_first_tokens_apart_are_ranked_with_all_others(name):
     alone = WITH_SINKS[name]()
     (got, cache), (want, _) = answers(kvjax.chain(alone, SINKS)), answers(alone)
@@ -47,6 +47,7 @@ def test_first_tokens_apart_are_ranked_with_all_others(name):
     assert all(group.sinks is not None for group in cache.groups)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(READS, "quest"))
 def test_a_read_of_all_slots_beside_first_tokens_apart_is_attention_to_all(name):
     got, cache = answers(kvjax.chain(READS[name](), SINKS))
@@ -67,6 +68,7 @@ READ_SHORTER = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(READ_SHORTER, "h2o"))
 def test_a_keep_chooses_of_the_text_that_gemfilter_reads_as_if_it_were_given(name):
     whole, keep = model("4/2"), READ_SHORTER[name]()
@@ -88,6 +90,7 @@ OF_SLOTS = {
 }  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("memory", "keep"),
     sweep([(a, b) for a in MEMORIES for b in OF_SLOTS], ("gisting", "keydiff")),
@@ -113,12 +116,14 @@ def test_a_keep_chooses_among_memory_tokens_by_their_keys():
         np.testing.assert_array_equal(np.sort(best, -1), held)
 
 
+@pytest.mark.rotating
 def test_blocks_of_what_a_keep_leaves_are_read_as_it_leaves_them():
     keep = of("snapkv", budget=0.5, window=4)
     both = kvjax.chain(keep, of("infllm", budget=1.0, page=4, newest=4))
     assert apart(answers(both)[0], answers(keep)[0]) < 2e-5
 
 
+@pytest.mark.rotating
 def test_a_store_that_was_not_fitted_is_read_in_part():
     store = of("think", group=4, residual=4)
     both = kvjax.chain(store, of("quest", budget=1.0, page=4, skip_layers=0))
@@ -134,6 +139,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(INSIDE, "think of all channels"))
 def test_a_store_inside_another_that_loses_nothing_is_that_one(name):
     lossless, alone = INSIDE[name]

@@ -268,6 +268,7 @@ def test_a_method_of_a_file_is_what_its_repr_builds(tmp_path, folder):
     assert_same_method(method(repr(inside)), inside)
 
 
+@pytest.mark.rotating
 def test_every_verb_takes_the_same_text(capsys):
     text = "snapkv(budget=0.5, window=4) + int8"
     wanted = chain(method("snapkv", budget=0.5, window=4), method("int8"))

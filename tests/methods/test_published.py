@@ -26,9 +26,10 @@ from kvjax.ops.attention.union import Keys, attend
 from tests.float64.reference import softmax
 from tests.keep.test_score import seen_by
 from tests.methods.recorded import LENGTHS, kept_by_kvjax, model, numbers, prompt, tokens
+from tests.sweep import sweep
 
 
-@pytest.mark.parametrize(("budget", "tokens"), [(24, 96), (24, 40), (48, 60), (16, 32)])
+@pytest.mark.parametrize(("budget", "tokens"), sweep([(24, 96), (24, 40), (48, 60), (16, 32)], (24, 40)))
 def test_headkv_slots_are_those_of_the_authors_code(budget, tokens):
     """Where a head's share exceeds the prompt, of 40 and 60 tokens, the rest of it is lost."""
     recorded = numbers("headkv")
@@ -67,6 +68,7 @@ class GivenSums(Word):
         return jnp.asarray(numbers("nacl")["sums"], jnp.float32)[None]
 
 
+@pytest.mark.rotating
 def test_nacl_draws_as_often_as_the_authors_code():
     """Of 40 tokens 8 by their sums and 8 by chance, beside 4 sinks and a window of 8."""
     recorded = numbers("nacl")
@@ -87,6 +89,7 @@ def test_nacl_draws_as_often_as_the_authors_code():
     assert (np.abs(found - want) <= 5 * spread).all()
 
 
+@pytest.mark.rotating
 def test_zeromerge_keeps_the_heavy_hitters_of_the_authors_code():
     """Their residual slot is a mean; here it is the heavy hitter of the least attention."""
     found, recorded = kept_by_kvjax("zeromerge", dict(budget=0.5)), numbers("zeromerge")
@@ -106,6 +109,7 @@ def held_before() -> View:
     return View(k, v, pos, 0.6 * jnp.log(weight), {key_of(AccumulatedDecayedMass(0.98)): score})
 
 
+@pytest.mark.rotating
 def test_zeromerge_merges_as_the_authors_code():
     """Mean by counts, the larger score, in the one slot that takes up."""
     view, recorded = held_before(), numbers("zeromerge")
@@ -133,6 +137,7 @@ def test_zeromerge_bonus_is_that_of_the_authors_code():
     np.testing.assert_allclose(out, recorded["attended"], rtol=2e-6)
 
 
+@pytest.mark.rotating
 def test_cam_merges_values_with_the_chance_of_the_authors_code():
     """Merges always where a token received more than later ones, and never where it received nothing."""
     recorded = numbers("cam")
@@ -166,6 +171,7 @@ def cam_of_the_newest_query(v, attention, leaves):
     return chance, after
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("newer", [9, 40])
 def test_cam_by_the_newest_query_is_the_authors_other_form(newer):
     rng, leaves, draws = np.random.default_rng(0), 3, 3000
@@ -191,6 +197,7 @@ def test_cam_by_the_newest_query_is_the_authors_other_form(newer):
     assert merges[:, 0].all() and not merges[:, 1].any()
 
 
+@pytest.mark.rotating
 def test_roco_read_token_by_token_is_easykv_s_stream():
     """Written from easykv.py (a1d71ca), stride 1: a token attends, then one leaves a list beyond its budget.
 
@@ -223,6 +230,7 @@ def test_roco_read_token_by_token_is_easykv_s_stream():
     assert [set(pos[pos >= 0].tolist()) for pos in cut] != held
 
 
+@pytest.mark.rotating
 def test_l2compress_in_steps_lets_the_largest_key_go_after_every_token():
     """In the first layer, whose keys do not depend on what has left."""
     text = prompt(3)

@@ -115,6 +115,7 @@ def sentence(parts):
         return kvjax.chain(*parts)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(CASES, "keys of ranks under a read"))
 def test_what_is_refused_answers_wrongly_or_cannot_run(name):
     fact, parts, right = CASES[name]
@@ -171,6 +172,7 @@ def test_segments_of_unequal_lists_would_be_read_or_placed_wrongly():
     assert off_by[0] < 1e-5 and off_by[1] > 1e-3
 
 
+@pytest.mark.rotating
 def test_merged_layers_would_stay_on_the_device():
     _, cache = answers(sentence((MERGED, of("offloaded"))), checked=False)
     assert host_nbytes(cache) == 0
@@ -185,6 +187,7 @@ def read_shorter(one, name="4/2"):
     return [one[i] for i in source if i >= 0], source[source >= 0]
 
 
+@pytest.mark.rotating
 def test_gemfilter_would_compare_queries_with_keys_that_they_do_not_meet():
     keep = BY_LABEL["lm-infinite"].method()
     with pytest.raises(ValueError, match=Fact.WHOLE_PROMPTS.value):

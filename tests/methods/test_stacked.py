@@ -39,6 +39,7 @@ def test_stacks_are_cut_where_layers_differ_and_nowhere_else(text, sizes):
     assert cuts(text) == sizes
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "text",
     [

@@ -30,6 +30,7 @@ def chains(row):
 LABELS = [row.label for row in ROWS if chains(row)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "label", [x if x in FIRST else pytest.param(x, marks=pytest.mark.rotating) for x in LABELS]
 )
@@ -51,6 +52,7 @@ def test_what_stays_is_what_stays_of_rotated_keys(label):
 MERGING = [label for label in LABELS if BY_LABEL[label].method().keep.merge is not None]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(MERGING, "d2o"))
 def test_merges_of_unrotated_keys_answer_as_those_of_rotated_keys(label):
     method = BY_LABEL[label].method()

@@ -70,6 +70,7 @@ def test_pieces_of_a_cleaned_text_are_the_text():
         assert "".join([*map(text.add, ids), text.rest()]) == made.decode(ids)
 
 
+@pytest.mark.rotating
 def test_answers_are_read_cleaned_and_bytes_are_counted_as_written():
     model, text = speaking(), "so , it 's . "
     ids = list(text.encode())

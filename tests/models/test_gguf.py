@@ -19,6 +19,7 @@ from kvjax.models.gguf.weights import is_later, stored_tensors
 from kvjax.ops.base.rope import Rope
 from tests.models.gguf_files import CONVERTED, RECORDED, checkpoint, llama3_divisors, write_case
 from tests.models.hf_fixtures import relative_error
+from tests.sweep import sweep
 
 TOKENS = np.random.default_rng(0).integers(0, 80, (1, 40)).astype(np.int32)
 
@@ -47,7 +48,15 @@ def assert_same(ours, theirs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=4e-7, strict=True), ours, theirs)
 
 
-@pytest.mark.parametrize("name", [n for n in CONVERTED if n != "glm_4_flash" and "falcon_h1" not in n])
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        [n for n in CONVERTED if n != "glm_4_flash" and "falcon_h1" not in n],
+        "llama_llama3",
+        "gpt_oss",
+        "mamba2",
+    ),
+)
 def test_what_llama_cpp_converts_is_read_back(name, tmp_path):
     directory = checkpoint(CONVERTED[name], tmp_path / "hub", rounded=True)
     file = recorded(name, tmp_path)
@@ -65,12 +74,14 @@ def test_what_llama_cpp_converts_is_read_back(name, tmp_path):
     assert ours.config == theirs.config
 
 
+@pytest.mark.rotating
 def test_glm_4_flash_is_read_as_the_deepseek_that_it_is(tmp_path):
     file, directory = recorded("glm_4_flash", tmp_path), tmp_path / "hub"
     checkpoint(CONVERTED["glm_4_flash"], directory, rounded=True)
     np.testing.assert_array_equal(load(file)(TOKENS), load(directory)(TOKENS))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["falcon_h1", "falcon_h1_plain"])
 def test_falcon_h1_has_its_factors_in_its_tensors(name, tmp_path):
     directory = checkpoint(CONVERTED[name], tmp_path / "hub", rounded=True)

@@ -46,6 +46,7 @@ def at(logits, lengths):
     return logits[np.arange(3), lengths - 1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(FAMILIES, "gpt_oss"))
 def test_two_turns_of_unequal_rows_and_steps_compute_what_one_pass_does(name):
     model, whole = loaded(name)

@@ -65,6 +65,7 @@ def test_gemma_3n_has_the_published_sizes_and_shares_the_slots_of_two_layers():
     assert rows["KV per token"].startswith("8.0 KiB in bfloat16: 2 x 4 layers x 2 heads x 256 channels")
 
 
+@pytest.mark.rotating
 def test_a_token_without_a_per_layer_embedding_has_that_of_token_0(tmp_path):
     """As in `Gemma3nModel.get_per_layer_inputs`; the tokenizer's last ids stand for images and sounds."""
     fixture = hf_fixtures.read("gemma3n_text")

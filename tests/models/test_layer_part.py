@@ -53,6 +53,7 @@ def spread(mixer, rules="tensor", mesh="model=2"):
     return kvjax.spread(Model(config, init(config, jax.random.key(0))), mesh, rules).params["layers"][1]
 
 
+@pytest.mark.rotating
 def test_parameter_without_axes_on_a_mesh_warns():
     with pytest.warns(UserWarning, match="Unnamed.axes does not name gain, so every device holds them whole"):
         params = spread(Unnamed())
@@ -130,6 +131,7 @@ def test_unknown_name_in_json_imports_nothing():
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.rotating
 def test_reading_configs_knows_every_mixer_of_the_folder():
     files = [path.read_text() for folder in mixers.__path__ for path in Path(folder).glob("*.py")]
     written = {name for text in files for name in re.findall(r"^class (\w+)\((?!.*abstract)", text, re.M)}

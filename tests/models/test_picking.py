@@ -62,6 +62,7 @@ def test_a_layer_takes_picked_tokens_by_their_positions():
     assert np.asarray(seen[0])[0].tolist() == [[True, False, True, True]] * 2
 
 
+@pytest.mark.rotating
 def test_queries_some_at_a_time_attend_as_all_at_once(model, monkeypatch):
     whole = np.asarray(model(TOKENS))
     monkeypatch.setattr(attending_picked, "QUERIES", 16)
@@ -79,6 +80,7 @@ def test_what_is_picked_matters_and_what_fits_is_not_picked(model):
 
 
 # All tokens stay under these, in pages, as codes and with keys that turn when they are read.
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["full", "adakv(budget=64)", "streamingllm(budget=64)", "h2o(budget=64)"])
 def test_steps_pick_what_one_pass_does(method, model):
     whole = np.asarray(model(TOKENS))

@@ -40,6 +40,7 @@ def test_logits_are_those_of_the_equations(model, expected):
     np.testing.assert_allclose(model(TOKENS), expected, atol=2e-4 * np.abs(expected).max())
 
 
+@pytest.mark.rotating
 def test_two_turns_of_unequal_rows_and_steps_are_one_pass(model, expected):
     bar = 2e-4 * np.abs(expected).max()
     rows, read = np.arange(2), np.array([17, 9])

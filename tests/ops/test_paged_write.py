@@ -8,6 +8,7 @@ import pytest
 from kvjax.ops.decode.page_pool import make_pool
 from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_write import paged_write
+from tests.sweep import sweep
 
 LAYERS, HEADS, WIDTH, PAGE, BLOCKS = 2, 2, 8, 8, 7
 
@@ -27,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype, packed, names", CASES)
+@pytest.mark.parametrize("dtype, packed, names", sweep(CASES, CASES[-1]))
 def test_many_tokens_at_once_are_the_same_one_by_one(dtype, packed, names, rng):
     pool = pool_of(rng, dtype, packed, names)
     blocks = rng.permutation(BLOCKS)[:6].reshape(2, 3)

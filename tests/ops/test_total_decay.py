@@ -28,7 +28,7 @@ def results(name):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("name", sweep(GATED, "gla", "forgetting_attn"))
+@pytest.mark.parametrize("name", sweep(GATED, "gla"))
 def test_a_decay_of_minus_infinity_is_a_very_strong_one(name):
     inputs = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), oracle(name)[0])
     run, both = results(name), []
@@ -42,6 +42,7 @@ def test_a_decay_of_minus_infinity_is_a_very_strong_one(name):
         np.testing.assert_allclose(got, want, atol=1e-5 * float(np.abs(want).max()))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("heads", [False, True])
 def test_what_follows_a_total_decay_is_a_text_of_its_own(rng, heads):
     q, k, v = (rng.normal(size=(2, 40, 2, 4)).astype(np.float32) for _ in range(3))

@@ -94,6 +94,7 @@ FREE = {
 MORE = {"r-kv": dict(buffer=2, window=1), "d2o": dict(sinks=0), "streamingllm": dict(sinks=0)}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(FREE, "d2o"))
 def test_what_changes_slots_while_decoding_changes_them_in_host_memory(name):
     keep, *store = FREE[name]

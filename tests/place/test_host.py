@@ -277,6 +277,7 @@ def test_where_there_is_one_memory_the_body_stays_there_and_is_read_alike(rng, m
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.rotating
 def test_what_is_estimated_of_clusters_in_host_memory_is_that_of_the_device():
     more = dict(budget=0.3, clusters=4, turns=3, sinks=2, newest=4)
     near, far = (kvjax.method("retroinfer", **more, **at) for at in ({}, dict(resident=0.3)))
@@ -296,6 +297,7 @@ def by_values():
     return [talked(kvjax.method("kcache", **VALUES, **at)) for at in ({}, dict(resident=0.3))]
 
 
+@pytest.mark.rotating
 def test_values_alone_lie_in_host_memory_and_no_number_changes(by_values):
     (want, _), (got, cache) = by_values
     for a, b in zip(want, got, strict=True):
@@ -307,6 +309,7 @@ def test_values_alone_lie_in_host_memory_and_no_number_changes(by_values):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.rotating
 @needs_host
 def test_a_step_moves_no_key_between_the_memories(by_values):
     _, (_, cache) = by_values

@@ -60,6 +60,7 @@ def both():
     return talked(small(), adakv), talked(small(), kvjax.chain(adakv, FAR))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(LABELS, "adakv"))
 def test_unequal_heads_in_host_memory_answer_as_on_the_device(label):
     row = BY_LABEL[label]

@@ -123,6 +123,7 @@ def test_an_emptied_row_starts_again_and_the_others_go_on(name, model):
     assert after.next.tolist() == [19, 7]
 
 
+@pytest.mark.rotating
 def test_an_emptied_row_remembers_no_queries(model, rng):
     """A window longer than the prompt: only the prompt's own queries vote on what stays, at 20 positions."""
     method, prompts = (

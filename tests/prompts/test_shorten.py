@@ -73,6 +73,7 @@ def found(short):
     return [(one.document, one.positions.tolist()) for one in short.kept]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("begins", [False, pytest.param(True, marks=pytest.mark.rotating)])
 def test_llmlingua_keeps_what_surprises_behind_what_is_kept(begins, model):
     if begins:
@@ -154,6 +155,7 @@ def test_shares_are_moved_alike_until_the_budget_is_met():
         assert scaled.min() >= 0 and scaled.max() <= 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "by", ["llmlingua", *(pytest.param(by, marks=pytest.mark.rotating) for by in ("longllmlingua", "cpc"))]
 )

@@ -156,6 +156,7 @@ def test_scores_follow_the_text_through_prompts_chunks_turns_and_steps():
             np.testing.assert_allclose(got, same, atol=1e-4)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("chunk", [None, pytest.param(8, marks=pytest.mark.rotating)])
 def test_every_query_head_has_representatives_of_its_own_where_a_keep_selects_for_each(chunk):
     """Float64: those of a block that the queries of this head alone, of the tokens after them, meet most."""

@@ -1,6 +1,7 @@
 """Clusters that are estimated: counts and sums that follow the slots that come and leave, in float64."""
 
 import numpy as np
+import pytest
 
 import kvjax
 from tests.float64.reads import retroinfer
@@ -30,6 +31,7 @@ def test_clusters_are_read_estimated_and_left_out_as_tokens_join_them():
     assert (np.array(seen).mean(0) > 1).all()
 
 
+@pytest.mark.rotating
 def test_sums_are_those_of_the_slots_that_are_there():
     """After steps in which slots come and leave: counts and sums of every cluster, summed anew."""
     m, method = model(layers=2), kvjax.chain(kvjax.method("h2o(budget=0.5)"), METHOD)

@@ -46,6 +46,7 @@ def h2o_kept(prompt):
     return found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_read_receives_attention_and_the_worst_of_all_slots_leaves(name):
     word, attends, group, residual = FORMS[name]
@@ -94,6 +95,7 @@ UNEQUAL.append(EQUAL)
 UNEQUAL += [("pyramidkv", name) for name in OF_SLOTS if name != "magicpig"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("label", "name"), sweep(UNEQUAL, *UNEQUAL[:1], ("adakv", "pqcache"), EQUAL))
 def test_slots_of_unequal_lists_are_read_as_those_of_plain_ones(label, name):
     row, (word, attends) = BY_LABEL[label], OF_SLOTS[name]
@@ -102,6 +104,7 @@ def test_slots_of_unequal_lists_are_read_as_those_of_plain_ones(label, name):
     steps(kvjax.chain(row.method(), word), row.model, rows, lambda row: row.positions())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", ["snapkv kvpress", "adakv"])
 def test_layers_read_those_of_the_picked_tokens_that_they_hold(label):
     row, rows = BY_LABEL[label], []
@@ -159,6 +162,7 @@ OF_PAGES = ("quest", "infllm", "clusterkv", "tokenselect")
 PAIRS = [(a, b) for a in KEEPS for b in WHOLE if not ("int" in a and b in OF_PAGES)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("label", "name"), sweep(PAIRS, DUO_AND_QUEST))
 def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(label, name):
     row, word = BY_LABEL[label], read(name, 1.0, **WHOLE[name])
@@ -173,6 +177,7 @@ def test_a_read_of_all_that_a_keep_leaves_is_the_keep_alone(label, name):
         assert held == others
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("keep", sweep(("adakv", "duoattention", "h2o", "kvzip"), "kvzip"))
 def test_first_layers_that_read_everything_lie_in_the_pages_of_those_that_pick(keep):
     """Also where a prompt is read in pieces, and in a second turn."""
@@ -198,6 +203,7 @@ def fed(method, name):
         yield np.asarray(logits, np.float64), positions(cache)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(("d2o", "cam", "keepkv", "lagkv"), "d2o"))
 def test_what_lies_beside_slots_is_of_what_they_hold_once_others_left_or_merged_into_them(label):
     row = BY_LABEL[label]

@@ -54,6 +54,7 @@ def test_layers_read_what_the_layer_below_that_ranks_has_picked():
     assert any(seen[2, head] != seen[4, head] for seen in read for head in range(2))
 
 
+@pytest.mark.rotating
 def test_a_layer_that_evicted_by_itself_reads_the_picked_tokens_that_it_holds():
     """Layers have methods of their own: picks are tokens, not slots, where some of them evict."""
     m = model()

@@ -78,6 +78,7 @@ def prompts(name):
     return [Prompt(Decoder(m), tokens, hides=CASES[name][1]) for tokens in ROWS]
 
 
+@pytest.mark.rotating
 @cases
 def test_a_prompt_attends_to_what_the_equations_pick(name):
     logits, cache = kvjax.prefill(model(layers=3), ROWS, method=Method(read_prompt=CASES[name][0]), room=4)
@@ -109,6 +110,7 @@ WHOLE = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "text", [WHOLE[0], *(pytest.param(t, marks=pytest.mark.rotating) for t in WHOLE[1:])]
 )
@@ -117,6 +119,7 @@ def test_reading_all_blocks_is_full_attention(text):
     assert off(kvjax.prefill(model(layers=3), ROWS, method=text)[0], full) < 1e-5
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("form", ["gpu interpret", pytest.param("tpu interpret", marks=pytest.mark.rotating)])
 def test_kernels_read_prompts_of_unequal_rows_as_the_plain_form_does(form):
     method = "critiprefill(budget=0.3, segment=16, block=16, below=0.25, skip_layers=0)"
@@ -139,6 +142,7 @@ def test_short_prompts_are_those_of_the_full_cache_bit_by_bit():
         np.testing.assert_array_equal(kvjax.prefill(model(layers=3), [ROWS[2]], method=text)[0], full)
 
 
+@pytest.mark.rotating
 def test_received_attention_is_that_of_what_was_read():
     """The attention to picked blocks alone, by every reduction that keeps ask for."""
     mass = tuple(Mass(kind) for kind in ("sum", "max"))
@@ -180,6 +184,7 @@ def test_layers_with_a_window_attend_to_all_of_it():
     assert off(logits, np.stack(want)) < 3e-5
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("tokens", "budget"), [(64, 0.3), (61, 8), (130, 1.0)])
 def test_the_share_that_explain_tells_is_that_of_the_picks(tokens, budget):
     read = SegmentScores(Budget(budget), segment=8, block=4)

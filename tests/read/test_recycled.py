@@ -48,6 +48,7 @@ def by_hand(m, tokens):
     return found
 
 
+@pytest.mark.rotating
 def test_tokens_read_what_the_last_selecting_token_attended_to_most_and_what_came_since(small):
     logits, _ = written(small, METHOD)
     for row, (length, want, reads) in enumerate(by_hand(small, TOKENS)):
@@ -65,6 +66,7 @@ def test_tokens_read_what_the_last_selecting_token_attended_to_most_and_what_cam
         assert any(steps[1] - steps[4] for steps in reads.values())
 
 
+@pytest.mark.rotating
 def test_a_token_that_is_asked_again_gets_the_same_answer_whosever_turn_it_is(small):
     logits, cache = kvjax.prefill(small, MAIN.first, method=METHOD, room=STEPS)
     for token in TOKENS[: STRIDE + 2]:
@@ -96,6 +98,7 @@ def test_a_stride_of_one_is_full_attention(small):
 KEEPS = ["snapkv(budget=0.5, window=4)", "h2o(budget=0.5)", "adakv(budget=0.5, window=4)", "int8"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "other", [KEEPS[0], *(pytest.param(k, marks=pytest.mark.rotating) for k in KEEPS[1:])]
 )

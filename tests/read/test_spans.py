@@ -18,6 +18,7 @@ EVENTS = dict(gamma=0.3, keys=2, beside=0.3, least=2, events=8, sinks=2, newest=
 TOKENS = np.random.default_rng(8).integers(0, 64, (4, B))
 
 
+@pytest.mark.rotating
 def test_events_are_recalled_with_their_neighbours_while_tokens_come():
     m, seen, rows = model(layers=2), [], []
     _, cache = kvjax.prefill(m, MAIN.first, method=kvjax.method("em-llm", budget=0.25, **EVENTS), room=8)

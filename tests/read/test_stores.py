@@ -45,6 +45,7 @@ def test_pages_that_neither_divide_nor_hold_what_is_encoded_together_are_refused
         kvjax.chain(kvjax.method("kivi", group=32), kvjax.method("quest", budget=0.5, page=24))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.rotating) for n in READS]
 )

@@ -35,6 +35,7 @@ def test_how_many_slots_are_read_follows_from_the_data(room):
     assert share.mean() > 0.25 or room == 1
 
 
+@pytest.mark.rotating
 def test_a_row_that_ends_in_an_earlier_chunk_keeps_its_thresholds():
     m = model(layers=2)
     method = kvjax.method("top-theta", budget=0.25, window=WINDOW, newest=NEWEST)

@@ -12,6 +12,7 @@ from kvjax.serve.requests import Call, Request
 from kvjax.serve.sim import Costs, simulate
 from kvjax.serve.systems import system
 from tests.serve.test_loop import COSTS, clean, crowd
+from tests.sweep import sweep
 
 SECOND = Costs("by hand", 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0)
 WORDS = (words.Preserved(), words.Discarded(), words.Swapped(), words.LeastWaste(1000, 4000))
@@ -47,7 +48,9 @@ def calling(seed, count=24):
     return found
 
 
-@pytest.mark.parametrize("preempt", [words.Recompute(), words.Swap(), words.Reserved()], ids=repr)
+@pytest.mark.parametrize(
+    "preempt", sweep([words.Recompute(), words.Swap(), words.Reserved()], words.Swap()), ids=repr
+)
 @pytest.mark.parametrize("word", WORDS, ids=repr)
 def test_calls_lose_no_page_and_no_token_in_small_pools(word, preempt):
     batches = (words.Iterations(8), words.PrefillFirst(8), words.Chunked(16, 8))

@@ -225,6 +225,7 @@ def test_skip_join_queues_shorten_the_mean_completion(seed):
     assert ratio(at_once([64] * 16)) > 1.2
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_over_time_and_the_least_waste_shorten_the_mean_completion(seed):
     requests, pages = synthetic(f"azure-conv:requests=200,rate=8,calls=2,seed={seed}"), 3 * 8192 // 16
@@ -239,6 +240,7 @@ def test_memory_over_time_and_the_least_waste_shorten_the_mean_completion(seed):
     np.testing.assert_array_equal(one.ends, other.ends)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", SEEDS)
 def test_devices_apart_meet_a_tight_time_per_token_more_often(seed):
     """Rates are per device: two devices get twice as many requests as one that does both."""

@@ -15,6 +15,7 @@ pytest.importorskip("starlette", reason="the door needs the extra `serve`")
 from tests.serve.test_http import clean, door, service  # noqa: E402
 
 
+@pytest.mark.rotating
 def test_a_client_sees_every_token_at_its_time_and_names_what_failed():
     one = service()
     asked = [Request(i, 0.3 * i, 5 + i, 1 + 3 * i) for i in range(4)]

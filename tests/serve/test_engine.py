@@ -33,6 +33,7 @@ from kvjax.serve.sim import Costs, simulate
 from tests.methods import battery
 from tests.methods.table import BY_LABEL, ROWS
 from tests.serve.test_loop import at_random, clean
+from tests.sweep import sweep
 
 NEW, PAGE, PAGES = 12, 4, 20
 PAGED = System(words.Blocks(PAGE), words.Tree(), words.LRU(), batch=words.Chunked(16, 8))
@@ -117,7 +118,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(engines.Engine, "carry_out", poison)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", sweep(SYSTEMS, "iterations", "room for all"))
 def test_every_policy_gives_the_tokens_of_generate_alone(name):
     prompts = crowd()
     done = run(battery.model("4/2"), prompts, SYSTEMS[name], pages=PAGES, watch=clean)
@@ -128,6 +129,7 @@ def test_every_policy_gives_the_tokens_of_generate_alone(name):
     assert (done.outcome.moved > 0) == isinstance(SYSTEMS[name].preempt, words.Swap)
 
 
+@pytest.mark.rotating
 def test_pages_that_rows_share_are_read_once_by_the_device(monkeypatch):
     """Counted from the operands of the step: pages in pieces, which rows would read more often."""
     once, by_row, call = 0, 0, write.write_slice
@@ -173,6 +175,7 @@ def mixed(labels, system):
     check_alone(done, prompts)
 
 
+@pytest.mark.rotating
 def test_requests_of_five_methods_in_one_batch_are_written_by_one_program(monkeypatch):
     before, crews = write.write_slice._cache_size(), []
     call = write.write_slice
@@ -208,6 +211,7 @@ def test_what_a_method_evicts_is_free_for_others():
     assert len(done.outcome.ends) < len(simulate(system, asked, costs, pages=PAGES).ends)
 
 
+@pytest.mark.rotating
 def test_waste_is_what_the_lists_of_pages_hold_and_do_not_use(monkeypatch):
     """Counted from the lists on the device at every step; what lies in lanes is in no page."""
     counted, used, held = Pages._steps, [], []
@@ -239,6 +243,7 @@ CODED = (
 )  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "methods, kinds", [(CODED[1::3], 3), pytest.param(CODED, 4, marks=pytest.mark.rotating)]
 )
@@ -257,6 +262,7 @@ def test_codes_are_stored_in_pages_in_their_own_bytes(methods, kinds, monkeypatc
     assert len(engine.pages) == kinds and all(one.arena is engine.arena for one in engine.pages.values())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "method, kernels",
     [
@@ -328,6 +334,7 @@ def test_codes_in_pages_are_answered_alone_under_any_schedule(seed, monkeypatch)
     check_alone(run(battery.model("4/2"), prompts, system, pages=PAGES, watch=clean), prompts)
 
 
+@pytest.mark.rotating
 def test_methods_in_lanes_beside_pages_are_answered_alone(monkeypatch):
     mixed(MIXED["lanes"][:1], adversary(monkeypatch, 4))
 
@@ -350,6 +357,7 @@ def test_every_method_is_served_under_any_schedule(row, monkeypatch):
     check_alone(done, prompts, row.model)
 
 
+@pytest.mark.rotating
 def test_a_run_has_at_most_twelve_programs():
     before = sum(f._cache_size() for f in PROGRAMS)
     config = battery.Config(
@@ -389,6 +397,7 @@ def test_tokens_are_drawn_as_generate_draws_them():
     assert done.answers[0].tokens.tolist() == alone(texts()[0])[:3]
 
 
+@pytest.mark.rotating
 def test_the_likeliest_tokens_are_named_beside_each_that_is_written():
     """As a pass over the whole text without a cache has them; by pages and by lanes."""
     model, text = battery.model("4/2"), texts()[2]
@@ -419,6 +428,7 @@ def test_the_likeliest_tokens_are_named_beside_each_that_is_written():
         run(model, [Prompt(text, NEW, top=21)])
 
 
+@pytest.mark.rotating
 def test_in_bfloat16_answers_differ_at_ties_alone():
     """Counted, where two likeliest tokens are within two steps of the format; in pages of two methods."""
     model = battery.model("4/2")
@@ -513,6 +523,7 @@ def test_what_generate_would_refuse_is_refused_before_anything_runs(given, said)
         run(battery.model("4/2"), [Prompt([1]), given])
 
 
+@pytest.mark.rotating
 def test_split_models_and_pages_of_half_words_are_refused_first():
     with pytest.raises(kvjax.InputError, match="lies on several devices"):
         run(kvjax.spread(battery.model("4/2"), "model=2", "tensor"), [Prompt([1, 2])])

@@ -145,6 +145,7 @@ def test_a_seed_draws_the_same_text_and_none_draws_others():
     assert texts[0] == texts[1] == want.tokens[0].tolist() and texts[2] != texts[3]
 
 
+@pytest.mark.rotating
 def test_a_prompt_is_scored_where_it_is_echoed():
     """As lm-evaluation-harness asks: zip(token_logprobs, top_logprobs)[context:-1]."""
     with door(service()) as client:
@@ -162,6 +163,7 @@ def test_a_prompt_is_scored_where_it_is_echoed():
     assert tops[:-1] == want.greedy[0, 1:].tolist() and tops[-1]
 
 
+@pytest.mark.rotating
 def test_likeliest_tokens_are_named_in_completions_chats_and_echoes():
     sampled = {"temperature": 2.0, "seed": 3, "ignore_eos": True}
     with door(service()) as client:
@@ -333,6 +335,7 @@ def test_an_engine_that_fails_answers_with_an_error_and_a_new_one_goes_on(monkey
     clean(one)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_pages(stream, monkeypatch):
     run = Engine._run

@@ -56,6 +56,7 @@ def test_no_array_of_a_prompts_attention_grows_with_the_square_of_its_length():
     assert most(128, "tpu interpret") >= most(128, "reference")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("blocks", [1, 4, 7])
 def test_a_causal_prompt_visits_half_of_the_blocks_and_masks_the_diagonal(blocks):
     size, at = 16, jnp.arange(16 * blocks)[None, None]
@@ -72,6 +73,7 @@ def attention(q, k, v):
     return p / p.sum(-1, keepdims=True) @ v
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_rotation_before_float8_makes_the_error_of_outliers_smaller(seed):
     """The paper's numbers (section 4.3): N(0, 1), and to every thousandth N(0, 100) is added; eight heads."""
@@ -103,6 +105,7 @@ def laid_out(k, v, page, seed):
     return make_pool(*map(jnp.asarray, words)), jnp.asarray(table.reshape(1, k.shape[0], -1))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_cache_in_four_layouts_gives_one_attention(seed):
     heads, slots, width, lengths = 2, 64, 8, np.array([[37, 50]])
@@ -169,6 +172,7 @@ def test_parts_of_the_slots_merge_to_all_of_them(seed):
     assert sum(map(weight, parts)) > held / 2
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_merge_in_a_tree_of_few_rounds(seed):
     for workers, rounds in ((2, 1), (8, 3)):

@@ -39,6 +39,7 @@ def test_a_recorded_run_has_every_iteration_that_compiled_nothing(tmp_path):
         run(model, prompts, distserve(), record=True)
 
 
+@pytest.mark.rotating
 def test_means_of_noisy_iterations_are_kept(tmp_path):
     """A machine that is busy half of the time: the fit is near the mean, not near the fast half."""
     draw = np.random.default_rng(0)

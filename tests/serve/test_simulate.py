@@ -57,6 +57,7 @@ def by_hand(bits, scales):
     return 2 * 128 * bits / 8 + 2 * scales + 4
 
 
+@pytest.mark.rotating
 def test_methods_have_the_bytes_of_their_codes_and_the_slots_of_their_budgets():
     full = by_hand(16, 0)
     for method, bytes_, slots, again in (
@@ -92,6 +93,7 @@ def test_twenty_thousand_requests_take_at_most_thirty_seconds_of_a_core(text, co
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
 
 
+@pytest.mark.rotating
 def test_methods_are_rows_beside_systems(costs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     words = ["simulate", "--system", "vllm", "--synthetic", "azure-conv:requests=60,rate=9", "--costs", costs]

@@ -198,6 +198,7 @@ def test_a_cache_that_evicts_holds_every_new_token_or_says_that_it_is_full(model
     assert taken == 50 if budget == 12 else 6 <= taken < 50
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rows", sweep([[33], [48, 20]], [48, 20]))
 def test_lists_that_are_due_seldom_are_no_longer_than_room_and_keep_the_same(model, rows):
     """scissorhands evicts every 32 tokens: with room for 3 more no list is ever due, with 100 it is."""

@@ -12,6 +12,7 @@ from kvjax.pure import static
 from kvjax.steps.decoding.plan import LayerPlan, end_plan
 from tests.methods.battery import model
 from tests.methods.table import BY_LABEL, ROWS
+from tests.sweep import sweep
 
 FIRST = ("full", "h2o", "quest", "adakv", "less")
 STORED = ["append_token", "rotate_queries"]
@@ -38,18 +39,19 @@ def traced(asked, method, monkeypatch):
     return seen, [hook.__name__ for hook in end_plan(run.stepping, gms, False)]
 
 
-@pytest.mark.parametrize(
-    ("text", "hooks", "behind"),
-    [
-        ("full", [*STORED, "attend"], []),
-        ("int4", [*STORED, "attend"], []),
-        ("snapkv(budget=0.5, window=4)", [*STORED, "attend"], []),
-        ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], ["remember"]),
-        ("streamingllm(budget=0.5)", [*STORED, "attend", "evict"], []),
-        ("quest(budget=0.5, skip_layers=0)", [*STORED, "pick", "attend"], ["flush"]),
-        ("kivi(bits=2)", [*STORED, "attend"], ["flush"]),
-    ],
-)
+H2O = ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], ["remember"])
+HOOKS = [
+    ("full", [*STORED, "attend"], []),
+    ("int4", [*STORED, "attend"], []),
+    ("snapkv(budget=0.5, window=4)", [*STORED, "attend"], []),
+    H2O,
+    ("streamingllm(budget=0.5)", [*STORED, "attend", "evict"], []),
+    ("quest(budget=0.5, skip_layers=0)", [*STORED, "pick", "attend"], ["flush"]),
+    ("kivi(bits=2)", [*STORED, "attend"], ["flush"]),
+]
+
+
+@pytest.mark.parametrize(("text", "hooks", "behind"), sweep(HOOKS, H2O))
 def test_a_method_has_the_hooks_that_it_needs(text, hooks, behind, monkeypatch):
     found, end = traced(kvjax.load("recall-tiny"), kvjax.method(text), monkeypatch)
     assert [[name for name, _ in layer] for layer in found] == [hooks] * 4

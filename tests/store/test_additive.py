@@ -105,6 +105,7 @@ def test_a_fit_finds_sums_near_which_the_texts_numbers_lie(fitted):
         assert np.square(back - x).sum() < 0.15 * np.square(x).sum()
 
 
+@pytest.mark.rotating
 def test_codebooks_are_arguments_of_programs_and_count_among_their_bytes(fitted):
     m, method = model("4/2"), kvjax.method("commvq", channels=4, bits=3, fitted=fitted)
     assert nbytes(with_fitted(m.params, method)) - nbytes(m.params) == 2 * (2 * 2 * 4 * 8 * 16) * 4

@@ -67,6 +67,7 @@ def test_queries_meet_codes_in_their_basis_as_they_meet_what_comes_back(rng, shi
         np.testing.assert_allclose(back, out(np.abs(want), whole), rtol=2e-3, atol=0.1)
 
 
+@pytest.mark.rotating
 def test_smooth_keys_are_those_of_a_model_in_whose_weights_the_scales_are_folded():
     m = model("4/2")
     fitted = kvjax.fit(m, "qserve", TEXTS)
@@ -183,6 +184,7 @@ def test_oscar_turns_to_what_queries_ask_and_mixes_that_as_the_authors_do():
             np.testing.assert_allclose(found, np.diag(np.linalg.eigvalsh(covariance)), atol=2e-5)
 
 
+@pytest.mark.rotating
 def test_rows_are_cut_at_a_quantile_of_their_sizes(rng):
     x = rng.normal(size=(2, 3, 100))
     codec = Clipped(0.29) >> Affine(8)

@@ -13,6 +13,7 @@ from kvjax.store.minifloats import FORMATS, of_codes, to_codes
 from kvjax.store.nvfloat4 import NvFloat4
 from kvjax.store.symmetric import Symmetric
 from tests.float64.blocks import TYPES, cast, microscaled, most_of, nvfp4, shared, symmetric
+from tests.sweep import sweep
 
 SHAPE = (2, 3, 5, 64)
 
@@ -29,7 +30,7 @@ def rows_of(rng, scale=1.0):
     return x
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", sweep(TYPES, "e2m1", "e2m3"))
 def test_every_code_is_the_number_of_the_format(kind):
     """Subnormal ones, too; what lies halfway between two, and next to that, is rounded as by a cast."""
     count = 2 ** FORMATS[kind].bits
@@ -106,7 +107,9 @@ BITS = {
 }
 
 
-@pytest.mark.parametrize("codec", BITS, ids=str)
+@pytest.mark.parametrize(
+    "codec", sweep(BITS, Microscaled("e2m1"), SharedExponents(2), Symmetric(4, 16)), ids=str
+)
 def test_bytes_are_the_codes_and_the_scales(rng, codec):
     assert nbytes(encode(jnp.asarray(rows_of(rng)), codec)) * 8 / np.prod(SHAPE) == BITS[codec]
 

@@ -59,6 +59,7 @@ def test_centroids_are_means_of_what_is_nearest_to_them_by_weight(rng):
     assert mine < 1.1 * error(kmeans2(x, 8, 25, seed=0, minit="++")[0])
 
 
+@pytest.mark.rotating
 def test_a_fit_finds_vectors_near_which_the_texts_numbers_lie():
     m = model("4/2")
     fitted = kvjax.fit(m, "cq:channels=2,bits=4", TEXTS)

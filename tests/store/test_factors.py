@@ -7,12 +7,14 @@ import pytest
 from kvjax.store.affine import Affine
 from kvjax.store.factors import Factors
 from tests.float64.codes import affine, factored
+from tests.sweep import sweep
 
 
 def back(codec, x):
     return np.asarray(codec.decode(codec.encode(jnp.asarray(x, jnp.float32)), x.shape[-1], jnp.float32))
 
 
+@pytest.mark.rotating
 def test_granules_are_factored_apart_and_only_the_tall_factor_is_in_codes(rng):
     x = rng.normal(size=(2, 3, 40, 8)) * np.geomspace(0.1, 5, 8)
     got = back(Factors(20) >> Affine(4), x)
@@ -25,7 +27,7 @@ def test_granules_are_factored_apart_and_only_the_tall_factor_is_in_codes(rng):
     assert data["small"].shape == (2, 3, 2 * 8, 8) and data["small"].dtype == jnp.float16
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("rank", sweep([0, 1, 3], 1))
 def test_rows_of_a_lower_rank_come_back(rng, rank):
     """More channels than tokens, and none that are not 0."""
     x = rng.normal(size=(1, 1, 4, rank)) @ rng.normal(size=(1, 1, rank, 16))

@@ -23,6 +23,7 @@ def test_layers_have_their_own_codecs_also_inside_of_others():
         FirstLayers(-1, Affine(4), Affine(1))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", ["asymkv", pytest.param("squat", marks=pytest.mark.rotating)])
 def test_a_saved_cache_goes_on_as_the_one_that_was_saved(tmp_path, label):
     m = model("4/2")

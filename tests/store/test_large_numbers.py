@@ -94,6 +94,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(METHODS, "kivi", "qjl"))
 def test_answers_on_large_keys_are_as_good_as_on_small_ones(name):
     row = BY_LABEL[name]

@@ -54,6 +54,7 @@ def test_no_other_choice_within_the_bits_has_a_smaller_error(rng, mean):
     assert chosen(errors, mean) == list(best)
 
 
+@pytest.mark.rotating
 def test_a_fit_spends_at_most_the_bits_that_it_is_given_and_the_method_stores_them():
     fitted = kvjax.fit(model("4/2"), "kvtuner", TEXTS, mean=5)
     keys, values = (fitted.arrays[f"{of} bits"] for of in ("key", "value"))

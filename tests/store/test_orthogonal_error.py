@@ -45,6 +45,7 @@ def test_runs_move_as_the_authors_code_moves_them_and_queries_feel_less_of_the_e
     assert felt[0] < 0.8 * felt[1]
 
 
+@pytest.mark.rotating
 def test_rows_learn_of_all_their_prompts_and_of_no_step():
     method = kvjax.method("squat", group=8, residual=4, run=8)
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=12)

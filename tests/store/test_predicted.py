@@ -37,6 +37,7 @@ def bodies(cache, m, method):
     return [[np.asarray(x) for x in pair] for pair in found]
 
 
+@pytest.mark.rotating
 def test_steps_and_turns_encode_as_one_prompt_does():
     """A prompt, steps that fill granules, and a second turn leave the codes of the tokens read at once."""
     m, whole = model("4/2"), kvjax.prefill(model("4/2"), [ROW], method=AQUA, room=8)[1]
@@ -53,6 +54,7 @@ def test_steps_and_turns_encode_as_one_prompt_does():
     assert np.isfinite(np.asarray(logits)).all()
 
 
+@pytest.mark.rotating
 def test_without_codes_between_them_layers_predict_no_difference():
     """At 4 bits everywhere the answer is near the uncompressed one, whatever is predicted."""
     m = model("4/2")

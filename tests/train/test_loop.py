@@ -184,6 +184,7 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
         train(run, tmp_path / "run")
 
 
+@pytest.mark.rotating
 def test_weights_that_are_no_numbers_are_never_taken_or_saved(texts, tmp_path):
     run = settings(texts)
     params, rule = init(run.config, jax.random.key(0)), optax.adam(1e-3, b1=1.0)  # its mean is 0 / 0
