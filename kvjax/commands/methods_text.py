@@ -43,9 +43,13 @@ def in_kvpress(found: Card) -> str:
 
 
 def company(found: Card) -> list[tuple[str, str]]:
-    """The methods that it chains with, and the others with reasons, as (heading, text)."""
+    """The methods that it chains with, by kind, and those that it refuses, as (heading, text)."""
     lines = [(f"Chains with {kind}", ", ".join(ids)) for kind, ids in found.chains.items()]
-    return lines + [(f"Not with {', '.join(ids)}", reason) for reason, ids in found.refused.items()]
+    others = [other for ids in found.refused.values() for other in ids]
+    if not others:
+        return lines
+    said = f'`kvjax explain "{found.info.id} + {others[0]}"` prints the reason'
+    return [*lines, ("Not with", f"{', '.join(others)} ({said})")]
 
 
 def score_rows(lines: Sequence[Line]) -> list[list[str]]:
@@ -105,10 +109,7 @@ def print_card(found: Card) -> None:
     if rows := company(found):
         out.print()
         width = min(out.width, 140)
-        out.print(pairs([(head, text) for head, text in rows if head.startswith("Chains")]), width=width)
-        for head, text in rows:
-            if not head.startswith("Chains"):
-                print_text(out, Text.assemble((f"{head}: ", "bold"), text))
+        out.print(pairs(rows), width=width)
     if found.lines:
         out.print()
         table = Table(box=BOX, show_edge=False, pad_edge=False, header_style="bold")

@@ -68,7 +68,7 @@ def test_a_site_gets_a_page_of_every_family(monkeypatch):
         for id, section in zip(ids, sections, strict=True):
             assert f"]({family}.md#{id})" in texts["index"]
             assert f"# kvjax.method({id!r}" in section and METHODS[id].paper.title in section
-            assert "**Chains with keeps**: h2o  \n**Not with cam**: they differ" in section
+            assert "**Chains with keeps**: h2o  \n**Not with**: cam (`kvjax explain" in section
 
 
 # All classes of kvpress 0.5.5 that are no base of others.
