@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.mixer import Projected
-from kvjax.models.picking import Picking, picked
+from kvjax.models.picking import Picking
+from kvjax.models.picking_blocks import BlockPicking
 from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, newer_queries
 
 # Queries whose logits over all slots are in memory at once.
@@ -33,8 +34,10 @@ def attend_picked(
     else:
         computed = [*sets]
 
-    def some(q: Array, pos: Array, picking: Picking) -> tuple[Array, Array, tuple[Masses, ...], Array]:
-        seen, found = picked(picking, sets, pos)
+    def some(
+        q: Array, pos: Array, picking: Picking | BlockPicking
+    ) -> tuple[Array, Array, tuple[Masses, ...], Array]:
+        seen, found = picking.pick(q, sets, pos)
         chosen = [s._replace(seen=one) for s, one in zip(computed, seen, strict=True)]
         newer = newer_queries(pos, mass)
         out, lse, masses = attend(q, chosen, pos, mass=mass, newer=newer, **options)
@@ -47,15 +50,12 @@ def attend_picked(
 
     def body(part: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         q, pos, *own = part
-        queries, weights, taken = (own[names.index(n)] if n in names else None for n in all_names)
-        if picking.taken is not None and "taken" not in names:
-            taken = picking.taken
-        out, lse, _, found = some(jnp.swapaxes(q, 1, 2), pos, picking.part(queries, weights, taken))
+        out, lse, _, found = some(
+            jnp.swapaxes(q, 1, 2), pos, picking._replace(**dict(zip(each, own, strict=True)))
+        )
         return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2), found
 
-    all_names = ("queries", "weights", "taken")
-    each = {n: y for n in all_names if (y := getattr(picking, n)) is not None and y.shape[1] == t}
-    names = [*each]
+    each = picking.per_query()
     parts = [jnp.swapaxes(q, 1, 2), pos, *each.values()]
     out, lse, found = jax.lax.map(body, tuple(_in_parts(y, i == 1) for i, y in enumerate(parts)))
     out, lse, found = (jnp.swapaxes(y, 0, 1) for y in (out, lse, found))

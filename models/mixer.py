@@ -226,7 +226,8 @@ class Mixer(LayerPart):
     of the window on. in_place: the parts of its state that a step of one token takes and returns as
     `StackedState`, which a kernel updates in place. in_segments: whether texts packed in one row are
     separated, so that a state starts anew where `Memory.segments` change; by default true for a layer without
-    a state, because attention hides other texts by their positions.
+    a state, because attention hides other texts by their positions. picks: whether queries
+    pick the tokens that they attend to.
     """
 
     state_axes: ClassVar[dict[str, Axes]] = {}
@@ -237,6 +238,7 @@ class Mixer(LayerPart):
     chunked: bool = False
     in_place: frozenset[str] = frozenset()
     in_segments: bool | None = None
+    picks: bool = False
 
     def __init_subclass__(cls, abstract: bool = False, **more: Any) -> None:
         """Raises InputError as `LayerPart` does, and for states whose axes contradict another mixer's."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.models.picking_blocks import BlockPicking
 from kvjax.ops.attention.union import NEG_INF, Keys, visible
 from kvjax.ops.base.dtypes import wide
 
@@ -43,9 +44,17 @@ class Picking(NamedTuple):
         if self.found is not None:
             self.found.append(picked)
 
-    def part(self, queries: Array | None, weights: Array | None, taken: Picked | None) -> Picking:
-        """The same for some of the queries."""
-        return self._replace(queries=queries, weights=weights, taken=taken)
+    def per_query(self) -> dict[str, Array]:
+        """The fields with an entry for every query."""
+        own = {"queries": self.queries, "weights": self.weights}
+        own |= {"taken": self.taken} if self.taken is not None and self.taken.shape[1] > 1 else {}
+        return {name: x for name, x in own.items() if x is not None}
+
+    def pick(
+        self, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
+    ) -> tuple[list[Bool[Array, "B T _"]], Picked]:
+        """`picked`, the same for all heads, by queries of its own."""
+        return picked(self, sets, pos)
 
 
 def all_of(places: Sequence[Int[Array, "_ 1 S"]], rows: int) -> Picked:
@@ -96,8 +105,10 @@ def _among(taken: Picked, places: Int[Array, "B S"], queries: int) -> Bool[Array
     return jnp.broadcast_to(hit, (hit.shape[0], queries, hit.shape[2]))
 
 
-def marked(picking: Picking, sets: Sequence[Keys], pos: Int[Array, "B T"]) -> list[Keys]:
+def marked(
+    picking: Picking | BlockPicking, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
+) -> list[Keys]:
     """The sets with what each query picks of them; hands on what was picked."""
-    seen, found = picked(picking, sets, pos)
+    seen, found = picking.pick(q, sets, pos)
     picking.leave(found)
     return [s._replace(seen=one) for s, one in zip(sets, seen, strict=True)]

@@ -28,6 +28,7 @@ EXAMPLE = """conversions:
   lckv:own=2               layers between own ones read the topmost
   yoco:window=256          the upper half reads one layer, below are windows
   swiftkv:layer=4          layers from there on project from its input
+  moba:block=64,top=3      queries attend to the blocks that they pick
   xc-cache:before=[1,3]    layers that read what an encoder kept
   cepe:width=64            every layer reads what an encoder that learns kept
   block:length=4           lower layers read blocks, upper ones their tokens

@@ -9,7 +9,6 @@ from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
-from kvjax.models.mixers.indexed_latent import IndexedLatent
 
 
 class LayerFacts(NamedTuple):
@@ -56,7 +55,7 @@ def facts_of(config: Config) -> LayerFacts:
         takes=frozenset(name for m in own for name in m.takes),
         clipped=any(m.clip is not None for m in own),
         chunked=any(m.chunked for m in own),
-        picking=any(isinstance(m, IndexedLatent) for m in own),
+        picking=any(m.picks for m in own),
         windowed=all(config.window(i) is not None for i, m in enumerate(own) if m.slots(config) is not None),
     )
 

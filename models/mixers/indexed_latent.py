@@ -35,6 +35,7 @@ class IndexedLatent(Latent):
     index_dim: Count = 128
     index_top: Count = 2048
     index_source: Whole | None = None
+    picks = True
     untaught = frozenset({"index_q", "index_k", "index_k_norm", "index_k_norm_bias", "index_weights"})
 
     axes = Latent.axes | {

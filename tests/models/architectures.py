@@ -43,6 +43,7 @@ from kvjax.models.mixers.mamba import Conba, Mamba
 from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.mixers.mcsd import SlopeDecay
 from kvjax.models.mixers.mesa import Mesa
+from kvjax.models.mixers.picked_blocks import PickedBlocks
 from kvjax.models.mixers.proximal import SharedKeys
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
@@ -206,6 +207,7 @@ TABLE = {
     "indexed latents": Row(
         with_layers(INDEXED, dataclasses.replace(INDEXED, index_source=0)), (12 + 4 + 4) + (12 + 4), 2
     ),
+    "picked blocks": Row(with_layers(*[PickedBlocks(block=4, top=2)] * 2), 2 * KV, 4),
     "layer inputs": Row(with_layers(LayerInputs(), LayerInputs(), qkv_bias=True, qk_norm="head"), 2 * 16, 2),
     "key as value": Row(
         with_layers(

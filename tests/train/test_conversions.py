@@ -57,6 +57,16 @@ def test_a_decoder_that_ends_early_has_windows_below_and_reads_one_layer_above()
     assert swift.params["layers"][3]["k"] is MODEL.params["layers"][3]["k"]
 
 
+def test_blocks_that_queries_pick_change_nothing_where_they_are_all_and_no_weight_is_new():
+    made = convert(MODEL, "moba:block=8,top=3")
+    assert difference(MODEL, made, TEXTS).divergence == pytest.approx(0, abs=1e-6)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (MODEL.params, made.params)), strict=True))
+    fewer = difference(MODEL, convert(MODEL, "moba:block=4,top=2"), TEXTS)
+    assert fewer.divergence > 1e-4
+    with pytest.raises(InputError, match="whose layers are all plain attention"):
+        convert(made, "moba:block=8")
+
+
 @pytest.mark.rotating
 def test_what_loses_nothing_is_exact():
     """Heads that are equal, layers whose attention gives nothing, and latents of full rank."""

@@ -27,7 +27,7 @@ class Keys(NamedTuple):
     instead of K if it differs between the query heads of a group. Values of empty slots must be finite,
     because they are multiplied by zero. sizes: factors on the keys and on the values of every slot, if any;
     only `logits` and `weigh` take such sets. until: queries from these positions on do not see a slot. seen:
-    which slots each query may see at all; only `logits` takes such sets.
+    which slots each query, or each of its heads, may see at all; only `logits` takes such sets.
     """
 
     k: Float[Array, "B K S H"]
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
     bias: Float[Array, "B K S"] | Float[Array, "B N S"] | None = None
     sizes: tuple[Float[Array, "B K S"] | None, Float[Array, "B K S"] | None] = (None, None)
     until: Int[Array, "B #K S"] | None = None
-    seen: Bool[Array, "B T S"] | None = None
+    seen: Bool[Array, "B T S"] | Bool[Array, "B N T S"] | None = None
 
 
 class Products(NamedTuple):
@@ -146,7 +146,9 @@ def logits(
     if keys.bias is not None:
         s = s + keys.bias.reshape(b, kv_heads, -1, 1, keys.bias.shape[-1])
     seen = visible(q_pos, keys.pos, window, keys.until)[:, :, None]
-    seen = seen if keys.seen is None else seen & keys.seen[:, None, None]
+    if keys.seen is not None:
+        own = keys.seen[:, None] if keys.seen.ndim == 3 else keys.seen
+        seen = seen & own.reshape(b, *((kv_heads, -1) if own.shape[1] > 1 else (1, 1)), *own.shape[2:])
     return jnp.where(seen, s, NEG_INF)
 
 

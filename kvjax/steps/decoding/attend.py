@@ -121,7 +121,7 @@ def _parts(
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
     sets, pos = in_chunks(layer, sets, pos)
     if x.picking is not None:
-        sets = marked(x.picking, [for_rows(s, at.shape[0]) for s in sets], pos)
+        sets = marked(x.picking, x.q, [for_rows(s, at.shape[0]) for s in sets], pos)
     q, products = x.q, None
     if unreadable is not None and not wanted and in_strips(run, layer, x):
         q, parts, sets = unreadable.queries(q), [*attend_computed(layer, x, sets, pos), *parts], []

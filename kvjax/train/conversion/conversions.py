@@ -21,8 +21,10 @@ from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.block_transformer import forward as forward_blocks
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
+from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.mixers.picked_blocks import PickedBlocks
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
@@ -102,12 +104,22 @@ def _yoco(params: Params, config: Config, *, window: Count) -> Made:
 
 def _swiftkv(params: Params, config: Config, *, layer: Whole) -> Made:
     """SwiftKV (arXiv:2410.03960): layers from `layer` on project keys and values from that layer's input."""
-    if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)) or not 0 <= layer < config.layers:
-        raise ValueError(
-            f"layer is {layer}, expected 0 to {config.layers - 1} of a model whose layers are all plain "
-            "attention"
-        )
+    if not 0 <= layer < config.layers:
+        raise ValueError(f"layer is {layer}, expected 0 to {config.layers - 1}")
     mixers = tuple(Attention(kv_input=layer) if i >= layer else ATTENTION for i in range(config.layers))
+    return _plain_regrouped(params, config, mixers)
+
+
+def _moba(params: Params, config: Config, *, block: Count = 512, top: Count = 3) -> Made:
+    """MoBA (arXiv:2502.13189): queries attend to the `top` blocks that they pick; no weight is new."""
+    word = PickedBlocks(block=block, top=top)
+    return _plain_regrouped(params, config, (word,) * config.layers)
+
+
+def _plain_regrouped(params: Params, config: Config, mixers: tuple[Mixer, ...]) -> Made:
+    """The same parameters under other mixers; ValueError unless every layer is plain attention."""
+    if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)):
+        raise ValueError("it is defined for models whose layers are all plain attention")
     return _regrouped(params, dataclasses.replace(config, mixers=mixers))
 
 
@@ -281,7 +293,7 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
     "gqa": _gqa, "mqa": _mqa, "wgqa": _wgqa, "asymgqa": _asymgqa, "qcqa": _qcqa, "kdgqa": _kdgqa,
     "dha": _dha, "eckvh": _eckvh, "mla": _mla, "low-rank": _low_rank, "lorc": _lorc,
     "matryoshkakv": _matryoshkakv, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco,
-    "swiftkv": _swiftkv, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
+    "swiftkv": _swiftkv, "moba": _moba, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
     "xc-cache": _xc_cache, "cepe": _cepe, "block": _block,
 }  # fmt: skip
 
