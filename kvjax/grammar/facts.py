@@ -22,7 +22,6 @@ class Fact(enum.Enum):
     True
     """
 
-    EQUAL_HEADS = "all heads of a layer have the same number of slots"
     ONE_TIER = "all slots of a KV head are stored alike"
     ALL_TOKENS = "every token has a slot in every layer"
     OWN_SLOTS = "every layer stores slots of its own"
@@ -45,7 +44,6 @@ class Fact(enum.Enum):
 Reasons = Mapping[Fact, str]
 # For an error message: by part of the method, a method of the catalogue that does not break a fact.
 INTACT = {
-    (Fact.EQUAL_HEADS, "keep"): "snapkv",
     (Fact.ONE_TIER, "keep"): "snapkv",
     (Fact.ROTATED_KEYS, "keep"): "snapkv",
     (Fact.KEYS_BY_POSITION, "keep"): "snapkv",

@@ -36,11 +36,7 @@ class KeepFacts(Stating):
 
     @property
     def breaks(self: Keep) -> Reasons:  # type: ignore[misc]
-        found = {
-            Fact.ALL_TOKENS: "evicts other tokens in each layer",
-        }
-        if not self.allocate.uniform:
-            found[Fact.EQUAL_HEADS] = "gives heads unequal numbers of slots, which are stored in pages"
+        found = {Fact.ALL_TOKENS: "evicts other tokens in each layer"}
         if self.lower is not None:
             found[Fact.ONE_TIER] = "moves slots to a second tier"
         if not self.phase.steady:
@@ -99,7 +95,7 @@ class StoreFacts(Stating):
     def requires(self: Store) -> Reasons:  # type: ignore[misc]
         if not sees_below((self.keys, self.values)):
             return {}
-        whole = [Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS, Fact.EQUAL_HEADS]
+        whole = [Fact.ALL_TOKENS, Fact.ALL_ATTENDED, Fact.OWN_SLOTS]
         # Maps from the layer below were fitted to the weights that were given.
         whole += [Fact.GIVEN_WEIGHTS] if _fitted(self) else []
         return dict.fromkeys(whole, "encodes a token relative to the layer below")

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.facts import Fact, Reasons
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.centroids import k_means, nearest_centroid
@@ -149,10 +148,6 @@ class WindowedCodes(QueryClusters):
     >>> WindowedCodes(Budget(4), newest=8).places(pos, end, at).tolist()
     [[[21, 21, 21]]]
     """
-
-    @property
-    def requires(self) -> Reasons:
-        return {**super().requires, Fact.EQUAL_HEADS: "places what it picks from one body"}
 
     @property
     def apart(self) -> int:

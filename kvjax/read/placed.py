@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, Reasons
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.blocks import BlocksAndSinks
 from kvjax.state.cache import Slots
@@ -39,10 +38,6 @@ class PlacedSegments(BlocksAndSinks):
     skip_layers: int = 0
     by_list = True
     apart = 0
-
-    @property
-    def requires(self) -> Reasons:
-        return {**super().requires, Fact.EQUAL_HEADS: "places what it picks from one body"}
 
     def looks_at(self, width: int) -> int:
         """All `width` channels of every key are compared."""

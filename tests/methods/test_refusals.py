@@ -16,9 +16,8 @@ from kvjax.state.cache import host_nbytes
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
 from kvjax.words import SegmentScores
-from tests.float64.reference import Row
-from tests.methods.battery import MAIN, kept_of, model, off, prompt_of
-from tests.methods.method_pairs import PROMPTS, STEPS, answers, apart, exact, talked, unchecked
+from tests.methods.battery import model
+from tests.methods.method_pairs import PROMPTS, answers, apart, exact, talked, unchecked
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
@@ -147,29 +146,6 @@ def test_a_prompt_that_is_read_in_blocks_is_scored_by_gradients_of_a_probe_alone
     """Nothing is refused here: the probe is read over the slots of the prompt, however that was read."""
     keep = of("kvgrad", budget=0.5, prefix=(1, 2, 3))
     assert apart(answers(kvjax.chain(keep, DENSE))[0], answers(keep)[0]) < 1e-5
-
-
-@pytest.mark.rotating
-def test_segments_of_unequal_lists_would_be_read_or_placed_wrongly():
-    """Float64; lists that are shorter, and equal, are right."""
-    off_by = []
-    for label in ("snapkv kvpress", "adakv"):
-        row, read = BY_LABEL[label], BY_LABEL["reattention"]
-        prompts = [prompt_of(row.model, "main", b) for b in range(4)]
-        rows = [Row(p, kept_of(label, p), row.phase, attends=read.attends) for p in prompts]
-        both, worst = sentence((row.method(), read.method())), 0.0
-        with unchecked():
-            _, cache = kvjax.prefill(model(row.model), MAIN.first, method=both, room=8)
-            for tokens in STEPS[:3, :1].repeat(4, 1):
-                logits, cache = kvjax.step(model(row.model), cache, tokens)
-                want = [one.step(token) for one, token in zip(rows, tokens, strict=True)]
-                worst = max(
-                    worst, *(off(np.asarray(x, np.float64), y) for x, y in zip(logits, want, strict=True))
-                )
-        off_by.append(worst)
-    with pytest.raises(ValueError, match=Fact.EQUAL_HEADS.value):
-        kvjax.chain(row.method(), read.method())
-    assert off_by[0] < 1e-5 and off_by[1] > 1e-3
 
 
 @pytest.mark.rotating

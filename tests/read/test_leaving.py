@@ -9,9 +9,10 @@ import pytest
 import kvjax
 from kvjax.grammar import Method
 from kvjax.state.cache import Paged
-from tests.float64 import granules, reads
+from tests.float64 import granules, reads, reads_by_index
 from tests.float64.reference import Prompt, Row, best
 from tests.methods.battery import MAIN, VOCAB, B, decoder, kept_of, model, off, positions, prompt_of
+from tests.methods.rows import THETA
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
@@ -23,9 +24,9 @@ def half(n):
 
 
 def read(id, share=0.5, **hyper):
-    """The read of a method alone, of every layer."""
-    word = kvjax.method(id, budget=share, **hyper).read
-    return Method(read=word)
+    """The read of a method and the store that it needs, in every layer."""
+    word = kvjax.method(id, budget=share, **hyper)
+    return Method(read=word.read, store=word.store)
 
 
 QUEST = dict(page=4, skip_layers=0)
@@ -87,12 +88,21 @@ OF_SLOTS = {
         read("magicpig", planes=2, tables=8, sinks=2, newest=4, skip_layers=0),
         reads.magicpig(half, planes=2, tables=8, sinks=2, newest=4),
     ),
+    "reattention": (
+        read("reattention", page=4, newest=6, sinks=2),
+        reads.reattention(half, page=4, newest=6, sinks=2, theta=THETA),
+    ),
+    "a2ats": (
+        read("a2ats", clusters=4, turns=3, sinks=2, newest=4, window=6),
+        reads_by_index.a2ats(half, clusters=4, turns=3, window=6, sinks=2, newest=4, theta=THETA),
+    ),
 }
-# Lists of one older key have no angle about their mean.
+# Lists of one older key have no angle about their mean, and segments of equal tokens tie.
 UNEQUAL = [("adakv", name) for name in OF_SLOTS]
 EQUAL = ("snapkv kvpress", "tokenselect")
 UNEQUAL.append(EQUAL)
-UNEQUAL += [("pyramidkv", name) for name in OF_SLOTS if name != "magicpig"]
+UNEQUAL += [("pyramidkv", name) for name in OF_SLOTS if name not in ("magicpig", "reattention")]
+UNEQUAL.append(("kvzip", "reattention"))
 
 
 @pytest.mark.rotating

@@ -27,7 +27,7 @@ from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import BasisOperands, factors_of, meet
 from kvjax.state.page_gather import gather_pages, page_positions
-from kvjax.state.picked_pages import spread, visited, visited_of_lists
+from kvjax.state.picked_pages import positions, spread, visited, visited_of_lists
 from kvjax.steps.decoding.at_layer import Part, Received
 from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
@@ -266,9 +266,8 @@ def _read(
         assert keys.pos is not None and run.phase.steady
         place = jnp.maximum(keys.pos, 0)
         if isinstance(read, Placing):
-            tail = past.tail.pos[past.index]
-            end = jnp.where(tail >= 0, tail, at[:, None, None] + 1).min(-1, keepdims=True)
-            place = read.places(keys.pos, end, at[:, None, None])
+            assert found is not None
+            place = read.places(keys.pos, _end_of_picks(past, i, found, at), at[:, None, None])
         keys = keys._replace(k=rotated(rope_of_keys(layer), keys.k, place, at + 1))
     elif past.rotation is not None:
         keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)
@@ -277,6 +276,20 @@ def _read(
     if past.above and keys.pos is not None:
         keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
     return keys
+
+
+def _end_of_picks(past: Past, i: int, found: FoundPicks, at: Int[Array, "B"]) -> Int[Array, "B K 1"]:
+    """The position before which the picked slots of segment `i` end, if no slot that is read leaves a gap.
+
+    It is that of the oldest slot of the tail, less the number of slots that are picked from later segments.
+    """
+    tail, page = past.tail.pos[past.index], past.gm.read.granule
+    end = jnp.where(tail >= 0, tail, at[:, None, None] + 1).min(-1, keepdims=True)
+    for picks, part in zip(found.parts[i + 1 :], past.parts[i + 1 :], strict=False):
+        assert isinstance(part, Slots)
+        held = positions(part, past.index, page, picks.pages, picks.counts) >= 0
+        end = end - held.sum(-1, keepdims=True, dtype=jnp.int32)
+    return end
 
 
 def _at_slots(
