@@ -10,6 +10,7 @@ publishes exactly what others take from it (`kvjax.models.exchange`), and gets w
 These names are published:
 
 * "input": the layer's input, a hidden state;
+* "mixer input": what its mixer gets of that, after the norm;
 * "slots": the layer's past and its new keys and values, as `LayerSlots`;
 * "logits": its attention logits, as `AttentionLogits`;
 * "picks": the slots that its read picked, for layers above it in the same step;

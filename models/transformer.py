@@ -114,6 +114,8 @@ def block(
         x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
     else:
         x = STREAMS.corrected(p, predicted, x, layer.embedded, config)
+    if "mixer input" in layer.publishes:
+        left = left | {"mixer input": read}
     if memory.look is not None:
         left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left

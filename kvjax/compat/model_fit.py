@@ -17,7 +17,15 @@ from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import Answering, Preferring
-from kvjax.grammar.read_protocols import Recycling, Remembering, Resting, Reusing, Sampling, Tracing
+from kvjax.grammar.read_protocols import (
+    Foreseeing,
+    Recycling,
+    Remembering,
+    Resting,
+    Reusing,
+    Sampling,
+    Tracing,
+)
 from kvjax.grammar.refuse_keep import crowded
 from kvjax.keep.observations.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
@@ -148,6 +156,8 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
         refuse(method, "a selection is that of one layer, and layers share their slots", "quest")
     if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
         refuse(method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest")
+    if isinstance(read, Foreseeing):
+        _check_foreseeing(method, read, config, facts)
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
@@ -158,6 +168,20 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
                 "within a window",
                 "quest",
             )
+
+
+def _check_foreseeing(method: Method, read: Any, config: Config, facts: LayerFacts) -> None:
+    """InputError if queries cannot be predicted from the input of a layer below."""
+    if facts.lent:
+        refuse(method, "it predicts queries of the layer that has the slots, and several read them", "quest")
+    for i in range(read.skip_layers, config.layers):
+        mixer, below = mixer_of(config, i), mixer_of(config, i - read.ahead)
+        if mixer.slots(config) is None or config.window(i) is not None:
+            continue
+        if type(mixer) is not Attention or mixer.query_growth is not None:
+            refuse(method, f"it predicts queries by a projection, and those of layer {i} take more", "quest")
+        if not below.shapes(config):
+            refuse(method, f"it predicts queries from what a layer attends with below layer {i}", "quest")
 
 
 def _check_read_prompt(method: Method, facts: LayerFacts) -> None:

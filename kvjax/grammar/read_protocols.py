@@ -21,7 +21,8 @@ class Read(Protocol):
     slots), so every device of a mesh selects for its own heads. A read that estimates attention to the other
     slots is `Resting`, one that weights the slots it reads is `Sampling`, one whose summaries depend on the
     prompt's keys is `Learning`, one that selects in some layers for others is `Reusing`, one that selects in
-    some steps for others is `Recycling`, and one that places what it picks anew is `Placing`.
+    some steps for others is `Recycling`, one that selects for predicted queries is `Foreseeing`, and one that
+    places what it picks anew is `Placing`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
@@ -82,6 +83,20 @@ class Recycling(Read, Protocol):
     @property
     def mark(self) -> Trace:
         """1 + the position of the token that selected a slot last; 0 if none did."""
+        ...
+
+
+@runtime_checkable
+class Foreseeing(Read, Protocol):
+    """A read whose `select` gets predicted queries: this layer's, of what entered a layer below.
+
+    What a layer reads is then known before the layers between have run, so that it can be brought from host
+    memory meanwhile. The first `ahead` layers have no such layer, and read everything (`skip_layers`).
+    """
+
+    @property
+    def ahead(self) -> int:
+        """How many layers below that layer is."""
         ...
 
 

@@ -172,3 +172,26 @@ def sentencekv(count, *, separators, sinks, newest):
         return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
 
     return attends
+
+
+def infinigen(count, *, alpha, columns, window, newest, skip, seen=None):
+    """InfiniGen (arXiv:2406.19707): slots near the largest logit of what the layer below foretells.
+
+    seen: a list that is told how many older slots each step read, and how many there were.
+    """
+
+    def attends(q, k, v, pos, at):
+        old, read = pos < at.stored - newest, np.ones(len(pos), bool)
+        if at.layer >= skip and old.any():
+            asked = at.queries[:, max(at.prompt - window, 0) : at.prompt].reshape(-1, q.shape[-1])
+            skew = np.linalg.svd(asked)[2].T
+            skew = skew[:, np.argsort(-np.abs(asked @ skew).sum(0), kind="stable")[:columns]]
+            s = (at.foreseen @ skew) @ (k @ skew).T / np.sqrt(k.shape[-1])
+            below = (s - s[:, old].max(1, keepdims=True)).max(0)
+            many = min((below[old] >= -alpha).sum(), count(old.sum()))
+            read = ~old | best(np.where(old, below, -np.inf), many)
+            if seen is not None:
+                seen.append((int((read & old).sum()), int(old.sum())))
+        return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
+
+    return attends

@@ -114,7 +114,8 @@ class At(NamedTuple):
     """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many.
 
     layer: that of the list. queries: rotated, of the heads of its group and all tokens so far. tokens: of the
-    prompt; surprise: -log of the probability of each, 0 for the first.
+    prompt; surprise: -log of the probability of each, 0 for the first. foreseen: rotated queries [G, H] that
+    the layer's weights make of the input of the layer below, of its own in the first layer.
     """
 
     stored: int
@@ -125,6 +126,7 @@ class At(NamedTuple):
     queries: np.ndarray
     tokens: list
     surprise: np.ndarray
+    foreseen: np.ndarray
 
 
 class Row:
@@ -198,9 +200,12 @@ class Row:
         """
         c, at = self.decoder.config, self.next if append else self.next - 1
         x = self.decoder.rest["embed"][[token]]
+        below = rms_norm(x, self.decoder.layers[0]["attn_norm"], c.norm_eps)
         for number, (layer, lists) in enumerate(zip(self.decoder.layers, self.slots, strict=True)):
             raw_q, raw_k, v = self.decoder.project(layer, x)
             group, share = c.heads // len(lists), len(lists) // c.kv_heads
+            foreseen = rope((below @ layer["q"]).reshape(c.heads, 1, -1), [at], c.rope.theta)[:, 0]
+            below = rms_norm(x, layer["attn_norm"], c.norm_eps)
             window = c.windows[number] if c.windows else None
             outs, first = [], getattr(victim, "first", False)
             if append:
@@ -240,7 +245,8 @@ class Row:
                 if self.attends is not None:
                     asked = self.queries[number][i * group : (i + 1) * group]
                     at_list = self.next, self.prompt_tokens, i, len(lists), number
-                    where = At(*at_list, asked, self.tokens, self.surprise)
+                    mine = foreseen[i * group : (i + 1) * group]
+                    where = At(*at_list, asked, self.tokens, self.surprise, mine)
                     outs.append((q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 stands = [slot.get("bonus", 1.0) * np.log(slot.get("votes", 1)) for slot in slots]

@@ -11,6 +11,7 @@ from tests.methods.rows import (
     WINDOW,
     chained,
     count,
+    dense,
     everything,
     half,
     lserve_bytes,
@@ -28,6 +29,12 @@ def narrow_bytes(rank):
     return lambda s: (
         split(everything, 1, 4, lambda s: 4 * rank, plain)(s) + s.layers * s.b * s.k * s.h * rank * 4
     )
+
+
+def behind_a_whole_layer(nbytes):
+    """The first layer holds plain slots alone."""
+    one = dense(everything)
+    return lambda s: one(s._replace(layers=1)) + nbytes(s._replace(layers=s.layers - 1)) - 4 * s.b
 
 
 def product_bytes(s):
@@ -122,6 +129,11 @@ READS = [
     row(
         "retroinfer", estimated_bytes, hyper=GROUPS | dict(newest=4, estimate=0.25), moves=False,
         attends=reads.retroinfer(count, clusters=4, turns=3, estimate=0.25, sinks=2, newest=4),
+    ),
+    row(
+        "infinigen", behind_a_whole_layer(narrow_bytes(3)), moves=False, whole=dict(alpha=1e9),
+        hyper=dict(alpha=0.4, columns=0.2, window=6, newest=4, skip_layers=1),
+        attends=reads_by_index.infinigen(count, alpha=0.4, columns=3, window=6, newest=4, skip=1),
     ),
     row(
         "retrievalattention", metric_bytes, hyper=GROUPS | dict(newest=4, window=6, scan=0.5), moves=False,

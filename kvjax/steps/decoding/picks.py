@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.summaries import as_queries_meet
 from kvjax.grammar.calls import shaped
-from kvjax.grammar.read_protocols import Placing, Sampling
+from kvjax.grammar.read_protocols import Foreseeing, Placing, Sampling
 from kvjax.models.attending import rotary
+from kvjax.models.mixers.attention import Attention
 from kvjax.place.host import fetched
 from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
@@ -28,11 +29,22 @@ def pick(here: AtLayer) -> AtLayer:
     """Chooses the pages that this layer's query reads."""
     token, past = here.token, here.past
     q = here.q
-    if isinstance(past.gm.read, Placing):
+    if isinstance(past.gm.read, Foreseeing):
+        q = foreseen(here)
+    elif isinstance(past.gm.read, Placing):
         apart = jnp.full((q.shape[0], 1), past.gm.read.apart, jnp.int32)
         q = rotary(here.layer, here.x.q, apart, token.length) if past.gm.read.apart else here.x.q
     found = select_pages(here.run, past, q, token.length, here.pools)
     return here._replace(found=by_part(past, here.pools, found))
+
+
+def foreseen(here: AtLayer) -> Float[Array, "B N 1 H"]:
+    """The rotated queries that this layer's weights make of what entered the mixer of a layer below."""
+    token, layer = here.token, here.layer
+    own = jax.tree.map(lambda w: w[layer.index], token.params["layers"][layer.group])
+    assert isinstance(layer.mixer, Attention)
+    q = layer.mixer.project(own, layer.taken["foreseen"], layer.config).q
+    return rotary(layer, q, token.at[:, None], token.length)
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:

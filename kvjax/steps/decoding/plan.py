@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
-from kvjax.grammar.read_protocols import Recycling
+from kvjax.grammar.read_protocols import Foreseeing, Recycling
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer, Projected, Take
 from kvjax.state.cache import GroupState
@@ -21,7 +21,7 @@ from kvjax.steps.decoding.at_layer import AtLayer, Hook
 from kvjax.steps.decoding.prefetch import any_far
 from kvjax.steps.decoding.recycle import attend_or_recycle
 from kvjax.steps.decoding.step_end import EndHook
-from kvjax.steps.shared.run import Run, below_taken
+from kvjax.steps.shared.run import Run, below_taken, taken_beside
 
 T = TypeVar("T")
 
@@ -135,7 +135,13 @@ def facts_of(gms: tuple[GroupMethod, ...], layer: Layer, x: Projected, state: Gr
 def taken_by_method(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
     """What groups take from other layers for their method, by the first layer of the group."""
     found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
-    return {first: {"picks": Take("picks", picker)} for first, picker in found.items()} | below_taken(gms)
+    picks = {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
+    foreseen = {
+        gm.first: {"foreseen": Take("mixer input", gm.first - gm.read.ahead)}
+        for gm in gms
+        if isinstance(gm.read, Foreseeing)
+    }
+    return taken_beside(picks, foreseen, below_taken(gms))
 
 
 def chosen(*pairs: tuple[bool, T]) -> tuple[T, ...]:

@@ -18,7 +18,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Placing, Reusing
+from kvjax.grammar.read_protocols import Foreseeing, Placing, Reusing
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -135,6 +135,11 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
             f"{run.method.id} picks blocks of a prompt by what the layer below picked, too, and layers "
             f"{first} to {first + size - 1} are stacked: {UNSTACK}"
         )
+    if isinstance(gm.read, Foreseeing) and size > 1:
+        raise ValueError(
+            f"{run.method.id} selects slots of a layer by the input of one below, and layers {first} to "
+            f"{first + size - 1} are stacked: {UNSTACK}"
+        )
     ids = slots is not None and slots.ids
     return gm.replaced(codecs=(gm.codecs[0], None)) if ids else gm
 
@@ -173,6 +178,7 @@ def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
     each = _with_pickers(run, [_group(run, i, 1) for i in range(layers)], layers)
     apart = [gm.stack is not None or gm.sees_below or gm.picks or carries(gm.read_prompt) for gm in each]
     single = {i for i, alone in enumerate(apart) if alone}
+    single |= {i - gm.read.ahead for i, gm in enumerate(each) if isinstance(gm.read, Foreseeing)}
     starts = {0, *itertools.accumulate(sizes)} | single | {i + 1 for i in single}
     plain = [gm.replaced(first=0) for gm in each]
     starts |= {i for i in range(1, layers) if plain[i] != plain[i - 1]}
