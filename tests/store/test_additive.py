@@ -75,16 +75,21 @@ def test_a_stage_ends_at_the_least_squares_codebook_of_the_pairs_that_it_chooses
     assert far(best) <= far(book) < 1.02 * far(best)
 
 
-def test_distances_are_those_of_all_pairs(rng):
-    rows, book = (rng.normal(size=(n, 3)) + 1j * rng.normal(size=(n, 3)) for n in (5, 4))
+def test_distances_and_chances_are_those_of_all_pairs(rng):
+    """Of chances, sums over a pair's second, its first and the rows; those of cold rows underflow."""
+    rows, book = (rng.normal(size=(n, 3)) + 1j * rng.normal(size=(n, 3)) for n in (90, 4))
+    rows[:70] *= 40
     pairs = book[:, None] + 1j * book[None]
-    want = (
-        np.square(np.abs(rows[:, None, None] - pairs)).sum(-1)
-        - np.square(np.abs(rows)).sum(-1)[:, None, None]
-    )
-    np.testing.assert_allclose(additive.distances(rows, book), want, atol=1e-9)
-    chance = additive.chances(rows, book, 0.7)
-    np.testing.assert_allclose(chance, np.exp(-want / 0.7) / np.exp(-want / 0.7).sum((1, 2), keepdims=True))
+    far = np.square(np.abs(rows[:, None, None] - pairs)).sum(-1)
+    one, two, both = additive.distances(rows, book)
+    want = far - np.square(np.abs(rows)).sum(-1)[:, None, None]
+    np.testing.assert_allclose(one[:, :, None] + two[:, None] + both, want, atol=1e-9)
+    for heat in (0.7, 0.05, 0.0):
+        near = (far.min((1, 2), keepdims=True) - far) / (heat or 1e-12)
+        chance = np.exp(near) / np.exp(near).sum((1, 2), keepdims=True)
+        got = additive.chances(rows, book, heat)
+        for x, over in zip(got, (2, 1, 0), strict=True):
+            np.testing.assert_allclose(x, chance.sum(over), atol=1e-9)
 
 
 @pytest.fixture(scope="module")
