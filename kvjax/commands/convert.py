@@ -29,6 +29,8 @@ EXAMPLE = """conversions:
   yoco:window=256          the upper half reads one layer, below are windows
   swiftkv:layer=4          layers from there on project from its input
   moba:block=64,top=3      queries attend to the blocks that they pick
+  nsa:compress=16,stride=8,block=32,top=4,window=64
+                           native sparse attention, its selection fitted to texts
   xc-cache:before=[1,3]    layers that read what an encoder kept
   cepe:width=64            every layer reads what an encoder that learns kept
   block:length=4           lower layers read blocks, upper ones their tokens

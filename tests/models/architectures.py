@@ -43,6 +43,7 @@ from kvjax.models.mixers.mamba import Conba, Mamba
 from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.mixers.mcsd import SlopeDecay
 from kvjax.models.mixers.mesa import Mesa
+from kvjax.models.mixers.native_sparse import NativeSparse
 from kvjax.models.mixers.picked_blocks import PickedBlocks
 from kvjax.models.mixers.proximal import SharedKeys
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Retention
@@ -273,6 +274,12 @@ TABLE = {
     "path": Row(with_layers(Path(2, 6, 5, rank=3, forgets=True)), 2 * (6 + 5) + 2, 0, 1 + 3 * 12),
     "deltaformer": Row(with_layers(DeltaFormer(2, 6, 5)), 2 * (6 + 5), 0, 1),
     "dmc": Row(with_layers(DynamicMerging(4, 6, 5, groups=2, offset=0.0)), 2 * (6 + 5), 0, 2 * 2),
+    "nsa": Row(
+        with_layers(
+            NativeSparse(4, 6, 5, groups=2, compress=4, stride=2, block=4, top=3, local=1, window=3)
+        ),
+        2 * (6 + 5), 0, 1,
+    ),
     "lla": Row(with_layers(LocalLinear(4, 6, 5, groups=2)), 2 * (6 + 5), 0, 1),
     "parallax": Row(with_layers(LocalLinear(2, 6, 5, learned=True)), 2 * (6 + 5), 0, 1),
     "pod": Row(

@@ -11,6 +11,7 @@ from kvjax.models.mixers.deltaformer import DeltaFormer
 from kvjax.models.mixers.dmc import DynamicMerging
 from kvjax.models.mixers.forgetting import Forgetting, Path
 from kvjax.models.mixers.local_linear import LocalLinear
+from kvjax.models.mixers.native_sparse import NativeSparse
 from kvjax.models.mixers.proximal import SharedKeys
 from tests.models.architectures import with_layers
 from tests.models.conversation import TEXTS, model, whole
@@ -109,6 +110,42 @@ def probed(mixer, p, x):
     return mixed(p, weights * (1 - c + (weights * c).sum(-1, keepdims=True)), v)
 
 
+def sparse(mixer, p, x):
+    """Equations 5 to 12, token by token and block by block; eq. 9 as the strides that two blocks share."""
+    q, k, v = (heads(x, p, n) for n in "qkv")
+    q, k, out = turned(q), turned(k), np.zeros((T, N, V))
+    gate = sigmoid(x @ p["branch_gate"] + p["branch_gate_bias"]).reshape(T, N, 3)
+    size, step, wide = mixer.compress, mixer.stride, mixer.block
+
+    def phi(of, tokens):
+        joined = np.concatenate(list(tokens + p[f"phi_{of}_place"]))
+        return tokens.mean(0) + silu(joined @ p[f"phi_{of}_in"]) @ p[f"phi_{of}_out"]
+
+    def attend(query, keys, values):
+        return softmax(keys @ query / np.sqrt(K)) @ values
+
+    for t, h in np.ndindex(T, H):
+        starts = [s for s in range(0, T, step) if s + size - 1 <= t]
+        ck, cv = (np.array([phi(n, y[s : s + size, h]) for s in starts]) for n, y in (("k", k), ("v", v)))
+        mine, score = range(N // H * h, N // H * (h + 1)), np.zeros(t // wide + 1)
+        for n in mine if starts else ():
+            weights = softmax(ck @ q[t, n] / np.sqrt(K))
+            out[t, n] += gate[t, n, 0] * weights @ cv
+            for s, weight in zip(starts, weights, strict=True):
+                for unit in range(s, s + size, step):
+                    if unit // wide < len(score):
+                        score[unit // wide] += weight
+        fixed = {j for j in range(len(score)) if j < mixer.initial or j > t // wide - mixer.local}
+        rest = [j for j in np.argsort(-score, kind="stable") if j not in fixed]
+        blocks = fixed | {*rest[: mixer.top - len(fixed)]}
+        at = [j for j in range(t + 1) if j // wide in blocks]
+        near = range(max(0, t + 1 - mixer.window), t + 1)
+        for n in mine:
+            out[t, n] += gate[t, n, 1] * attend(q[t, n], k[at, h], v[at, h])
+            out[t, n] += gate[t, n, 2] * attend(q[t, n], k[near, h], v[near, h])
+    return out.reshape(T, -1) @ p["o"]
+
+
 def softmax_layer(mixer, p, x):
     q, k, v = (heads(x, p, n) for n in "qkv")
     return mixed(p, softmax(logits(turned(q), turned(k))), v)
@@ -119,6 +156,10 @@ CASES = {
     "path": (Path(H, K, V, rank=3, forgets=True), path),
     "deltaformer": (DeltaFormer(H, K, V), delta),
     "dmc": (DynamicMerging(N, K, V, groups=H, offset=0.0), merging),
+    "nsa": (
+        NativeSparse(N, K, V, groups=H, compress=2, stride=1, block=2, top=3, initial=1, local=1, window=2),
+        sparse,
+    ),
     "lla": (LocalLinear(N, K, V, groups=H), regression),
     "parallax": (LocalLinear(H, K, V, learned=True), probed),
     "the lowest layer of a block": (SharedKeys(N, K, V, groups=H), softmax_layer),
@@ -126,7 +167,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "path" else [pytest.mark.rotating]) for n in CASES]
+    "name", [pytest.param(n, marks=[] if n in ("path", "nsa") else [pytest.mark.rotating]) for n in CASES]
 )
 def test_a_layer_is_its_equation_token_by_token(name, rng):
     mixer, equation = CASES[name]

@@ -46,6 +46,7 @@ from kvjax.train.conversion.grouping.qcqa import group_layer, group_layers, with
 from kvjax.train.conversion.latents import Moments, input_moments, pool_by_values, to_latents
 from kvjax.train.conversion.linear import attention_changes, to_linear
 from kvjax.train.conversion.low_rank import columns, fitted_word, to_nested, to_progressive
+from kvjax.train.conversion.native_sparse import to_native_sparse
 from kvjax.train.conversion.recur import to_recurrent_heads
 from kvjax.train.conversion.two_decoders import to_blocks
 
@@ -114,6 +115,23 @@ def _moba(params: Params, config: Config, *, block: Count = 512, top: Count = 3)
     """MoBA (arXiv:2502.13189): queries attend to the `top` blocks that they pick; no weight is new."""
     word = PickedBlocks(block=block, top=top)
     return _plain_regrouped(params, config, (word,) * config.layers)
+
+
+def _nsa(
+    params: Params,
+    config: Config,
+    *,
+    compress: Count = 32,
+    stride: Count = 16,
+    block: Count = 64,
+    top: Count = 16,
+    window: Count = 512,
+    steps: Whole = 100,
+    texts: TokenRows | None = None,
+) -> Made:
+    """Native sparse attention (NSA, arXiv:2502.11089), its selection fitted to the original's attention."""
+    word = dict(compress=compress, stride=stride, block=block, top=top, window=window)
+    return to_native_sparse(params, config, word, texts or (), steps)
 
 
 def _plain_regrouped(params: Params, config: Config, mixers: tuple[Mixer, ...]) -> Made:
@@ -293,8 +311,8 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
     "gqa": _gqa, "mqa": _mqa, "wgqa": _wgqa, "asymgqa": _asymgqa, "qcqa": _qcqa, "kdgqa": _kdgqa,
     "dha": _dha, "eckvh": _eckvh, "mla": _mla, "low-rank": _low_rank, "lorc": _lorc,
     "matryoshkakv": _matryoshkakv, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco,
-    "swiftkv": _swiftkv, "moba": _moba, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
-    "xc-cache": _xc_cache, "cepe": _cepe, "block": _block,
+    "swiftkv": _swiftkv, "moba": _moba, "nsa": _nsa, "drop": _drop, "linear": _linear,
+    "recurformer": _recurformer, "xc-cache": _xc_cache, "cepe": _cepe, "block": _block,
 }  # fmt: skip
 
 
