@@ -12,12 +12,13 @@ _with_lengths = functools.partial(jaxtyping.jaxtyped, typechecker=None)
 
 
 def checked(typechecker=None):
-    """Checks a function's annotations at each call; jaxtyping's import hook puts it around all of kvjax.
+    """Checks annotations of arrays at each call; jaxtyping's import hook puts it around all of kvjax.
 
-    It replaces `jaxtyping.jaxtyped`, which checks the arguments of each call twice, and records axis lengths
-    even in functions without arrays. Classes are left alone: JAX rebuilds registered dataclasses through
-    their constructors with placeholders for leaves (`object()`, shapes, shardings), which no array annotation
-    admits. The check is made at the first call, because one process of tests calls few of the functions.
+    It replaces `jaxtyping.jaxtyped`, which checks the arguments of each call twice. Functions without arrays
+    are left to pyright, since lengths and dtypes alone need a run: their checks take a tenth of the time.
+    Classes are left alone: JAX rebuilds registered dataclasses through their constructors with placeholders
+    for leaves (`object()`, shapes, shardings), which no array annotation admits. The check is made at the
+    first call, because one process of tests calls few of the functions.
     """
 
     def around(function):
@@ -38,9 +39,12 @@ def checked(typechecker=None):
 
 def _checking(function):
     hints = {name: _hint(function, name) for name in function.__annotations__}
+    lengths = any(map(_has_lengths, hints.values()))
+    if not lengths and not any(map(_has_array, hints.values())):
+        return function
     function.__annotations__ = hints
     check = _check(function)
-    return _with_lengths(check) if any(map(_has_lengths, hints.values())) else check
+    return _with_lengths(check) if lengths else check
 
 
 def _hint(function, name):
@@ -56,3 +60,7 @@ def _has_lengths(hint):
     if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
         return True
     return any(map(_has_lengths, typing.get_args(hint)))
+
+
+def _has_array(hint):
+    return hint is jaxtyping.Array or any(map(_has_array, typing.get_args(hint)))

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 
 
 @checked()
-def doubled(a: int, name: "Name" = None) -> int:
-    return 2 * a
+def times(a: Float[Array, "B T"], n: int, name: "Name" = None) -> Float[Array, "B T"]:
+    return n * a
+
+
+@checked()
+def doubled(n: int) -> int:
+    return 2 * n
 
 
 def ones(*shape):
@@ -42,10 +47,14 @@ def test_lengths_agree_among_arguments_and_with_the_result():
             added(*wrong)
 
 
-def test_what_is_no_array_is_checked_and_a_name_for_type_checkers_alone_is_not():
-    assert doubled(3, name=object()) == 6
+def test_beside_arrays_all_is_checked_but_names_for_type_checkers_alone():
+    assert times(ones(2, 3), 3, name=object()).shape == (2, 3)
     with pytest.raises(TypeError, match="violates type hint"):
-        doubled("3")
+        times(ones(2, 3), "3")
+
+
+def test_functions_without_arrays_are_left_to_pyright():
+    assert doubled("3") == "33"
 
 
 def test_the_package_is_under_these_checks():
