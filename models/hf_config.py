@@ -56,11 +56,11 @@ def config_from_hf(data: Json) -> Config:
     """
     given = data
     family, data = _family(data)
-    if (layers := size(data, "num_hidden_layers")) > _MOST_LAYERS:
-        raise InputError(
-            f"config.json gives num_hidden_layers = {layers}, expected at most {_MOST_LAYERS}: correct it"
-        )
     try:
+        if "num_hidden_layers" in data:
+            _check_layers(data)
+        data = data | FAMILIES[family].spell(data)
+        _check_layers(data)
         quantisation_of(given)
         check_numbers(FAMILIES[family].defaults, data)
         return Config(**_fields(family, data))
@@ -70,6 +70,13 @@ def config_from_hf(data: Json) -> Config:
         raise InputError(f"config.json lacks {error.args[0]}, which {family} needs") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(f"config.json describes no model that can be built: {error}") from error
+
+
+def _check_layers(data: Json) -> None:
+    if (layers := size(data, "num_hidden_layers")) > _MOST_LAYERS:
+        raise InputError(
+            f"config.json gives num_hidden_layers = {layers}, expected at most {_MOST_LAYERS}: correct it"
+        )
 
 
 @contextlib.contextmanager
@@ -136,8 +143,7 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     if (both := data.get("use_bidirectional_attention")) and both != "vision":
         raise InputError(f"use_bidirectional_attention is {both!r}: kvjax runs causal decoders only")
     given = {k: v for k, v in data.items() if v is not None or k in _NULLABLE}
-    full = {**FAMILIES[name].defaults, **given}
-    return name, full | FAMILIES[name].spell(full)
+    return name, {**FAMILIES[name].defaults, **given}
 
 
 # For these, null means "none", not "the default".

@@ -17,7 +17,9 @@ from kvjax.ops.base.rope import Rope
 
 def spell_lfm2(data: Json) -> dict[str, Any]:
     """The width of feed-forwards is two thirds of the given one, times a factor, rounded up."""
-    width, unit = data.get("block_ff_dim", data["intermediate_size"]), data["block_multiple_of"]
+    # Published files name it block_ff_dim alone.
+    width = data["block_ff_dim" if data.get("block_ff_dim") else "intermediate_size"]
+    unit = data["block_multiple_of"]
     if data["block_auto_adjust_ff_dim"]:
         width = int(data["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = -(-width // unit) * unit

@@ -94,10 +94,12 @@ def test_minimax_m2_turns_as_many_channels_as_its_file_says():
 
 
 def test_lfm2_has_two_thirds_of_the_width_that_its_file_gives():
-    # LFM2-1.2B: 12288 in its file, 8192 in its tensors.
-    config = config_from_hf(CASES["lfm2"] | {"block_ff_dim": 12288, "block_multiple_of": 256,
-                                             "block_ffn_dim_multiplier": 1.0})  # fmt: skip
-    assert config.d_ff == 8192
+    # LFM2-1.2B: 12288 in its file, by this name alone, and 8192 in its tensors.
+    case = {name: x for name, x in CASES["lfm2"].items() if name != "intermediate_size"}
+    sizes = {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
+    assert config_from_hf(case | sizes | {"block_ff_dim": 12288}).d_ff == 8192
+    with pytest.raises(InputError, match="lacks intermediate_size, which lfm2 needs"):
+        config_from_hf(case | sizes)
 
 
 def test_glm_4_7_flash_with_dense_layers_among_sparse_ones_is_refused():

@@ -1,52 +1,28 @@
 """Loading several shards takes the memory of the model, and of less than one shard beside it."""
 
-import json
 import os
 import subprocess
 import sys
 
-import ml_dtypes
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from kvjax.models.hf_config import config_from_hf
-from kvjax.models.hf_tensors import hf_name, tensors
 from tests.hosts.processes import ROOT, Processes, well
+from tests.models.random_checkpoint import written
 
 SIZES = dict(
     model_type="llama", vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
     num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False,
 )  # fmt: skip
-SHARDS = 5
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
-
-
-def written(folder, sizes, shards):
-    """A checkpoint of random bits with the given sizes; the bytes of its largest shard."""
-    folder.mkdir()
-    config = config_from_hf(sizes)
-    (folder / "config.json").write_text(json.dumps(sizes))
-    shapes = {hf_name(name, config): tensor.shape for name, tensor in tensors(config).items()}
-    rng, each = np.random.default_rng(0), -(-len(shapes) // shards)
-    names, index, largest = [*shapes], {}, 0
-    for i in range(0, len(names), each):
-        file = f"model-{i // each + 1:05d}-of-{shards:05d}.safetensors"
-        part = {n: rng.normal(size=shapes[n]).astype(ml_dtypes.bfloat16) for n in names[i : i + each]}
-        save_file(part, folder / file)
-        index |= dict.fromkeys(part, file)
-        largest = max(largest, sum(x.nbytes for x in part.values()))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return largest
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """(directory, a small one, bytes of the largest shard of the first)."""
     folder = tmp_path_factory.mktemp("loaded")
-    shard = written(folder / "model", SIZES, SHARDS)
+    shard = written(folder / "model", SIZES, 8e7)
     small = SIZES | dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    written(folder / "small", small, 1)
+    written(folder / "small", small, 1e9)
     return folder / "model", folder / "small", shard
 
 
