@@ -1,11 +1,10 @@
 """Bytes per token in every family of checkpoints, by kind of layer, from shapes alone.
 
-    python -m scripts.studies.family_bytes configs      # with transformers 5.24: the sizes of its classes
     python -m scripts.studies.family_bytes [FAMILY...]  # measures what is missing, or these
     python -m scripts.studies.family_bytes table        # writes docs/family-bytes.md
 
-A family is represented by its well-known model in `kvjax plan`, or by the default sizes of its class in
-transformers. Caches are traced in bfloat16 and counted completely, with positions, scales and statistics.
+A family is represented by its well-known model in `kvjax plan`. Caches are traced in bfloat16 and counted
+completely, with positions, scales and statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from kvjax.compat.model_fit import check_fit
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
-from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_families import FAMILIES
 from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import mixer_of
@@ -56,25 +54,11 @@ NAMED = {
     "lfm2_moe": "lfm2-8b-a1b", "ernie4_5_moe": "ernie-4.5-21b-a3b", "bamba": "bamba-9b",
     "jamba": "jamba-mini", "nemotron_h": "nemotron-h-8b", "granitemoehybrid": "granite-4-h-small",
     "gpt_oss": "gpt-oss-120b", "qwen3_next": "qwen3-next-80b-a3b", "qwen3_5_text": "qwen3.5-27b",
-    "qwen3_5_moe_text": "qwen3.5-35b-a3b",
+    "qwen3_5_moe_text": "qwen3.5-35b-a3b", "ernie4_5": "ernie-4.5-0.3b", "glm": "glm-4-9b",
+    "glm4": "glm-4-9b-0414", "mamba2": "mamba2-2.7b", "lfm2": "lfm2-1.2b", "granite": "granite-3.3-8b",
+    "gemma4_unified_text": "gemma-4-12b",
 }  # fmt: skip
-# Sizes that transformers' classes do not default: those of published checkpoints.
-BESIDE = {"glm4_moe": {"head_dim": 128}}
 KINDS = ("all tokens", "windows", "states")
-
-
-def write_configs() -> None:
-    """Records the default sizes of every class in the installed transformers."""
-    from transformers import AutoConfig
-
-    data = read()
-    for family in FAMILIES:
-        if family in NAMED:
-            continue
-        given = {n: x for n, x in AutoConfig.for_model(family).to_dict().items() if x is not None}
-        known = json.loads(json.dumps(given, default=str)) | BESIDE.get(family, {})
-        data.setdefault(family, {})["config"] = known
-    write(data)
 
 
 def read() -> dict[str, Any]:
@@ -83,11 +67,6 @@ def read() -> dict[str, Any]:
 
 def write(data: Mapping[str, Any]) -> None:
     write_atomic(FILE, (data_text({n: data[n] for n in FAMILIES if n in data}) + "\n").encode())
-
-
-def config_of(family: str, data: Mapping[str, Any]) -> Config:
-    """The config of the model that represents a family."""
-    return named(NAMED[family]).config if family in NAMED else config_from_hf(data[family]["config"])
 
 
 def kind_of(config: Config, layer: int) -> str:
@@ -153,9 +132,8 @@ def measured(config: Config) -> dict[str, Any]:
 def measure(families: list[str]) -> None:
     """Measures families, and writes the file after each."""
     data = read()
-    known = [n for n in FAMILIES if n in NAMED or n in data]
-    for family in families or [n for n in known if "bytes" not in data.get(n, {})]:
-        data[family] = data.get(family, {}) | measured(config_of(family, data))
+    for family in families or [n for n in FAMILIES if n not in data]:
+        data[family] = measured(named(NAMED[family]).config)
         write(data)
 
 
@@ -166,8 +144,8 @@ def tables(data: Mapping[str, Any]) -> tuple[str, str]:
     """Tables: bytes per token by kind of layer and length, and shares of the full cache under the methods."""
     mid = str(LENGTHS[1])
     first, second = [], []
-    for family in (n for n in FAMILIES if "bytes" in data.get(n, {})):
-        row, title = data[family], f"{FAMILIES[family].title}: {NAMED.get(family, 'defaults')}"
+    for family, about in FAMILIES.items():
+        row, title = data[family], f"{about.title}: {NAMED[family]}"
         cells = [_kib(sum(row["bytes"][str(t)].values()) / t) for t in LENGTHS]
         cells += [_share(row["bytes"][mid][kind], row["bytes"][mid]) for kind in KINDS]
         first.append((title, *cells))
@@ -189,8 +167,6 @@ def _share(part: int, parts: Mapping[str, int]) -> str:
 def main() -> None:
     """Runs the command line's action."""
     match sys.argv[1:]:
-        case ["configs"]:
-            write_configs()
         case ["table"]:
             for name, made in zip(("family bytes", "family methods"), tables(read()), strict=True):
                 write_table("family-bytes.md", name, made)

@@ -1,7 +1,6 @@
-"""Checkpoints of random bfloat16 weights, written a tensor at a time, so that the writer needs little memory.
+"""Checkpoints of random bfloat16 weights, written a tensor at a time, so that writing needs little memory.
 
-    python -m tests.models.random_checkpoint FOLDER     # Llama 3.1 8B at its published size: 16 GB, 4 files
-    python -m tests.models.loading_memory FOLDER SMALL  # what loading it takes
+`python -m tests.models.random_checkpoint FOLDER` writes Llama 3.1 8B at its published size: 16 GB in 4 files.
 """
 
 import json
@@ -17,7 +16,7 @@ from kvjax.plan.named import rows
 
 
 def written(folder: Path, sizes: dict, most: float) -> int:
-    """Writes a model of the given config.json into files of at most `most` bytes; returns the largest's bytes."""
+    """Writes a model of that config.json into files of at most `most` bytes; returns those of the largest."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(sizes))
     config = config_from_hf(sizes)

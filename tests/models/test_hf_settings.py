@@ -1,4 +1,4 @@
-"""Settings of a config.json that are missing, mistyped or of another kind are named before anything is built."""
+"""Settings of a config.json that are missing, mistyped or of another kind are input errors at once."""
 
 import contextlib
 

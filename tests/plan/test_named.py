@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from kvjax.base.errors import InputError
+from kvjax.models.hf_families import FAMILIES
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.recurrent import KimiDelta
 from kvjax.models.params import plan, shapes
@@ -68,6 +69,22 @@ PUBLISHED = {
     "ministral-3-8b": 8.45,
     # 1.07 without embeddings, and one table of 102,400 rows.
     "exaone-4-1.2b": 1.28,
+    "ernie-4.5-0.3b": 0.36,
+    "glm-4-9b": 9.4,
+    "glm-4-9b-0414": 9.4,
+    "mamba2-2.7b": 2.7,
+    "mamba-codestral-7b": 7.29,
+    "lfm2-1.2b": 1.17,
+    "granite-3.3-8b": 8.17,
+    "gemma-4-12b": 11.95,
+    "olmo-2-32b": 32.2,
+    "ministral-3-3b": 3.43,
+    "ministral-3-14b": 13.5,
+    # Of the card's 5.1, 0.15 see and 0.3 hear.
+    "gemma-4-e2b": 4.65,
+    # In the class of transformers 5.24 without encoders; the card says 8 with them.
+    "gemma-4-e4b": 7.463,
+    "gemma-4-26b-a4b": 25.2,
 }
 
 
@@ -78,6 +95,10 @@ def test_a_named_model_has_the_published_number_of_parameters(name):
     is_shape = lambda x: isinstance(x, tuple) and bool(x) and isinstance(x[0], int)  # noqa: E731
     count = sum(math.prod(shape) for shape in jax.tree.leaves(tree, is_leaf=is_shape))
     assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_every_family_has_a_name():
+    assert {named(name).config.family for name in names()} == {*FAMILIES, "yoco"}
 
 
 def test_every_name_says_where_its_shape_is_from():
@@ -118,6 +139,11 @@ KEPT = {
     "falcon-h1-7b": 2 * 44 * 2 * 128, "falcon-h1-34b": 2 * 72 * 4 * 128,
     "qwen3.5-27b": 2 * 16 * 4 * 256, "qwen3.5-35b-a3b": 2 * 10 * 2 * 256, "olmo-2-13b": 2 * 40 * 40 * 128,
     "glm-4.7-flash": 47 * (512 + 64), "ministral-3-8b": 2 * 34 * 8 * 128, "exaone-4-1.2b": 2 * 30 * 8 * 64,
+    "ernie-4.5-0.3b": 2 * 18 * 2 * 128, "glm-4-9b": 2 * 40 * 2 * 128, "glm-4-9b-0414": 2 * 40 * 2 * 128,
+    "mamba2-2.7b": 0, "lfm2-1.2b": 2 * 6 * 8 * 64, "granite-3.3-8b": 2 * 40 * 8 * 128,
+    "gemma-4-12b": 8 * 512, "olmo-2-32b": 2 * 64 * 8 * 128, "ministral-3-3b": 2 * 26 * 8 * 128,
+    "ministral-3-14b": 2 * 40 * 8 * 128, "gemma-4-e2b": 2 * 3 * 512, "gemma-4-e4b": 2 * 4 * 2 * 512,
+    "gemma-4-26b-a4b": 5 * 2 * 512,
 }  # fmt: skip
 
 

@@ -6,11 +6,12 @@ import json
 import pytest
 
 import kvjax
+from kvjax.models.hf_families import FAMILIES
 from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.plan.named import named
 from kvjax.state.cache import nbytes
 from scripts.docs_tables import DOCS, with_table
-from scripts.studies.family_bytes import FILE, KINDS, cache_bytes, tables
+from scripts.studies.family_bytes import FILE, KINDS, NAMED, cache_bytes, tables
 from tests.models.architectures import TABLE
 
 DATA = json.loads(FILE.read_text())
@@ -20,6 +21,11 @@ def test_the_page_shows_its_data():
     text = (DOCS / "family-bytes.md").read_text()
     for name, made in zip(("family bytes", "family methods"), tables(DATA), strict=True):
         assert with_table(text, name, made) == text
+
+
+def test_every_family_has_a_row_of_a_model_of_its_own():
+    assert DATA.keys() == NAMED.keys() == FAMILIES.keys()
+    assert all(named(name).config.family == family for family, name in NAMED.items())
 
 
 def test_layers_one_by_one_are_the_cache_of_the_whole_model():
