@@ -363,7 +363,8 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
         return 0
     *pages, body = group.bodies
     assert isinstance(body, Slots)
-    if any(gm.read.granule % x.codec.granule for x in (body.k, body.v) if isinstance(x, Codes)):
+    whole = [isinstance(x, Codes) and gm.read.granule % x.codec.granule for x in (body.k, body.v)]
+    if all(whole):
         return 0
     slots, width = body.capacity, width_of(body.k)
     held, found = nbytes(body.k), nbytes(body.v)
@@ -376,6 +377,7 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
     left = slots - gm.read.pages_visited(slots) * gm.read.granule
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
+    held, found = (0 if one else x for x, one in zip((held, found), whole, strict=True))
     keys, values = held * max(left * width - slots * looked, 0) // (slots * width), found * left // slots
     if isinstance(gm.read, Recycling):
         # Of `stride` steps, one reads everything.

@@ -16,6 +16,9 @@ def refused_parts(method: Method) -> Refusals:
     """(wrong, why) for what the parts of a method cannot do together."""
     host, read = method.host, method.read
     granule = 1 if method.store is None else method.store.granule
+    brought = granule
+    if hasattr(host, "values_alone") and method.store is not None:
+        brought = getattr(method.store.values, "granule", 1)
     page = 0 if read is None else read.granule
     return [
         *_in_layers(method),
@@ -58,9 +61,9 @@ def refused_parts(method: Method) -> Refusals:
             f"tokens, or of a divisor or multiple of {granule}",
         ),
         (
-            host is not None and page % granule != 0,
+            host is not None and page % brought != 0,
             f"{host!r} brings pages of {page} tokens to the device, which must be a "
-            f"multiple of the {granule} tokens that are encoded together: give both the same number",
+            f"multiple of the {brought} tokens that are encoded together: give both the same number",
         ),
     ]
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvjax.grammar import Budget, Method
+from kvjax.base.errors import InputError
+from kvjax.grammar import Budget, Method, Store
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Ratio, Share, Window
-from kvjax.place.host import Host
+from kvjax.methods.shared import Amount, Layers, Rank, Ratio, Share, Tokens, Window
+from kvjax.place.host import Host, HostValues
 from kvjax.read.foreseen import ForeseenSlots
+from kvjax.read.landmarks import Landmarks
+from kvjax.store.truncated import Truncated
 
 # The first layers, which read everything: at least one, because the first layer has none below it.
 FirstLayers = Annotated[int, Range(1)]
 # How far below the largest logit.
 Below = Annotated[float, Range(0)]
+# Tokens of a chunk; tokens whose keys have a basis together.
+Chunk = Annotated[int, Range(1)]
 
 
 @paper(
@@ -49,3 +54,41 @@ def infinigen(
     """
     read = ForeseenSlots(Budget(budget), newest, skip_layers, alpha, columns, window)
     return Method(read=read, host=None if resident is None else Host(resident))
+
+
+@paper(
+    "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
+    arxiv="2410.21465",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def shadowkv(
+    budget: Amount,
+    *,
+    rank: Rank = 32,
+    segment: Chunk = 1024,
+    chunk: Chunk = 8,
+    outliers: Tokens = 48,
+    newest: Window = 32,
+    skip_layers: Layers = 0,
+    resident: Share | None = None,
+) -> Method:
+    """ShadowKV (Sun et al., 2024, arXiv:2410.21465), section 4: low-rank keys, and values on the host.
+
+    Keys are stored before rotation, in the `rank` largest directions of every `segment` of them
+    (`Truncated`), and rebuilt and rotated where they are read. Chunks of `chunk` tokens are read by their
+    landmarks, the means of their rotated keys, and the `outliers` chunks that a mean describes worst always
+    (`Landmarks`). budget is the share (or number) of older tokens that a query reads beside outliers and the
+    `newest` tokens. With `resident`, values are in host memory, as in the paper, and the device caches this
+    share of them, those that were read last, at least as many as one step reads; without it, all are in
+    device memory. Deviation: a basis is that of one KV head and of `segment` tokens, where the authors have
+    one for all heads and the whole prompt, so that rank counts per head; landmarks are those of rebuilt
+    keys, and outliers are rebuilt, too, where the authors keep them as computed; generated tokens are
+    encoded when they fill a segment, where the authors keep them as computed. Prompts and several tokens at
+    once are read in full.
+    """
+    if segment % chunk:
+        raise InputError(f"shadowkv: segment must be a multiple of chunk, which is {chunk}, got {segment}")
+    read = Landmarks(Budget(budget), chunk, outliers, newest, skip_layers)
+    store = Store(Truncated(rank, segment), None, unrotated=True)
+    return Method(store=store, read=read, host=None if resident is None else HostValues(resident))

@@ -23,6 +23,7 @@ from kvjax.ops.base.memory import copy_blocks, listed, to_host
 from kvjax.place.by_layer import far, far_pages
 from kvjax.state.axes import specs_of_slots
 from kvjax.state.cache import Near, Pages, Slots
+from kvjax.state.codes import Codes, dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +99,29 @@ def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
     """A body in host memory, keys included or not, none of whose pages is cached on the device yet."""
     page, visited = read.granule, read.pages_visited(body.capacity)
     places = host.places(body.capacity, page, visited)
-    bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
+    bare = _bare(body)
+    if _spans(body.k, page):
+        bare["k"] = jax.eval_shape(dense, body.k)
 
-    def empty(x: Array) -> Array:
+    def empty(x: Array | jax.ShapeDtypeStruct) -> Array:
         size = x.shape[3] * page // body.capacity
         return jnp.zeros((*x.shape[:3], places * size, *x.shape[4:]), x.dtype)
 
-    slots = jax.tree.map(empty, bare)
+    slots = Slots(**jax.tree.map(empty, bare), shared=body.shared)
     nothing = jnp.zeros((*body.pos.shape[:3], places), jnp.int32)
     alone = isinstance(host, HostValues)
     near = Near(dataclasses.replace(slots, pos=slots.pos - 1), nothing - 1, nothing, alone)
     return dataclasses.replace(body, k=body.k if alone else to_host(body.k), v=to_host(body.v), near=near)
+
+
+def _bare(slots: Slots) -> dict[str, Any]:
+    """What the device's copies hold of slots, by field."""
+    return {name: getattr(slots, name) for name in ("k", "v", "pos", "bias")}
+
+
+def _spans(keys: Array | Codes, page: int) -> bool:
+    """Whether keys are encoded in longer runs than a page, so that copies of pages hold them decoded."""
+    return isinstance(keys, Codes) and page % keys.codec.granule != 0
 
 
 def forgotten(near: Near) -> Near:
@@ -165,17 +178,21 @@ def _fetched(
     where, count = listed(missing)
     rows, heads, most = pages.shape
     of_list = layer * rows * heads + where // most
-    source = of_list * (body.capacity // page) + pages.reshape(-1)[where]
+    pages_of = body.capacity // page
+    source = of_list * pages_of + pages.reshape(-1)[where]
     target = of_list * held.shape[2] + place.reshape(-1)[where]
 
-    def copy(far: Array, to: Array) -> Array:
+    def copy(far: Array, to: Array, source: Array = source) -> Array:
         return copy_blocks(to, far, (source, target), count, far.shape[3] * page // body.capacity)
 
-    bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
+    far, to, done = _bare(body), _bare(near.slots), {}
+    if _spans(body.k, page):
+        one = dense(jax.tree.map(lambda x: x[layer][None], far.pop("k")))
+        done["k"] = copy(one, to.pop("k"), source - layer * rows * heads * pages_of)
     put = jax.lax.dynamic_update_index_in_dim
     new = dataclasses.replace(
         near,
-        slots=jax.tree.map(copy, bare, near.slots),
+        slots=dataclasses.replace(near.slots, **done | jax.tree.map(copy, far, to)),
         pages=put(near.pages, held, layer, 0),
         used=put(near.used, used, layer, 0),
     )

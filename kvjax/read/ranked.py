@@ -99,10 +99,10 @@ def votes_of(q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Flo
     b, h, heads = q.shape[0], q.shape[-1], k.shape[1]
     rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
     s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype))
-    return _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum(2)
+    return shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum(2)
 
 
-def _shares(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:
+def shares(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:
     """Softmax; 0 if all logits are -inf."""
     top = s.max(-1, keepdims=True)
     w = jnp.exp(s - jnp.where(jnp.isneginf(top), 0.0, top))

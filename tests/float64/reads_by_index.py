@@ -195,3 +195,35 @@ def infinigen(count, *, alpha, columns, window, newest, skip, seen=None):
         return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
 
     return attends
+
+
+def shadowkv(count, *, rank, segment, chunk, outliers, newest, theta, seen=None):
+    """ShadowKV (arXiv:2410.21465): chunks by landmarks and outliers, of keys rebuilt from few directions.
+
+    seen: a list that is told how many older slots each step read, and how many there were.
+    """
+
+    def attends(q, k, v, pos, at):
+        order, k = np.argsort(pos), k.copy()
+        older = order[: max((pos < at.stored).sum() - newest, 0) // segment * segment]
+        for block in older.reshape(-1, segment):
+            u, s, vt = np.linalg.svd(rope(k[block], -pos[block], theta))
+            k[block] = rope((u[:, :rank] * s[:rank]) @ vt[: min(rank, segment)], pos[block], theta)
+        chunks = older.reshape(-1, chunk)
+        read = np.ones(len(pos), bool)
+        read[older] = False
+        if len(older):
+            means = k[chunks].mean(1)
+            cosine = np.einsum("pth,ph->pt", k[chunks], means)
+            cosine = cosine / np.linalg.norm(k[chunks], axis=-1) / np.linalg.norm(means, axis=-1)[:, None]
+            apart = best(-cosine.min(1), outliers)
+            read[chunks[apart]] = True
+            if not apart.all():
+                p = softmax(np.where(apart, -np.inf, q @ means.T / np.sqrt(k.shape[-1]))).max(0)
+                wanted = best(np.where(apart, -np.inf, p), -(-count(len(older)) // chunk))
+                read[chunks[wanted & ~apart]] = True
+        if seen is not None:
+            seen.append((int(read[older].sum()), len(older)))
+        return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
+
+    return attends

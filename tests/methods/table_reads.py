@@ -21,6 +21,7 @@ from tests.methods.rows import (
 )
 
 CODES = dict(parts=2, bits=2, turns=3)
+SHADOW = dict(rank=3, segment=8, chunk=4, outliers=1, newest=4)
 GROUPS = dict(clusters=4, turns=3, sinks=2)
 
 
@@ -131,9 +132,18 @@ READS = [
         attends=reads.retroinfer(count, clusters=4, turns=3, estimate=0.25, sinks=2, newest=4),
     ),
     row(
-        "infinigen", behind_a_whole_layer(narrow_bytes(3)), moves=False, whole=dict(alpha=1e9),
+        "infinigen", behind_a_whole_layer(narrow_bytes(3)), moves=False, whole=dict(alpha=1e9), stacks=False,
         hyper=dict(alpha=0.4, columns=0.2, window=6, newest=4, skip_layers=1),
         attends=reads_by_index.infinigen(count, alpha=0.4, columns=3, window=6, newest=4, skip=1),
+    ),
+    row(
+        # A segment has a basis of 3 directions; each of its 2 chunks a mean and a cosine.
+        "shadowkv",
+        split(
+            everything, 8, 4, lambda s: 3 * s.h * 4 + 2 * (s.h + 1) * 4, lambda s: 3 * 4 + s.h * 4 + 4
+        ),
+        hyper=SHADOW, moves=False, whole=dict(rank=16),
+        attends=reads_by_index.shadowkv(count, theta=THETA, **SHADOW),
     ),
     row(
         "retrievalattention", metric_bytes, hyper=GROUPS | dict(newest=4, window=6, scan=0.5), moves=False,
