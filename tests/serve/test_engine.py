@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -50,8 +51,8 @@ SYSTEMS = {
 }
 # How many programs a run has: those of pages and lanes.
 PROGRAMS = (
-    write.write_slice, write._first, paged_step.read_piece, paged_step.adopt, paged_step.taken,
-    paged_step.put_back, code_step.adopt_codes, lanes.put, lanes.take, lanes.grown,
+    write.write_slice, write._first, paged_step.read_piece, paged_step.mixed, paged_step.adopt,
+    paged_step.taken, paged_step.put_back, code_step.adopt_codes, lanes.put, lanes.take, lanes.grown,
 )  # fmt: skip
 
 
@@ -190,6 +191,41 @@ def test_requests_of_five_methods_in_one_batch_are_written_by_one_program(monkey
     assert max(crews) > 1 and call._cache_size() - before <= 2
 
 
+def test_prompts_are_read_in_one_program_with_the_step_of_others(monkeypatch):
+    """Pieces of several prompts at once, too; no row has a program of its own while prompts are read."""
+    calls, model = [], battery.model("4/2")
+
+    def heard(name):
+        call = getattr(pages_of_device, name)
+
+        def counted(*args):
+            calls.append((name, args))
+            return call(*args)
+
+        monkeypatch.setattr(pages_of_device, name, counted)
+
+    for name in ("mixed", "read_piece", "write_slice"):
+        heard(name)
+    runs, carry_out = [], engines.Engine.carry_out
+
+    def effect_of(self, effect):
+        before = len(calls)
+        done = carry_out(self, effect)
+        if isinstance(effect, engines.Run) and effect.read and effect.write:
+            names = [name for name, _ in calls[before:]]
+            assert names.count("mixed") == 1 and "write_slice" not in names
+            ((rows, pieces),) = [args[3:5] for name, args in calls[before:] if name == "mixed"]
+            assert (rows.counts > 0).sum() == len(effect.write)
+            runs.append((pieces.counts > 0).sum())
+        return done
+
+    monkeypatch.setattr(engines.Engine, "carry_out", effect_of)
+    prompts = crowd()
+    done = run(model, prompts, replace(PAGED, batch=words.Chunked(40, 8)), pages=PAGES)
+    check_alone(done, prompts)
+    assert min(runs) == 1 and max(runs) > 1
+
+
 def test_what_a_method_evicts_is_free_for_others():
     """Half of the slots of every prompt leave at its end, so that more requests run at once."""
     half, system, held = kvjax.method("keydiff", budget=0.5), SYSTEMS["iterations"], {}
@@ -214,18 +250,22 @@ def test_what_a_method_evicts_is_free_for_others():
 @pytest.mark.rotating
 def test_waste_is_what_the_lists_of_pages_hold_and_do_not_use(monkeypatch):
     """Counted from the lists on the device at every step; what lies in lanes is in no page."""
-    counted, used, held = Pages._steps, [], []
+    used, held = [], []
 
-    def watched(self, jobs, tokens, n):
-        before = {job.id: self.lists[job.id].copy() for job in jobs}
-        found = counted(self, jobs, tokens, n)
-        for lists in before.values():
-            for step in range(1, found.count + 1):
-                used.append((lists + step).sum())
-                held.append(lists.size * PAGE * -(-int(lists.max() + step) // PAGE))
-        return found
+    def watched(counted):
+        def call(self, jobs, *more):
+            before = {job.id: self.lists[job.id].copy() for job in jobs}
+            found = counted(self, jobs, *more)
+            for lists in before.values():
+                for step in range(1, found.count + 1):
+                    used.append((lists + step).sum())
+                    held.append(lists.size * PAGE * -(-int(lists.max() + step) // PAGE))
+            return found
 
-    monkeypatch.setattr(Pages, "_steps", watched)
+        return call
+
+    for name in ("_steps", "_mixed"):
+        monkeypatch.setattr(Pages, name, watched(getattr(Pages, name)))
     methods = (None, *(BY_LABEL[label].method() for label in ("adakv", "keydiff", "h2o")))
     for some in (methods[:3], methods):
         used.clear(), held.clear()

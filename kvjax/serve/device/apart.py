@@ -61,6 +61,10 @@ class Decoder(Engine):
         self.moved += slots
         return dataclasses.replace(asked, prompt=slots + 1, output=job.most - 1, keys=(), span=0, ready=slots)
 
+    def joins(self, job: Job, entry: Entry) -> bool:
+        """Slots that came are copied, not computed."""
+        return super().joins(job, entry) and (bool(entry.preempted) or job.id not in job.place.away)
+
     def read(self, job: Job, entry: Entry, count: int) -> Token | None:
         """Copies slots that came into pages, and decodes; after a preemption reads the prompt itself."""
         place: Pages = job.place

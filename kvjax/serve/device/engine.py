@@ -22,7 +22,7 @@ from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lanes import Lanes
 from kvjax.serve.device.pages import Pages, pages_refusal
 from kvjax.serve.device.reading import size_of
-from kvjax.serve.device.write import SLICE
+from kvjax.serve.device.write import SLICE, Written
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Brought, ByNode, Together
 from kvjax.serve.holding import Holding
@@ -225,10 +225,12 @@ class Engine:
         self._look()
         began, counts, programs = self._since, run.counts(), compiled()
         ended, failed, kept = [], [], []
+        crews = self._crews(run)
+        first, written = self._together(run, crews)
         for entry, count in run.read:
             job = self._job(entry)
             try:
-                token = self.read(job, entry, count)
+                token = first[job.id] if job.id in first else self.read(job, entry, count)
             except (InputError, NotImplementedError) as error:
                 job.error, token = str(error), None
             self.computed += count
@@ -239,7 +241,7 @@ class Engine:
             elif token is not None:
                 kept += self._kept(entry)
                 ended += [entry] if self.is_done(job) else []
-        steps = self._write(run, ended, failed)
+        steps = self._write(run, crews, written, ended, failed)
         if self.record and self.arena is not None:
             # A piece of a prompt may still be computed.
             jax.block_until_ready(self.arena.words)
@@ -275,19 +277,46 @@ class Engine:
         mean = float(lists.mean())
         return [(entry, int(lists.max()), mean)] if mean < entry.goal else []
 
-    def _write(self, run: Run, ended: list[Entry], failed: list[Entry]) -> int:
-        """Decodes with every row until one of them ends; returns the number of steps."""
-        if not run.write:
-            return 1
+    def _crews(self, run: Run) -> dict[int, list[Entry]]:
+        """The entries that decode, by the identity of the place that stores them."""
         crews: dict[int, list[Entry]] = {}
         for entry in run.write:
             crews.setdefault(id(self._job(entry).place), []).append(entry)
+        return crews
+
+    def joins(self, job: Job, entry: Entry) -> bool:
+        """Whether a part of a prompt can be computed in one batch with a step of others."""
+        return isinstance(job.place, Pages) and job.method == Method()
+
+    def _together(
+        self, run: Run, crews: dict[int, list[Entry]]
+    ) -> tuple[dict[int, Token | None], dict[int, Written]]:
+        """Reads parts of prompts with a step of the rows in the same pages, as one batch.
+
+        Returns the tokens after the prompts by job, and those of the rows by place.
+        """
+        joint = [one for one in run.read if self.joins(self._job(one[0]), one[0])]
+        joint = [one for one in joint if id(self._job(one[0]).place) in crews]
+        if not joint:
+            return {}, {}
+        parts = [(self._job(entry), entry.stored, count, entry.goal) for entry, count in joint]
+        place: Pages = parts[0][0].place
+        tokens, found = place.read_and_write(parts, [self._job(entry) for entry in crews[id(place)]])
+        return {part[0].id: token for part, token in zip(parts, tokens, strict=True)}, {id(place): found}
+
+    def _write(
+        self, run: Run, crews: dict[int, list[Entry]], done: dict[int, Written], ended: list[Entry],
+        failed: list[Entry],
+    ) -> int:  # fmt: skip
+        """Decodes with every row until one ends; returns the number of steps. done: what places wrote."""
+        if not run.write:
+            return 1
         one = len(crews) > 1 or run.read or getattr(self._job(run.write[0]).place, "apart", False)
         n = min(run.steps, SLICE, *(entry.request.output - entry.written for entry in run.write))
         n = 1 if one else n
-        for crew in crews.values():
+        for place, crew in crews.items():
             jobs = [self._job(entry) for entry in crew]
-            found = jobs[0].place.write(jobs, n)
+            found = done[place] if place in done else jobs[0].place.write(jobs, n)
             n = found.count
             for row, (entry, job) in enumerate(zip(crew, jobs, strict=True)):
                 for token in found.of(row):

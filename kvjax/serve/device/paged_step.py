@@ -6,12 +6,14 @@ reads are appended to and decoded by `code_step`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.grammar import Store
 from kvjax.models.attending import rotary
@@ -27,6 +29,7 @@ from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_write import paged_write
 from kvjax.serve.device.code_step import CodePool, append_and_attend, append_codes, attend_codes
 from kvjax.serve.device.coding import coded
+from kvjax.serve.device.write import Drawn, Draws, drawn
 from kvjax.state.cache import GroupState
 
 NAME = "pages"
@@ -83,46 +86,98 @@ def table_of(pool: PagePool | CodePool, blocks: Int[Array, "R M"], heads: int) -
 Pool = PagePool | CodePool
 
 
+class Part(NamedTuple):
+    """Tokens of some rows that a program computes: the first `counts` of T, which follow what is stored.
+
+    flat: which of the R * T tokens are computed outside attention; None: all. first: where a row's tokens
+    begin among these.
+    """
+
+    rows: Rows
+    tokens: Int[Array, "R T"]
+    counts: Int[Array, "R"]
+    flat: Int[Array, "C"] | None = None
+    first: Int[Array, "R"] | None = None
+
+    @property
+    def pos(self) -> tuple[Int[Array, "R T"], Int[Array, "R T"]]:
+        """Positions of all T tokens, and the same with -1 for those that do not count."""
+        place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        at = self.rows.next[:, None] + place
+        return at, jnp.where(place < self.counts[:, None], at, -1)
+
+    @property
+    def size(self) -> int:
+        """How many tokens are computed outside attention."""
+        return self.tokens.size if self.flat is None else self.flat.size
+
+    def flattened(self, x: Shaped[Array, "R T *x"]) -> Shaped[Array, "C *x"]:
+        """What belongs to the tokens that are computed outside attention."""
+        x = x.reshape(-1, *x.shape[2:])
+        return x if self.flat is None else x[self.flat]
+
+    def by_row(self, x: Shaped[Array, "C *x"]) -> Shaped[Array, "R T *x"]:
+        """The inverse of `flattened`, with anything where a row has no token."""
+        if self.first is not None:
+            place = self.first[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+            x = x[jnp.minimum(place, x.shape[0] - 1)]
+        return x.reshape(*self.tokens.shape, *x.shape[1 if self.first is None else 2 :])
+
+
+def joined(parts: Sequence[Part], xs: Sequence[Shaped[Array, "R T *x"]]) -> Shaped[Array, "B S *x"]:
+    """What belongs to the tokens of several parts as one row; that of a single part stays as it is."""
+    if len(parts) == 1:
+        return xs[0]
+    return jnp.concatenate([part.flattened(x) for part, x in zip(parts, xs, strict=True)])[None]
+
+
+def parted(parts: Sequence[Part], x: Shaped[Array, "B S *x"]) -> list[Shaped[Array, "R T *x"]]:
+    """The inverse of `joined`."""
+    if len(parts) == 1:
+        return [x]
+    pieces = jnp.split(x[0], np.cumsum([part.size for part in parts])[:-1].tolist())
+    return [part.by_row(piece) for part, piece in zip(parts, pieces, strict=True)]
+
+
 def paged_hidden(
-    config: Config, params: Params, pools: tuple[Pool, ...], rows: Rows, tokens: Int[Array, "R T"],
-    counts: Int[Array, "R"], store: Store | None = None, implementation: str | None = None,
-) -> tuple[Float[Array, "R T D"], tuple[Pool, ...]]:  # fmt: skip
-    """Runs the first `count` tokens of every row through all layers, and stores them in the pools."""
-    heads, t = rows.stored.shape[2], tokens.shape[1]
-    new = jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
-    at = rows.next[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    pos, length = jnp.where(new, at, -1), rows.next + counts
+    config: Config, params: Params, pools: tuple[Pool, ...], parts: Sequence[Part],
+    store: Store | None = None, implementation: str | None = None,
+) -> tuple[list[Float[Array, "R T D"]], tuple[Pool, ...]]:  # fmt: skip
+    """Runs the tokens of all parts through all layers, and stores them in the pools.
+
+    Several parts are one flat batch everywhere but in attention (Orca's selective batching, Yu et al., OSDI
+    2022, section 4.2): each is stored in its rows' pages and attends to them.
+    """
+    heads = parts[0].rows.stored.shape[2]
+    places = [part.pos for part in parts]
+    at, pos = (joined(parts, x) for x in zip(*places, strict=True))
+    length = at[:, -1] + 1
+
+    def split(x: Float[Array, "B N S H"]) -> list[Float[Array, "R N T H"]]:
+        return [jnp.moveaxis(y, 2, 1) for y in parted(parts, jnp.moveaxis(x, 1, 2))]
 
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, dict[str, Any]]:
         pool: Pool = state.rows[NAME]
         assert x.k is not None and x.v is not None
-        table, stored = table_of(pool, rows.blocks, heads), rows.stored[layer.number]
-        q, k = (rotary(layer, y, at, length) for y in (x.q, x.k))
+        q, k = (split(rotary(layer, y, at, length)) for y in (x.q, x.k))
+        new = list(zip(k, split(x.v), strict=True))
+        tables = [table_of(pool, part.rows.blocks, heads) for part in parts]
         how: dict[str, Any] = dict(scale=layer.scale, window=layer.window, softcap=config.attention_softcap)
-        if isinstance(pool, CodePool):
-            if rows.nodes is None:
-                out, pool = append_and_attend(
-                    pool, table, stored, counts, q, (k, x.v), pos, layer.index, **how
-                )
-            else:
-                pool = append_codes(pool, table, stored, counts, (k, x.v), pos, layer.index)
-                out = _by_node(pool, rows.nodes, stored + counts[:, None], q, pos, layer.index, how)
+        if isinstance(pool, CodePool) and pool.plain is not None:
+            # Codes with an uncoded ring: what leaves it is encoded after attention.
+            ((part,), (table,), (one,)) = parts, tables, new
+            stored = part.rows.stored[layer.number]
+            out, pool = append_and_attend(
+                pool, table, stored, part.counts, q[0], one, places[0][1], layer.index, **how
+            )
             return out, GroupState(rows={NAME: pool}), {}
-        k, v, numbers = as_stored(pool, store, k, x.v)
-        numbers["pos"] = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, t))
-        if t == 1:
-            pool = paged_append(
-                pool, table, stored, k[:, :, 0], v[:, :, 0], layer.index,
-                numbers={name: y[:, :, 0] for name, y in numbers.items()}, active=new[:, 0],
-                implementation=implementation,
-            )  # fmt: skip
-        else:
-            pool = paged_write(pool, table, stored, counts, k, v, layer.index, numbers=numbers)
-        how["implementation"] = implementation
-        if rows.nodes is None:
-            out, _, _ = paged_decode(q, pool, table, stored + counts[:, None], pos, layer.index, **how)
-        else:
-            out = _by_node(pool, rows.nodes, stored + counts[:, None], q, pos, layer.index, how)
+        # Everything is stored before anything is read: XLA copies a pool that is read between two writes.
+        for part, table, one in zip(parts, tables, new, strict=True):
+            pool = _stored(pool, part, table, one, layer, store, implementation)
+        outs = []
+        for part, table, asked in zip(parts, tables, q, strict=True):
+            outs.append(_attended(pool, part, table, asked, layer, how | dict(implementation=implementation)))
+        out = jnp.moveaxis(joined(parts, [jnp.moveaxis(y, 1, 2) for y in outs]), 2, 1)
         return out, GroupState(rows={NAME: pool}), {}
 
     def recur(layer: Layer, step: Recurrence, state: GroupState) -> Any:
@@ -130,22 +185,49 @@ def paged_hidden(
 
     memory = Memory(pos, attend, recur, lambda layer, state: [], implementation=implementation)
     states = tuple(GroupState(rows={NAME: pool}) for pool in pools)
+    tokens = joined(parts, [part.tokens for part in parts])
     x, states, *_ = decode_layers(params, tokens, config, memory, states)
-    return x, tuple(state.rows[NAME] for state in states)
+    return parted(parts, x), tuple(state.rows[NAME] for state in states)
 
 
-def _by_node(
-    pool: Pool, nodes: Nodes, stored: Array, q: Array, pos: Array, layer: Any, how: dict[str, Any]
-) -> Array:
-    """Attention of one token of every row, in which every page is read once."""
-    table, lengths = table_of(pool, nodes.blocks, stored.shape[1]), nodes.lengths(stored)
+def _stored(
+    pool: Pool, part: Part, table: Array, new: tuple[Array, Array], layer: Layer, store: Store | None,
+    implementation: str | None,
+) -> Pool:  # fmt: skip
+    """The pool with keys and values [R, K, T, H] of a part appended to its rows' pages."""
+    stored, (_, pos) = part.rows.stored[layer.number], part.pos
+    if isinstance(pool, CodePool):
+        return append_codes(pool, table, stored, part.counts, new, pos, layer.index)
+    k, v, numbers = as_stored(pool, store, *new)
+    numbers["pos"] = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, pos.shape[1]))
+    if pos.shape[1] > 1:
+        return paged_write(pool, table, stored, part.counts, k, v, layer.index, numbers=numbers)
+    return paged_append(
+        pool, table, stored, k[:, :, 0], v[:, :, 0], layer.index,
+        numbers={name: y[:, :, 0] for name, y in numbers.items()}, active=part.counts > 0,
+        implementation=implementation,
+    )  # fmt: skip
 
-    def over(q: Array, q_pos: Array) -> tuple[Array, Array]:
+
+def _attended(
+    pool: Pool, part: Part, table: Array, q: Array, layer: Layer, how: dict[str, Any]
+) -> Float[Array, "R N T H"]:
+    """Attention of a part's queries over its rows' pages, after they are stored there."""
+    (_, pos), nodes = part.pos, part.rows.nodes
+    if isinstance(pool, CodePool):
+        how = {name: x for name, x in how.items() if name != "implementation"}
+    stored = part.rows.stored[layer.number] + part.counts[:, None]
+
+    def over(table: Array, lengths: Array, q: Array, pos: Array) -> tuple[Array, Array]:
         if isinstance(pool, CodePool):
-            return attend_codes(pool, table, lengths, q, q_pos, layer, **how)
-        return paged_decode(q, pool, table, lengths, q_pos, layer, **how)[:2]
+            return attend_codes(pool, table, lengths, q, pos, layer.index, **how)
+        return paged_decode(q, pool, table, lengths, pos, layer.index, **how)[:2]
 
-    return attend_by_node(over, q, pos, nodes.rows)
+    if nodes is None:
+        return over(table, stored, q, pos)[0]
+    # Pages that rows share are read once.
+    shared = table_of(pool, nodes.blocks, stored.shape[1]), nodes.lengths(stored)
+    return attend_by_node(partial(over, *shared), q, pos, nodes.rows)
 
 
 class PagedStep(NamedTuple):
@@ -161,22 +243,35 @@ class PagedStep(NamedTuple):
     ) -> tuple[Float[Array, "R V"], tuple[tuple[Pool, ...], Rows]]:  # fmt: skip
         pools, rows = state
         counts = active.astype(jnp.int32)
-        how = self.store, self.implementation
-        x, pools = paged_hidden(self.config, params, pools, rows, token[:, None], counts, *how)
+        part, how = Part(rows, token[:, None], counts), (self.store, self.implementation)
+        (x,), pools = paged_hidden(self.config, params, pools, [part], *how)
         rows = rows._replace(stored=rows.stored + counts[None, :, None], next=rows.next + counts)
         return unembed(params, x[:, 0], self.config), (pools, rows)
 
 
 @partial(jax.jit, static_argnames=("step",), donate_argnames=("pools",))
 def read_piece(
-    step: PagedStep, params: Params, pools: tuple[Pool, ...], rows: Rows, tokens: Int[Array, "1 T"],
-    count: Int[Array, "1"],
-) -> tuple[Float[Array, "1 V"], tuple[Pool, ...]]:  # fmt: skip
-    """Reads the first `count` of the given tokens of one prompt; returns logits after them, and the pools."""
-    how = step.store, step.implementation
-    x, pools = paged_hidden(step.config, params, pools, rows, tokens, count, *how)
-    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)
-    return unembed(params, last[:, 0], step.config), pools
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: Part
+) -> tuple[Float[Array, "P V"], tuple[Pool, ...]]:
+    """Reads pieces of P prompts; returns the logits after them, and the pools."""
+    (x,), pools = paged_hidden(step.config, params, pools, [piece], step.store, step.implementation)
+    return unembed(params, _last(x, piece.counts), step.config), pools
+
+
+@partial(jax.jit, static_argnames=("step", "top"), donate_argnames=("pools",))
+def mixed(
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], rows: Part, pieces: Part, draws: Draws, top: int
+) -> tuple[Drawn, tuple[Pool, ...]]:
+    """One step of R rows and pieces of P prompts as one flat batch; draws the next token of each."""
+    both = [rows, pieces]
+    x, pools = paged_hidden(step.config, params, pools, both, step.store, step.implementation)
+    last = jnp.concatenate([_last(y, part.counts) for y, part in zip(x, both, strict=True)])
+    return drawn(draws, unembed(params, last, step.config), 0, top), pools
+
+
+def _last(x: Float[Array, "R T D"], counts: Int[Array, "R"]) -> Float[Array, "R D"]:
+    """Each row's last token that counts."""
+    return jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], 1)[:, 0]
 
 
 @partial(jax.jit, static_argnames=("store",), donate_argnames=("pools",))

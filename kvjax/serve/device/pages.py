@@ -9,6 +9,7 @@ methods in one batch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Array
@@ -26,14 +27,25 @@ from kvjax.serve.device.code_step import CodePool, adopt_codes
 from kvjax.serve.device.coding import codes_refusal
 from kvjax.serve.device.jobs import Job, Token
 from kvjax.serve.device.lists import code_lists_of, in_front, lists_of
-from kvjax.serve.device.paged_step import Nodes, PagedStep, Rows, adopt, put_back, read_piece, taken
+from kvjax.serve.device.paged_step import (
+    Nodes,
+    PagedStep,
+    Part,
+    Rows,
+    adopt,
+    mixed,
+    put_back,
+    read_piece,
+    taken,
+)
 from kvjax.serve.device.reading import read_alone, size_of
 from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
 from kvjax.serve.ledger.nodes import pieces
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
-PIECES = (16, 64, 256)
+# Prompt tokens that a program reads at once, and of how many prompts beside a step.
+PIECES, PROMPTS = (16, 64, 256), 4
 
 
 def refusal(model: Model) -> str:
@@ -96,6 +108,24 @@ def of_a_few(least: int, first: int = 4, times: int = 2) -> int:
     return first
 
 
+def _size_of(tokens: int) -> int:
+    """The smallest size of a piece that holds so many tokens."""
+    return next(size for size in PIECES if size >= tokens)
+
+
+def _packed(part: Part) -> Part:
+    """The part with its tokens side by side, so that few are computed in vain."""
+    (prompts, size), counts = part.tokens.shape, np.asarray(part.counts)
+    if prompts == 1:
+        return part
+    real = np.arange(size) < counts[:, None]
+    # Where there is room left over, a token that does not count is computed.
+    flat = np.full(_size_of(int(counts.sum())), real.argmin(), np.int32)
+    flat[: counts.sum()] = np.flatnonzero(real)
+    first = np.cumsum([0, *counts[:-1]]).astype(np.int32)
+    return part._replace(flat=flat, first=first)  # type: ignore[arg-type]
+
+
 class Pages:
     """Requests in pages of an arena whose slots are encoded alike.
 
@@ -135,13 +165,68 @@ class Pages:
         """Reads scheduled tokens of a job, and returns the next token once all are read; else None."""
         if job.method != Method():
             return self._choose(job) if start + count == goal else None
+        logits = self._piece(job, self._all_but_the_last(job, start, count))
+        return first_token(job, logits) if start + count == goal else None
+
+    def read_and_write(
+        self, parts: Sequence[tuple[Job, int, int, int]], jobs: list[Job]
+    ) -> tuple[list[Token | None], Written]:
+        """One step of some jobs and parts of prompts (job, start, count, goal), the full cache's.
+
+        The last pieces of prompts, as many as fit, and the step are one program and one flat batch.
+        """
+        tokens: list[Token | None] = [None] * len(parts)
+        lasts = [self._all_but_the_last(*part[:3]) for part in parts]
+        order = sorted(range(len(parts)), key=lambda i: len(lasts[i]))[:PROMPTS]
+        room = np.cumsum([len(lasts[i]) for i in order]) <= PIECES[-1]
+        here = sorted(i for i, fits in zip(order, room, strict=True) if fits)
+        for i, (job, start, count, goal) in enumerate(parts):
+            if i not in here:
+                logits = self._piece(job, lasts[i])
+                tokens[i] = first_token(job, logits) if start + count == goal else None
+        found = self._mixed(jobs, [parts[i][0] for i in here], [lasts[i] for i in here])
+        for n, i in enumerate(here):
+            _, start, count, goal = parts[i]
+            tokens[i] = next(found.of(len(jobs) + n)) if start + count == goal else None
+        return tokens, found
+
+    def _mixed(self, jobs: list[Job], readers: list[Job], lasts: list[list[int]]) -> Written:
+        rows, prompts = of_a_few(len(jobs), self.rows, 4), of_a_few(len(readers), 1)
+        everyone, where = [*jobs, *readers], [*range(len(jobs)), *(rows + i for i in range(len(readers)))]
+        for job in jobs:
+            self._check_room(job, 1)
+        step = self._part(jobs, [job.written[-1:] for job in jobs], rows, 1)
+        step = step._replace(rows=step.rows._replace(nodes=self._nodes(jobs)))
+        pieces = _packed(self._part(readers, lasts, prompts, _size_of(max(map(len, lasts)))))
+        draws, top = draws_of(everyone, where, rows + prompts), top_of(everyone)
+        done, self.pools = mixed(self.step, self.params, self.pools, step, pieces, draws, top)
+        for job, new in zip(everyone, [*([0] for _ in jobs), *lasts], strict=True):
+            self._count(job, len(new))
+        self.read_tokens += sum(map(len, lasts))
+        return Written(1, *(np.asarray(x)[where][:, None] for x in fetch(done)))
+
+    def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> Part:
+        """Tokens of jobs, each in its row of `rows`, as an operand of a program."""
+        padded, counts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
+        for i, one in enumerate(tokens):
+            padded[i, : len(one)], counts[i] = one, len(one)
+        return Part(self._rows(jobs, rows, self.most), padded, counts)  # type: ignore[arg-type]
+
+    def _all_but_the_last(self, job: Job, start: int, count: int) -> list[int]:
+        """Reads a part of a prompt piece by piece; returns the tokens of its last piece."""
         if job.id not in self.lists:
             self.lists[job.id] = np.full((self.layers, self.heads), start, np.int32)
             job.next = start
-        logits, text = None, [*job.tokens.tolist(), *job.written]
-        for at in range(start, start + count, PIECES[-1]):
-            logits = self._piece(job, text[at : min(at + PIECES[-1], start + count)])
-        return first_token(job, logits) if logits is not None and start + count == goal else None
+        text, end = [*job.tokens.tolist(), *job.written], start + count
+        while end - start > PIECES[-1]:
+            self._piece(job, text[start : start + PIECES[-1]])
+            start += PIECES[-1]
+        return text[start:end]
+
+    def _count(self, job: Job, tokens: int) -> None:
+        """Notes that so many tokens of a job are stored."""
+        self.lists[job.id] += tokens
+        job.next += tokens
 
     def write(self, jobs: list[Job], n: int) -> Written:
         """Runs up to n steps of some jobs, each of which stores its last token."""
@@ -159,8 +244,7 @@ class Pages:
         self.pools = done.state[0]
         found = written(done, where)
         for job in jobs:
-            self.lists[job.id] += found.count
-            job.next += found.count
+            self._count(job, found.count)
         return found
 
     def _rows(self, jobs: list[Job], rows: int, most: int = 0) -> Rows:
@@ -192,16 +276,10 @@ class Pages:
 
     def _piece(self, job: Job, tokens: list[int]) -> Array:
         """Reads and stores a chunk of a prompt; returns the logits after it."""
-        size = next(size for size in PIECES if size >= len(tokens))
         self._check_room(job, len(tokens))
-        padded = np.zeros((1, size), np.int32)
-        padded[0, : len(tokens)] = tokens
-        count = np.array([len(tokens)], np.int32)
-        logits, self.pools = read_piece(
-            self.step, self.params, self.pools, self._rows([job], 1, self.most), padded, count
-        )
-        self.lists[job.id] += len(tokens)
-        job.next += len(tokens)
+        piece = self._part([job], [tokens], 1, _size_of(len(tokens)))
+        logits, self.pools = read_piece(self.step, self.params, self.pools, piece)
+        self._count(job, len(tokens))
         self.read_tokens += len(tokens)
         return logits
 
