@@ -1,7 +1,8 @@
 """Shared by the TPU decode kernels: slots streamed through two buffers, and a running softmax.
 
-A grid step of axis 1 processes one KV head, in steps. Every step is copied from HBM while the step before it
-is computed. The last step of a head starts the first copy of the next head, so that memory never idles.
+An index of grid axis 1 is a KV head. Its slots are processed piece by piece ("steps"), each copied from HBM
+while the piece before it is computed. The last piece of a head starts the first copy of the next head, so
+that memory never idles.
 """
 
 from __future__ import annotations

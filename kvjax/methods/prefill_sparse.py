@@ -15,7 +15,7 @@ from kvjax.read.covering_blocks import CoveringBlocks
 from kvjax.read.head_patterns import AShape, BestBlocks, HeadPatterns, VerticalSlash
 from kvjax.read.segment_scores import SegmentScores
 
-# Tokens of a segment, a block or a tile, and how many of something are picked.
+# How many tokens a segment, a block or a tile has, and how many of something are picked.
 Size = Annotated[int, Range(1, 65536)]
 Count = Annotated[int, Range(1)]
 

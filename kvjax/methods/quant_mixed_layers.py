@@ -17,7 +17,7 @@ from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax
 from kvjax.store.symmetric import Unpacked
 
-# Bits of whole numbers around 0: 2^(bits - 1) - 1 is the largest.
+# How many bits whole numbers around 0 have: 2^(bits - 1) - 1 is the largest.
 Signed = Annotated[int, Range(2, 8)]
 
 

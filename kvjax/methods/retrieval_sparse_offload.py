@@ -14,9 +14,9 @@ from kvjax.read.foreseen import ForeseenSlots
 from kvjax.read.landmarks import Landmarks
 from kvjax.store.truncated import Truncated
 
-# The first layers, which read everything: at least one, because the first layer has none below it.
+# How many first layers read everything: at least one, because the first layer has none below it.
 FirstLayers = Annotated[int, Range(1)]
-# How far below the largest logit.
+# How far a logit may lie below the largest.
 Below = Annotated[float, Range(0)]
 # Tokens of a chunk; tokens whose keys have a basis together.
 Chunk = Annotated[int, Range(1)]

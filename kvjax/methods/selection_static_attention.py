@@ -39,7 +39,7 @@ from kvjax.methods.shared import (
     window_score,
 )
 
-# Tokens of a text, or layers of a model, that belong together.
+# How many neighbouring tokens, or layers, are treated as one.
 Together = Annotated[int, Range(1)]
 
 

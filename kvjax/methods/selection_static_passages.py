@@ -22,7 +22,7 @@ from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window, window_score
 
-# Tokens of a text, or layers of a model, that belong together.
+# How many neighbouring tokens, or layers, are treated as one.
 Together = Annotated[int, Range(1)]
 
 

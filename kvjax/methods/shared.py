@@ -14,7 +14,7 @@ from kvjax.methods.parameters import Part, Range
 Amount = Annotated[float | int, Budget]
 # How many of the newest tokens are used as queries.
 Window = Annotated[int, Range(1)]
-# Neighbours over which scores are smoothed.
+# Over how many neighbours scores are smoothed.
 Kernel = Annotated[int, Range(1, odd=True)]
 # A share of something, from none to all of it.
 Share = Annotated[float, Range(0, 1)]
@@ -25,19 +25,19 @@ Depth = Annotated[int | float, Part(0)]
 # A number of tokens or layers, which may be 0.
 Tokens = Annotated[int, Range(0)]
 Layers = Annotated[int, Range(0)]
-# Slots of a page; None chooses it by the slots of a KV head (`kvjax.compress.pages.page_of`). Every head
-# allocates the whole of its last page, so a page of a million tokens is a mistake.
+# How many slots a page has; None chooses it by the slots of a KV head (`kvjax.compress.pages.page_of`). Every
+# head allocates the whole of its last page, so a page of a million tokens is a mistake.
 Page = Annotated[int, Range(1, 65536)]
-# Channels or tokens that are quantised together.
+# How many channels or tokens are quantised together.
 Group = Annotated[int, Range(1)]
 Bits = Literal[1, 2, 4, 8]
-# The rank of a low-rank matrix, and the iterations that compute it.
+# The rank of a low-rank matrix, and how many iterations compute it.
 Rank = Annotated[int, Range(1)]
 Turns = Annotated[int, Range(1, 100)]
 # The file that `kvjax fit` wrote, or the result of kvjax.fit.
 Fit = Annotated[str | Fitted, Fitted]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
-# The hyperplanes of a hash, whose code is a word of 32 bits.
+# How many hyperplanes a hash has; its code is a word of 32 bits.
 Planes = Annotated[int, Range(1, 32)]
 TokenIds = Annotated[tuple[int, ...], Range(0)]
 # Which published form of SnapKV's selection: see `window_score`.

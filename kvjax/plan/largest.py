@@ -12,7 +12,7 @@ MOST_ROWS, MOST_TOKENS, TOKENS = 2**20, 2**27, 1024
 # How many times the search is repeated if the compiler does not confirm its answer, and the relative
 # precision of a context.
 TRIALS, NEAR = 3, 0.01
-# (batch, context) -> the result of `kvjax.plan.compiling.compiled`.
+# (batch, context) -> what compiling a step for them says: `kvjax.plan.compiling.compiled`.
 Compile = Callable[[int, int], dict[str, Any]]
 
 
@@ -101,12 +101,12 @@ def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int =
 
 
 def largest_rows(search: Search, context: int, compile: Compile | None) -> Largest:
-    """The most rows of that context; compile: confirms whether they fit."""
+    """The most rows of that context; `compile`, if given, compiles a step for them to see that they fit."""
     return _confirmed(search, lambda s: (s.rows(context), context), compile)
 
 
 def largest_tokens(search: Search, batch: int, compile: Compile | None) -> Largest:
-    """The longest context of `batch` rows; compile: confirms whether it fits."""
+    """The longest context of `batch` rows; `compile`, if given, compiles a step to see that it fits."""
     return _confirmed(search, lambda s: (batch, s.tokens(batch)), compile)
 
 

@@ -1,4 +1,4 @@
-"""A read of the values whose logits exceed a threshold, which the queries of the prompt determine."""
+"""A read of the values whose logits exceed a threshold; thresholds come from the queries of the prompt."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def dot(x: Any, y: Any, dims: Any) -> Any:
 
 
 def chunks(heads: int, tokens: int, rows: int) -> Iterator[tuple[int, slice]]:
-    """(head of the group, tokens) of the rows that are processed at once."""
+    """Pieces of a tile that are processed at once: (query head of the group, at most `rows` tokens)."""
     for g in range(heads):
         for start in range(0, tokens, rows):
             yield g, slice(start, min(start + rows, tokens))

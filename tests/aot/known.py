@@ -20,7 +20,7 @@ GATHERED = (
     "pages of codes are put into the order of their lists to be decoded, which XLA fuses in a step alone"
 )
 IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
-POOLED = {"compressive-transformer": MERGED}
+POOLED = dict.fromkeys(("compressive-transformer", "freqkv"), MERGED)
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
     "cpu": IN_STEPS | AT_PREFILL | {

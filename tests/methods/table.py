@@ -436,9 +436,6 @@ ROWS = [
     *BASES,
 ]  # fmt: skip
 
-# Rows and further rows of classes of layout of which compilers' record (`tests/aot/layouts.json`) has no step
-# yet.
-UNRECORDED = ("freqkv",)
 FURTHER = [
     chained(
         "h2o + kivi",

@@ -124,6 +124,7 @@ SENTENCES = {
     "ape": _one("ape", contexts=(8192, 8192, 8192)),
     "keepkv": _one("keepkv", **HALF),
     "ems": _one("ems", **HALF),
+    "freqkv": _one("freqkv", **HALF),
     "compressive-transformer": _one("compressive-transformer", **HALF),
     "less": _one("less", **HALF, fitted=KERNELS),
     "adakv": _one("adakv", **PAGED),

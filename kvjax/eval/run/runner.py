@@ -134,7 +134,7 @@ def reads_apart(method: Method) -> bool:
 
 
 def bare_run(model: Model, method: Method, newest: int = 1) -> Run:
-    """The static settings for compressing with a method, on the model that it runs on."""
+    """The static settings of the program that compresses with a method, for the model that it makes."""
     on = mesh_for(method, model.on_mesh)
     return Run(made(model, method).config, bare_method(method, newest), on_mesh=on)
 

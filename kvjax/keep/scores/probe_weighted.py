@@ -32,7 +32,7 @@ class QueriesWithNorms:
 
 
 class Repeated(NamedTuple):
-    """What a repeated context observed: queries, positions, a weight per query, and its own keys."""
+    """Recorded while a context is read a second time: queries, positions, a weight per query, and keys."""
 
     q: Float[Array, "*layers B N P H"]
     q_pos: Int[Array, "*layers B P"]
