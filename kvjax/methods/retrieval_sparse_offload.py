@@ -8,10 +8,12 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Method, Store
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Layers, Rank, Ratio, Share, Tokens, Window
+from kvjax.methods.shared import Amount, Bits, Group, Layers, Rank, Ratio, Share, Tokens, Window
 from kvjax.place.host import Host, HostValues
+from kvjax.read.exact import ValuesOfMass
 from kvjax.read.foreseen import ForeseenSlots
 from kvjax.read.landmarks import Landmarks
+from kvjax.store.affine import Affine
 from kvjax.store.truncated import Truncated
 
 # How many first layers read everything: at least one, because the first layer has none below it.
@@ -92,3 +94,38 @@ def shadowkv(
     read = Landmarks(Budget(budget), chunk, outliers, newest, skip_layers)
     store = Store(Truncated(rank, segment), None, unrotated=True)
     return Method(store=store, read=read, host=None if resident is None else HostValues(resident))
+
+
+@paper(
+    "HCAttention: Extreme KV Cache Compression via Heterogeneous Attention Computing for LLMs",
+    arxiv="2507.19823",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def hcattention(
+    budget: Amount,
+    *,
+    mass: Ratio = 0.9,
+    bits: Bits = 4,
+    group: Group = 32,
+    newest: Window = 32,
+    skip_layers: Layers = 0,
+    resident: Share | None = None,
+) -> Method:
+    """HCAttention (Yang et al., 2025, arXiv:2507.19823): codes of keys, and values on the host.
+
+    Keys are stored in `bits` bits, and attention weights are computed from these codes. A step reads the
+    values of the tokens with the largest weights, as few as hold the share `mass` of a layer's attention to
+    older tokens (`ValuesOfMass`), so that layers with flat attention read more; nothing is evicted for good.
+    budget is the share (or number) of older values that a query reads at most. With `resident`, values are
+    in host memory, as in the paper, and the device caches this share of them, those that were read last, at
+    least as many as one step reads; without it, all are in device memory. Source: the abstract and figures;
+    there was no code of the authors to compare with. Deviation: codes are those of a grid for each `group`
+    channels of a token, where the paper has a codebook; values are brought to the device, where the paper
+    weighs them on the host; the `newest` tokens are as computed and read beside the budget; weights are not
+    renormalised; the query heads of a group share tokens, by the sum of their weights. Prompts and several
+    tokens at once are read in full.
+    """
+    read = ValuesOfMass(Budget(budget), newest, skip_layers, mass=mass)
+    host = None if resident is None else HostValues(resident)
+    return Method(store=Store(Affine(bits, group=group), None), read=read, host=host)

@@ -12,7 +12,7 @@ from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Counted
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import visited_slots
-from kvjax.read.ranked import SoftVotes
+from kvjax.read.ranked import SoftVotes, votes_of
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense, width_of
 
@@ -51,3 +51,32 @@ class TopValues(SoftVotes):
         left = jnp.broadcast_to(left[:, :, None], s.shape)
         found = jax.nn.logsumexp(s, -1, where=left).reshape(lse.shape)
         return jnp.zeros((b, n, t, width_of(body.v)), q.dtype), found.astype(lse.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuesOfMass(TopValues):
+    """HCAttention (arXiv:2507.19823): reads as few values as hold a share `mass` of the attention.
+
+    The share is that of what a group gives the slots before the `newest` ones. At most the budget is read.
+
+    >>> from kvjax.words import Budget
+    >>> word = ValuesOfMass(Budget(1.0), mass=0.75)
+    >>> word.least(jnp.asarray([0.5, 0.25, 0.125, 0.125])).tolist()
+    2
+    """
+
+    mass: float = 0.9
+
+    def least(self, votes: Float[Array, "*b S"]) -> Int[Array, "*b"]:
+        """How many of the votes, the largest first, make up the share `mass` of their sum."""
+        before = jnp.cumsum(votes, -1) - votes
+        return (before < self.mass * votes.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
+
+    def select(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
+        implementation: str | None = None,
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
+        """The slots with the most attention, and how many of them hold the share."""
+        votes = jax.lax.stop_gradient(votes_of(q, body, layer))
+        slots, counts = super().select(q, body, layer, length, implementation)
+        return slots, jnp.minimum(counts, self.least(-jnp.sort(-votes, axis=-1)))

@@ -227,3 +227,25 @@ def shadowkv(count, *, rank, segment, chunk, outliers, newest, theta, seen=None)
         return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
 
     return attends
+
+
+def hcattention(count, *, mass, newest, code, seen=None):
+    """HCAttention (arXiv:2507.19823): weights from codes of keys, and as few values as hold the mass.
+
+    seen: a list that is told how many older values each step read, and how many there were.
+    """
+
+    def attends(q, k, v, pos, at):
+        old, k = pos < at.stored - newest, k.copy()
+        read = ~old
+        if old.any():
+            k[old] = code(k[old])
+            votes = softmax(q @ k[old].T / np.sqrt(k.shape[-1])).sum(0)
+            order, share = np.argsort(-votes, kind="stable"), np.cumsum(np.sort(votes)[::-1]) / votes.sum()
+            least = min(int(np.argmax(share >= mass)) + 1, count(old.sum()))
+            read[np.flatnonzero(old)[order[:least]]] = True
+            if seen is not None:
+                seen.append((least, int(old.sum())))
+        return (softmax(q @ k.T / np.sqrt(k.shape[-1])) * read) @ v
+
+    return attends

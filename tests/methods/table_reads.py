@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.float64 import reads, reads_by_index
+from tests.float64.codes import affine
 from tests.methods.expected import DUO_SINKS, GATES, duo_kept, duo_leaves, each_layer, snap
 from tests.methods.rows import (
     KERNEL,
@@ -19,6 +20,7 @@ from tests.methods.rows import (
     row,
     split,
 )
+from tests.methods.table_stores import FLIPS
 
 CODES = dict(parts=2, bits=2, turns=3)
 SHADOW = dict(rank=3, segment=8, chunk=4, outliers=1, newest=4)
@@ -144,6 +146,13 @@ READS = [
         ),
         hyper=SHADOW, moves=False, whole=dict(rank=16),
         attends=reads_by_index.shadowkv(count, theta=THETA, **SHADOW),
+    ),
+    row(
+        # Keys of 4 bits, with a float16 scale and zero.
+        "hcattention", split(everything, 1, 4, lambda s: 0, lambda s: s.h // 2 + 4 + s.h * 4 + 4),
+        hyper=dict(mass=0.6, bits=4, group=16, newest=4), moves=False, error=FLIPS,
+        whole=dict(mass=1.0, newest=32),
+        attends=reads_by_index.hcattention(count, mass=0.6, newest=4, code=affine(4, 16)),
     ),
     row(
         "retrievalattention", metric_bytes, hyper=GROUPS | dict(newest=4, window=6, scan=0.5), moves=False,
