@@ -279,13 +279,13 @@ def test_waste_is_what_the_lists_of_pages_hold_and_do_not_use(monkeypatch):
 
 CODED = (
     "int8", "keydiff(budget=0.5) + int8", "adakv(budget=0.75, window=4) + int4(group=4)",
-    "int4(group=4)", "kivi(group=4, residual=20)",
+    "int4(group=4)", "kivi(group=4, residual=20)", "adakv(budget=0.75, window=4) + kivi(group=4, residual=6)",
 )  # fmt: skip
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    "methods, kinds", [(CODED[1::3], 3), pytest.param(CODED, 4, marks=pytest.mark.rotating)]
+    "methods, kinds", [(CODED[1::3], 3), pytest.param(CODED, 5, marks=pytest.mark.rotating)]
 )
 def test_codes_are_stored_in_pages_in_their_own_bytes(methods, kinds, monkeypatch):
     """Beside the full cache, under random schedules, with NaN in every page that nobody holds."""

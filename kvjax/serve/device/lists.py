@@ -74,14 +74,16 @@ def code_lists_of(cache: Cache, pools: tuple[CodePool, ...], granules: int) -> l
     for group, pool in zip(cache.groups, pools, strict=True):
         assert group.state is None and group.sinks is None
         parts = [*group.parts]
-        tail = _ring(parts.pop(), pool) if pool.plain is not None else ((), 0)
+        newest = parts.pop() if pool.plain is not None else None
         each = [_granules(part, cache.pools, pool.coded) for part in parts]
         words = tuple(np.concatenate(x, 2) for x in zip(*(one[0] for one in each), strict=True))
         pos = np.concatenate([one[1] for one in each], 2)
         order = np.argsort(np.where(pos < 0, np.inf, pos), axis=2, kind="stable")[:, :, :granules]
         words = tuple(_filled(np.take_along_axis(x, order[..., None], 2), granules) for x in words)
         count = (pos >= 0).sum(2, dtype=np.int32)
-        found.append(CodeLists(words, count, tail[0], count * pool.coded.granule + tail[1]))
+        coded = count * pool.coded.granule
+        tail = _ring(newest, coded, pool) if newest is not None else ((), 0)
+        found.append(CodeLists(words, count, tail[0], coded + tail[1]))
     return found
 
 
@@ -114,14 +116,18 @@ def _granules(
     return tuple(map(np.asarray, fetch(words))), np.asarray(fetch(pos))[:, :, :: layout.granule]
 
 
-def _ring(tail: Segment, pool: CodePool) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The newest, uncoded tokens in the order of the ring, and how many they are."""
+def _ring(
+    tail: Segment, coded: Int[np.ndarray, "Lg K"], pool: CodePool
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """The newest tokens, uncoded, in the order of the ring, and how many; `coded` older ones are coded."""
     assert isinstance(tail, Slots) and tail.v is not None and pool.plain is not None
     k, v, pos = (np.asarray(x[:, 0]) for x in fetch((dense(tail.k), dense(tail.v), tail.pos)))
-    ring = pool.holding.ring
-    order = np.zeros((*pos.shape[:2], ring), np.int64)
-    layer, head, slot = np.nonzero(pos >= 0)
-    order[layer, head, pos[layer, head, slot] % ring] = slot
+    ring, count = pool.holding.ring, (pos >= 0).sum(2, dtype=np.int32)
+    assert (fetch(pool.coded_tokens(jnp.asarray(coded + count))) == coded).all()
+    slot = np.argsort(np.where(pos < 0, np.iinfo(np.int32).max, pos), axis=2, kind="stable")[:, :, :ring]
+    # Token i of a list is in place i of the ring, modulo its size; places that no token has hold anything.
+    at = (np.arange(ring) - coded[..., None]) % ring
+    order = np.take_along_axis(slot, np.minimum(at, slot.shape[2] - 1), 2)
     k, v = (np.take_along_axis(x, order[..., None], 2) for x in (k, v))
     words = encoded(pool.plain, jnp.asarray(k), jnp.asarray(v), jnp.asarray(order, jnp.int32))
-    return tuple(map(np.asarray, fetch(words))), (pos >= 0).sum(2, dtype=np.int32)
+    return tuple(map(np.asarray, fetch(words))), count

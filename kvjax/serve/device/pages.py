@@ -87,8 +87,8 @@ def pages_refusal(model: Model, method: Method, page: int = 16) -> str:
     if not whole and any(window is not None for window in model.config.windows):
         return "windowed layers evict in steps"
     apart = store is not None and (store.residual > 0 or store.granule > 1)
-    if apart and (keep is not None or method.reread is not None):
-        return f"{method.id} selects tokens, and encodes several of them together"
+    if apart and method.reread is not None:
+        return f"{method.id} reads prompts twice, and encodes several tokens together"
     # Codes of several tokens change the newest slots in steps, and the engine does what they do.
     bare = dataclasses.replace(method, store=None) if apart else method
     run = Run(model.config, bind(bare, model))
