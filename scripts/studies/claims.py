@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.figures import signed
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
+from scripts.studies import authors_slots, longer_texts, memory_tokens, real_claims
 from scripts.studies import board as real_board
-from scripts.studies import longer_texts, memory_tokens, real_claims
 from scripts.studies.claims_table import CLAIMS, Better, Claim, Faster, Learned, Longer, Near, Untestable
 from scripts.studies.longer_texts import TRAINED
 from scripts.studies.moved import MARK, MOVED, changes, marked
@@ -247,6 +247,10 @@ def page(board: Leaderboard, real_lines: Sequence[real_claims.Line]) -> str:
         "## On SmolLM2-135M-Instruct",
         "",
         real_claims.section(real_lines),
+        "",
+        "### Whether it is the method that fails",
+        "",
+        authors_slots.section(),
         "",
         "## On models of four layers",
         "",
