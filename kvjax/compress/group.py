@@ -236,7 +236,7 @@ def group_method(
     method = method.at(first)
     keep, store, read = method.keep, method.store, method.read
     codecs = _codecs(method, first, size)
-    granule = 1 if store is None else store.granule
+    granule = max((codec.granule for codec in codecs if codec is not None), default=1)
     residual = 0 if store is None else store.residual
     if kind == "reads":
         return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)

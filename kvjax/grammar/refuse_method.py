@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvjax.grammar.read_protocols import Placing, Recycling, Reusing, Sampling, Tracing
 from kvjax.grammar.refuse_keep import Refusals
+from kvjax.state.codes import at_layer
 
 if TYPE_CHECKING:
     from kvjax.grammar import Method
@@ -16,9 +17,7 @@ def refused_parts(method: Method) -> Refusals:
     """(wrong, why) for what the parts of a method cannot do together."""
     host, read = method.host, method.read
     granule = 1 if method.store is None else method.store.granule
-    brought = granule
-    if hasattr(host, "values_alone") and method.store is not None:
-        brought = getattr(method.store.values, "granule", 1)
+    brought = _brought_together(method)
     page = 0 if read is None else read.granule
     return [
         *_in_layers(method),
@@ -66,6 +65,16 @@ def refused_parts(method: Method) -> Refusals:
             f"multiple of the {brought} tokens that are encoded together: give both the same number",
         ),
     ]
+
+
+def _brought_together(method: Method) -> int:
+    """How many tokens are encoded together of what a host brings to the layers that read a part."""
+    if method.store is None:
+        return 1
+    first = 0 if method.read is None else method.read.skip_layers
+    alone = hasattr(method.host, "values_alone")
+    each = [method.store.values] if alone else [method.store.keys, method.store.values]
+    return max((codec.granule for one in each if (codec := at_layer(one, first)) is not None), default=1)
 
 
 def _in_layers(method: Method) -> Refusals:

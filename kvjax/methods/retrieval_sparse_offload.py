@@ -13,13 +13,17 @@ from kvjax.place.host import Host, HostValues
 from kvjax.read.exact import ValuesOfMass
 from kvjax.read.foreseen import ForeseenSlots
 from kvjax.read.landmarks import Landmarks
+from kvjax.read.narrow_keys import HeavyProducts
 from kvjax.store.affine import Affine
+from kvjax.store.first_layers import FirstLayers
 from kvjax.store.truncated import Truncated
 
 # How many first layers read everything: at least one, because the first layer has none below it.
-FirstLayers = Annotated[int, Range(1)]
+ReadWhole = Annotated[int, Range(1)]
 # How far a logit may lie below the largest.
 Below = Annotated[float, Range(0)]
+# How many channels of every key are used.
+Channels = Annotated[int, Range(1)]
 # Tokens of a chunk; tokens whose keys have a basis together.
 Chunk = Annotated[int, Range(1)]
 
@@ -37,7 +41,7 @@ def infinigen(
     columns: Ratio = 0.3,
     window: Window = 64,
     newest: Window = 32,
-    skip_layers: FirstLayers = 2,
+    skip_layers: ReadWhole = 2,
     resident: Share | None = None,
 ) -> Method:
     """InfiniGen (Lee et al., 2024, arXiv:2406.19707), section 4: a layer's slots are chosen a layer ahead.
@@ -129,3 +133,40 @@ def hcattention(
     read = ValuesOfMass(Budget(budget), newest, skip_layers, mass=mass)
     host = None if resident is None else HostValues(resident)
     return Method(store=Store(Affine(bits, group=group), None), read=read, host=host)
+
+
+@paper(
+    "TailorKV: A Hybrid Framework for Long-Context Inference via Tailored KV Cache Optimization",
+    arxiv="2505.19586",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def tailorkv(
+    budget: Amount,
+    *,
+    quantised: Layers = 1,
+    bits: Bits = 2,
+    group: Group = 32,
+    channels: Channels = 12,
+    window: Window = 64,
+    newest: Window = 128,
+    resident: Share | None = None,
+) -> Method:
+    """TailorKV (Yao et al., 2025, arXiv:2505.19586): few bits in dense layers, few tokens in sparse ones.
+
+    The first `quantised` layers, whose attention is spread over many tokens, store everything in `bits` bits,
+    keys channel by channel and values token by token. In the others a query reads the tokens with the largest
+    products in the `channels` channels that matter most for queries and keys (`HeavyProducts`). budget is the
+    share (or number) of older tokens that it reads there; the `newest` ones are stored as computed and always
+    read. With `resident`, keys and values of these layers are in host memory, as in the paper, and the device
+    caches this share of them, those that were read last, at least as many as one step reads; without it, all
+    are in device memory. Source: the abstract, and what is known of the authors' code, in which the first
+    layer or the first two of a model are dense. Deviation: channels are those of the prompt's `window` newest
+    queries, and kept until the next prompt; the query heads of a group share tokens, by the sum of their
+    products; `group` tokens are encoded together. Prompts and several tokens at once are read in full.
+    """
+    keys, values = Affine(bits, axis="channel", group=group), Affine(bits, group=group, together=group)
+    store = Store(FirstLayers(quantised, keys, None), FirstLayers(quantised, values, None), newest)
+    read = HeavyProducts(Budget(budget), newest, quantised, channels, window)
+    host = None if resident is None else Host(resident)
+    return Method(store=store if quantised else None, read=read, host=host)

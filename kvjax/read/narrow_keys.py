@@ -71,3 +71,26 @@ class HeavyChannels(NarrowKeys):
         x = jnp.where((pos >= 0)[..., None], jax.lax.stop_gradient(k.astype(wide(k))), 0.0)
         _, channels = jax.lax.top_k((x * x).sum(-2), min(self.rank, k.shape[-1]))
         return {"directions": jnp.swapaxes(jax.nn.one_hot(channels, k.shape[-1], dtype=x.dtype), -1, -2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavyProducts(NarrowKeys):
+    """TailorKV (arXiv:2505.19586): the channels in which queries and keys make the largest products.
+
+    They are the `rank` channels of the largest sum |q_c| max |k_c|, over the prompt's `asks` newest queries
+    of a group and over the keys at the end of the last prefill.
+    """
+
+    asks: int = 64
+
+    def learn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
+        asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
+    ) -> dict[str, Array]:  # fmt: skip
+        (q, at), x = asked, jnp.abs(jax.lax.stop_gradient(k.astype(wide(k))))
+        largest = jnp.where((pos >= 0)[..., None], x, 0.0).max(-2)
+        size = jnp.abs(jax.lax.stop_gradient(q.astype(wide(q))))
+        size = jnp.where((at >= 0)[:, None, :, None], size, 0.0).sum(2)
+        of_group = size.reshape(*largest.shape[:2], -1, largest.shape[-1]).sum(2)
+        _, channels = jax.lax.top_k(of_group.astype(x.dtype) * largest, min(self.rank, k.shape[-1]))
+        return {"directions": jnp.swapaxes(jax.nn.one_hot(channels, k.shape[-1], dtype=x.dtype), -1, -2)}

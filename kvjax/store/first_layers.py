@@ -16,6 +16,8 @@ from kvjax.state.codes import Codec
 class FirstLayers:
     """Encodes the first `layers` layers by `codec`, those above by `rest`; outside a layer, by `codec`.
 
+    Without `rest`, which a store's own codec may lack, layers above are stored as computed.
+
     Raises ValueError for a negative number of layers.
 
     >>> from kvjax.store.affine import Affine
@@ -25,27 +27,27 @@ class FirstLayers:
 
     layers: int
     codec: Codec
-    rest: Codec
+    rest: Codec | None
 
     def __post_init__(self):
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 0:
             raise ValueError(f"the number of first layers is at least 0, got {self.layers!r}")
 
     @property
-    def each(self) -> tuple[Codec, Codec]:
+    def each(self) -> tuple[Codec, ...]:
         """The codecs that it chooses from."""
-        return self.codec, self.rest
+        return (self.codec,) if self.rest is None else (self.codec, self.rest)
 
     @property
     def granule(self) -> int:
-        return math.lcm(self.codec.granule, self.rest.granule)
+        return math.lcm(*(codec.granule for codec in self.each))
 
     @property
     def steady(self) -> bool:
         return all(map(is_steady, self.each))
 
-    def at(self, layer: int) -> Codec:
-        """The codec of a layer; layers count from 0."""
+    def at(self, layer: int) -> Codec | None:
+        """The codec of a layer, if it has one; layers count from 0."""
         return self.codec if layer < self.layers else self.rest
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:

@@ -249,3 +249,24 @@ def hcattention(count, *, mass, newest, code, seen=None):
         return (softmax(q @ k.T / np.sqrt(k.shape[-1])) * read) @ v
 
     return attends
+
+
+def tailorkv(count, *, quantised, coded, channels, window, newest):
+    """TailorKV (arXiv:2505.19586): codes in the first layers, products in few channels in the others.
+
+    coded: what the queries of the first layers get.
+    """
+
+    def attends(q, k, v, pos, at):
+        if at.layer < quantised:
+            return coded(q, k, v, pos, at)
+        old, of_prompt = pos < at.stored - newest, pos < at.prompt - newest
+        read = ~old
+        if old.any():
+            asked = at.queries[:, max(at.prompt - window, 0) : at.prompt]
+            weight = np.abs(asked).sum((0, 1)) * np.abs(k[of_prompt]).max(0, initial=0)
+            c = np.argsort(-weight, kind="stable")[:channels]
+            read = read | best(np.where(old, k[:, c] @ q[:, c].sum(0), -np.inf), count(old.sum()))
+        return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
+
+    return attends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.float64 import reads, reads_by_index
 from tests.float64.codes import affine
+from tests.float64.codes import coded as of_codes
 from tests.methods.expected import DUO_SINKS, GATES, duo_kept, duo_leaves, each_layer, snap
 from tests.methods.rows import (
     KERNEL,
@@ -15,6 +16,7 @@ from tests.methods.rows import (
     dense,
     everything,
     half,
+    kivi_bytes,
     lserve_bytes,
     plain,
     row,
@@ -34,10 +36,9 @@ def narrow_bytes(rank):
     )
 
 
-def behind_a_whole_layer(nbytes):
-    """The first layer holds plain slots alone."""
-    one = dense(everything)
-    return lambda s: one(s._replace(layers=1)) + nbytes(s._replace(layers=s.layers - 1)) - 4 * s.b
+def first_in_bits(first, nbytes):
+    """The first layer holds other slots than those above it."""
+    return lambda s: first(s._replace(layers=1)) + nbytes(s._replace(layers=s.layers - 1)) - 4 * s.b
 
 
 def product_bytes(s):
@@ -134,7 +135,8 @@ READS = [
         attends=reads.retroinfer(count, clusters=4, turns=3, estimate=0.25, sinks=2, newest=4),
     ),
     row(
-        "infinigen", behind_a_whole_layer(narrow_bytes(3)), moves=False, whole=dict(alpha=1e9), stacks=False,
+        "infinigen", first_in_bits(dense(everything), narrow_bytes(3)), moves=False, stacks=False,
+        whole=dict(alpha=1e9),
         hyper=dict(alpha=0.4, columns=0.2, window=6, newest=4, skip_layers=1),
         attends=reads_by_index.infinigen(count, alpha=0.4, columns=3, window=6, newest=4, skip=1),
     ),
@@ -153,6 +155,14 @@ READS = [
         hyper=dict(mass=0.6, bits=4, group=16, newest=4), moves=False, error=FLIPS,
         whole=dict(mass=1.0, newest=32),
         attends=reads_by_index.hcattention(count, mass=0.6, newest=4, code=affine(4, 16)),
+    ),
+    row(
+        "tailorkv", first_in_bits(kivi_bytes(4, group=8, residual=4), narrow_bytes(5)), moves=False,
+        stacks=False, hyper=dict(bits=4, group=8, channels=5, window=6, newest=4), whole=dict(quantised=0),
+        attends=reads_by_index.tailorkv(
+            count, quantised=1, channels=5, window=6, newest=4,
+            coded=of_codes(affine(4, 8, channel=True), affine(4, 8), granule=8, residual=4),
+        ), error=FLIPS,
     ),
     row(
         "retrievalattention", metric_bytes, hyper=GROUPS | dict(newest=4, window=6, scan=0.5), moves=False,
