@@ -78,6 +78,7 @@ class Numpy(Decoder):
         return self.logits(x)
 
 
+@pytest.mark.rotating
 def test_logits_are_those_of_a_loop_over_blocks_in_float64(model, tokens, whole):
     blocks, inside = (Numpy(c, model.params[n]) for c, n in ((BLOCKS, "blocks"), (TOKENS, "tokens")))
     narrow, table = np.asarray(model.params["embed"], np.float64), inside.rest["embed"]
@@ -93,6 +94,7 @@ def test_logits_are_those_of_a_loop_over_blocks_in_float64(model, tokens, whole)
     close(whole[0], np.stack(want)[1 : len(row) + 1])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "lengths",
     [pytest.param(x, marks=[pytest.mark.rotating] * (x != (T, 3))) for x in [(T, T), (T, 3), (12, 5)]],
@@ -190,6 +192,7 @@ def test_generated_tokens_are_the_likeliest_of_the_forward_pass(model, tokens):
         close(logits[row], np.asarray(model(padded))[row, len(past) - 1])
 
 
+@pytest.mark.rotating
 def test_what_its_verbs_cannot_do_is_refused(model, tokens):
     _, cache = kvjax.prefill(model, tokens[:, :T])
     for options, name in (

@@ -92,6 +92,7 @@ def test_a_row_that_is_done_may_be_no_number():
     assert tokens[0, :4].tolist() == [4, 5, 6, -1] and (tokens[1] >= 0).any()
 
 
+@pytest.mark.rotating
 def test_slices_write_what_single_tokens_do_in_one_program():
     config = Config(vocab=32, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16)
     model = Model(config, init(config, jax.random.key(5)))

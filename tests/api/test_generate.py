@@ -44,6 +44,7 @@ def test_buckets_hold_the_tokens_and_waste_little():
     assert len(set(buckets)) < 60
 
 
+@pytest.mark.rotating
 def test_greedy_generation_is_the_argmax_of_the_whole_text_at_every_token(model, greedy):
     for prompt, tokens, logprobs in zip(PROMPTS, greedy.tokens, greedy.logprobs, strict=True):
         text = [*prompt, *np.asarray(tokens).tolist()]
@@ -82,6 +83,7 @@ def test_generation_ends_early_when_every_row_has_stopped(model, greedy):
     assert [t[1] for _, t in seen] == np.asarray(out.tokens)[1, :3].tolist()
 
 
+@pytest.mark.rotating
 def test_a_conversation_goes_on_with_the_cache_of_what_was_written(model, greedy):
     more = [[1, 2, 3], [4]]
     again = kvjax.generate(model, more, cache=greedy.cache, max_new_tokens=2)

@@ -84,6 +84,7 @@ def test_generation_draws_from_processed_logits_and_reports_the_models_probabili
     assert (out.tokens != plain.tokens).any()
 
 
+@pytest.mark.rotating
 def test_a_plain_function_is_a_processor_and_one_of_another_shape_is_refused(model):
     banned = lambda logits, tokens: logits.at[:, ::2].set(-jnp.inf)  # noqa: E731
     out = kvjax.generate(model, PROMPTS, max_new_tokens=4, processors=(banned,))

@@ -104,6 +104,7 @@ def test_a_float16_model_that_overflows_is_refused_by_prefill_alone():
     assert not jnp.isnan(kvjax.prefill(m, [[1, 2, 3]])[0]).any()
 
 
+@pytest.mark.rotating
 def test_a_step_without_numbers_is_named():
     shown = []
     with pytest.raises(InputError, match="not numbers .* at step 1 with method custom, after"):

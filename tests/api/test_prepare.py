@@ -115,6 +115,7 @@ def wanted():
     return np.asarray(multiplied_out()(TEXT))
 
 
+@pytest.mark.rotating
 def test_a_prompt_and_steps_are_those_of_the_weights_multiplied_out():
     read = np.array([27, 16])
     logits, cache = kvjax.prefill(plain(), [TEXT[0, :27], TEXT[1, :16]], method=palu(), room=8)
@@ -157,6 +158,7 @@ def test_a_rotation_in_the_weights_is_the_one_that_a_codec_makes():
         assert (np.abs(back[0] - back[1]) > 1e-2).mean() < 0.01
 
 
+@pytest.mark.rotating
 def test_a_method_behind_it_acts_on_the_model_that_was_made():
     made = kvjax.prepare(plain(), palu(rank=8))
     chained = kvjax.chain(palu(rank=8), kvjax.method("kivi", bits=2, group=8, residual=8))

@@ -77,6 +77,7 @@ def test_a_probe_is_filled_wherever_a_score_holds_it():
             np.testing.assert_allclose(y, want(x), rtol=1e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(METHODS, "adakv"))
 def test_a_scan_over_the_pure_step_is_a_loop_over_step(name):
     m, tokens = model("4/2"), jnp.asarray(MAIN.steps, jnp.int32)

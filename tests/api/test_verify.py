@@ -64,6 +64,7 @@ def case(name):
     return model(where), method
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(CASES, *ALWAYS))
 def test_a_pass_gives_the_logits_and_the_cache_of_single_steps(name):
     m, method = case(name)
@@ -134,6 +135,7 @@ def test_a_pass_consumes_its_cache_and_hands_its_memory_on():
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * nbytes(cache)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(["full", "kivi", "adakv"], "full"))
 def test_a_pass_takes_what_fits_and_refuses_one_token_more(label):
     m, method = model("4/2"), row(label)[1]

@@ -117,7 +117,9 @@ def test_the_budget_that_is_told_is_the_number_of_slots_that_stay():
     assert told == f"The budget is n = {n} of 50 tokens (30%) for a KV head in a layer of share 1."
 
 
-@pytest.mark.parametrize("text", ["snapkv(budget=0.5, window=8) + int8", "h2o(budget=0.25)"])
+@pytest.mark.parametrize(
+    "text", sweep(["snapkv(budget=0.5, window=8) + int8", "h2o(budget=0.25)"], "h2o(budget=0.25)")
+)
 def test_the_bytes_that_are_told_are_those_of_a_real_cache(text):
     method, m = parse_method(text)[1](), model("4/2")
     _, cache = kvjax.prefill(m, [list(range(64))], method=method, room=0)
@@ -192,6 +194,7 @@ def test_what_cannot_be_explained_is_one_line(words, told, capsys):
     assert re.search(told, error) and error.count("\n") == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("id", sweep(["kv-distill", "homer"], "kv-distill"))
 def test_what_comes_fitted_with_a_shipped_model_is_weighed_there(id, capsys):
     model = kvjax.load("recall-tiny")

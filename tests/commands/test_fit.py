@@ -19,6 +19,7 @@ def fit(tmp_path, *words):
     return kvjax.load_fitted(out)
 
 
+@pytest.mark.rotating
 def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
     fitted = fit(tmp_path, "kvzap", "--set", "ridge=0.5")
     assert fitted.word == "HiddenGate" and "use it as kvzap:fitted=" in capsys.readouterr().out
@@ -51,6 +52,7 @@ def test_a_method_is_fitted_with_its_own_hyper_parameters(tmp_path, capsys):
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("method", "reads"), sweep([("kvzap", 1), ("headkv", 3)], ("kvzap", 1)))
 def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_there_are(
     method, reads, tmp_path, monkeypatch, capsys

@@ -64,6 +64,7 @@ def test_sizes_are_those_of_the_prefill(id):
     assert CacheSizes(config, "float32", 60, [method("full"), made]).nbytes(made, room=3) == nbytes(cache)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("width", [80, pytest.param(140, marks=pytest.mark.rotating)])
 def test_inspect_shows_a_model_and_its_caches(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))

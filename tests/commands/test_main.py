@@ -170,6 +170,7 @@ def test_compare_passes_everything_on(compared, tmp_path):
 # --- generate ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_generate_streams_text_and_reports_the_cache(capsys):
     assert main(["generate", "--prompt", SAMPLE, "--max-new-tokens", "3"]) == 0
     out, err = capsys.readouterr()

@@ -20,6 +20,7 @@ from kvjax.grammar.to_text import written
 from kvjax.methods import METHODS
 from tests.aot.known import DECODED as DECODED_THERE
 from tests.aot.known import KNOWN
+from tests.sweep import sweep
 
 BY_ID = {row["id"]: row for row in listing()}
 
@@ -104,6 +105,7 @@ def test_a_sentence_is_broken_where_it_is_long_and_operators_keep_their_order():
     assert max(map(len, lines)) <= 70 and lines[0] == "Method("
 
 
+@pytest.mark.rotating
 def test_a_card_has_the_docstring_in_two_and_every_hyper_parameter():
     found = card("kivi")
     whole = " ".join((METHODS["kivi"].__doc__ or "").split())
@@ -137,12 +139,7 @@ def test_nothing_of_a_docstring_is_lost_on_a_card(id):
 
 @pytest.mark.parametrize(
     "id",
-    [
-        "snapkv",
-        "kivi",
-        "quest",
-        *(pytest.param(x, marks=pytest.mark.rotating) for x in ("h2o", "palu", "minicache")),
-    ],
+    sweep(["snapkv", "kivi", "quest", "h2o", "palu", "minicache"], "snapkv"),
 )
 def test_what_a_card_chains_with_runs_together_and_what_it_does_not_is_refused_for_that_reason(id):
     found, own = card(id), shown(id)

@@ -54,6 +54,7 @@ def parts(cache, b):
     return found
 
 
+@pytest.mark.rotating
 def test_a_prompt_leaves_one_direction_per_pair_and_the_tokens_that_stay_as_computed():
     cache = talk(LABEL).prompt[1]
     for b in range(B):

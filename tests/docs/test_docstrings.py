@@ -33,10 +33,13 @@ def examples(name):
 # for theirs; their own tests compute the same and more every time.
 IN_TURN = ("kvjax.ops.", "kvjax.store.", "kvjax.train.")
 SLOW = (
-    "block_transformer", "cache_file", "context", "eval.report.page", "eval.report.scores_picture", "fitting",
-    "fitting.droppings", "forking", "generation", "keep.preference", "models.transformer", "nnx", "oracle",
-    "place.rollback", "place.rows", "processors", "pure", "read.blocks", "read.channels", "read.hashed",
-    "sampling", "serve.device.run", "verifying",
+    "api.block_transformer", "api.contexts", "api.fork", "api.generate", "api.join", "api.kept_texts",
+    "api.likelihood", "api.logit_processors", "api.rollback", "api.sampling", "api.scores", "api.speculate",
+    "api.step", "api.summary", "api.verify", "eval.report.page", "eval.report.scores_picture", "fitting",
+    "fitting.gates.dropping", "fitting.statistics.file_coders", "io.cache_file", "io.cache_stream",
+    "keep.budgets.preference", "keep.merges.low_pass", "models.transformer", "prompts.shorten", "read.blocks",
+    "read.by_queries", "read.channels", "read.events", "read.hashed", "read.thresholds", "serve.device.run",
+    "state.cache",
 )  # fmt: skip
 CASES = [
     pytest.param(name, marks=pytest.mark.rotating)
@@ -56,6 +59,7 @@ def test_examples_compute_what_they_show(name, tmp_path, monkeypatch):
 
 
 def test_the_examples_are_found():
+    assert {f"kvjax.{name}" for name in SLOW} <= {*MODULES}
     assert len(examples("kvjax.ops.recurrent.linear_attention")) > 5
     assert examples("kvjax.models.exchange") and "kvjax.models.exchange" in MODULES and len(MODULES) > 200
 

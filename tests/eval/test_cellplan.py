@@ -36,6 +36,7 @@ def test_kvzip_asks_the_shipped_model_in_its_own_words(model):
     assert kvzip.keep.score.probe == kvzip.keep.probe
 
 
+@pytest.mark.rotating
 def test_all_stands_for_everything_in_the_table_that_needs_no_fit_or_comes_with_one(model):
     entries = plan_cells(model, ["all"], [0.5], "short")
     # The codebooks of CQ are too large to come with the package.
@@ -55,6 +56,7 @@ def test_well_known_methods_are_of_every_family(model):
     assert len({info.family for info in kvjax.methods() if info.id in WELL_KNOWN}) >= 8
 
 
+@pytest.mark.rotating
 def test_all_goes_with_other_texts_and_says_what_is_wrong_with_a_named_one(model):
     labels = [e.label for e in plan_cells(model, ["snapkv:window=16", "all"], [0.5], "short")]
     assert {"snapkv", "snapkv:window=16"} < {*labels} and len({*labels}) == len(labels)

@@ -196,6 +196,7 @@ def test_a_run_is_not_resumed_with_other_settings(small):
         compare(**SMALL, **QUIET, out=small.out)
 
 
+@pytest.mark.rotating
 def test_a_run_is_not_resumed_with_a_method_whose_file_was_edited(tmp_path, monkeypatch):
     file, options = tmp_path / "mine.py", dict(samples=1, tasks=["get"], budgets=[0.25], out=tmp_path / "run")
     lines = "from kvjax.methods import snapkv\ndef mine(budget, by=8): return snapkv(budget, window=8)\n"

@@ -73,6 +73,7 @@ def rows(model, book):
 # --- what is measured ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_the_full_caches_likelihood_is_the_models_own(model, book, rows):
     tokens = read_windows(model, book, **SIZES).tokens
     behind = log_softmax(model(tokens))[:, LENGTH:-1]
@@ -261,6 +262,7 @@ def short_steps(monkeypatch):
     monkeypatch.setattr(streaming, "stream_text", lambda *a, **k: original(*a, steps=STEPS, **k))
 
 
+@pytest.mark.rotating
 def test_a_killed_run_goes_on_where_it_stopped(model, book, tmp_path, monkeypatch, short_steps):
     options = {"length": LENGTH, "windows": WINDOWS, "seed": 1}
     entries, out = [FULL, INT8, HALF], StringIO()

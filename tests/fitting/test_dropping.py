@@ -65,6 +65,7 @@ def test_a_prompt_in_chunks_or_turns_and_single_steps_leave_the_same():
         assert positions(cache) == positions(whole)
 
 
+@pytest.mark.rotating
 def test_strips_of_new_tokens_drop_what_all_at_once_drop(rng, monkeypatch):
     hidden = jnp.asarray(rng.normal(size=(2, 7, 32)), jnp.float32)
     pos = jnp.asarray([[5, 6, 7, 8, 9, 10, -1]] * 2)

@@ -187,6 +187,7 @@ def tiny():
     return kvjax.load(TINY)
 
 
+@pytest.mark.rotating
 def test_a_method_finds_what_comes_with_kvjax_and_a_saved_cache_finds_it_again(tiny, tmp_path):
     method = kvjax.chain(kvjax.method("locret", budget=0.5, newest=4), kvjax.method("int8"))
     _, cache = kvjax.prefill(tiny, [list(range(3, 35))], method=method, room=1)

@@ -10,6 +10,7 @@ from tests.keep.test_score import B, K, check, seen_by
 from tests.keep.test_score import view as view  # a fixture
 
 
+@pytest.mark.rotating
 def test_within_a_chunk_a_score_is_minus_the_share_that_is_no_worse(view):
     norm, pos = np.linalg.norm(np.asarray(view.k, np.float64), axis=-1), np.asarray(view.pos)
     want = np.zeros(norm.shape)

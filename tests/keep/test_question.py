@@ -152,10 +152,10 @@ INFINIPOT = kvjax.method("infinipot", budget=0.5, share=0.5, prefix=PREFIX)
 @pytest.mark.parametrize(
     ("method", "by_hand", "lengths"),
     [
-        pytest.param(FINCH, finch, (44, 27), id="finch"),
+        pytest.param(FINCH, finch, (44, 27), id="finch", marks=pytest.mark.rotating),
         pytest.param(PER_HEAD, finch_per_head, (44, 27), id="finch per head", marks=pytest.mark.rotating),
         pytest.param(CITRUS, citrus, (44, 27), id="citrus"),
-        pytest.param(DOUBLE, citrus_double, (52, 43), id="citrus: two caches"),
+        pytest.param(DOUBLE, citrus_double, (52, 43), id="citrus: two caches", marks=pytest.mark.rotating),
         pytest.param(
             DOUBLE,
             citrus_double,

@@ -26,11 +26,12 @@ from tests.keep.test_score import (
     window_of,
 )
 from tests.keep.test_score import view as view  # a fixture
+from tests.sweep import sweep
 
 LAST = 4
 
 
-@pytest.mark.parametrize("fusion", ["sum", "max"])
+@pytest.mark.parametrize("fusion", sweep(["sum", "max"], "max"))
 def test_fused_attention_is_a_softmax_over_older_slots_of_logits_summed_over_a_group(rng, view, fusion):
     q, q_pos = window_of(rng, LAST)
     got = FusedAttention(LAST, fusion)(view, seen_by({repr(Queries(LAST)): (q, q_pos)}))

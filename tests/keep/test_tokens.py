@@ -42,6 +42,7 @@ def test_tokens_of_upper_layers_are_those_that_went_on():
                 assert mine == set(best[-max(1, len(tokens) // 5) :])
 
 
+@pytest.mark.rotating
 def test_separators_are_those_of_the_models_tokenizer_in_prompts_and_steps():
     recall = kvjax.load("recall-tiny")
     named = [recall.tokenizer.token_to_id(mark) for mark in ("<.>", "<,>")]

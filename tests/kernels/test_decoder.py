@@ -80,6 +80,7 @@ METHODS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "method, kernel",
     sweep(itertools.product(METHODS, (TPU, GPU)), ("h2o", TPU)),
@@ -158,6 +159,7 @@ def test_groups_of_codes_are_read_as_they_lie(bits, group, room, kernel):
     agree(model(layers=1), method, room=room, kernel=kernel)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kernel", sweep((TPU, GPU), GPU))
 def test_windows_sinks_and_softcaps_reach_the_kernel(kernel):
     m = model(stacked=False, windows=(127, None), attention_softcap=3.0, mixers=(Attention(sink=True),) * 2)
@@ -170,6 +172,7 @@ LANES = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kernel", sweep((TPU, GPU), TPU))
 @pytest.mark.parametrize("stacked", sweep([True, False], True))
 @pytest.mark.parametrize("case", sweep(LANES, "latents"))

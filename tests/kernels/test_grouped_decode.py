@@ -77,6 +77,7 @@ def draw(bits, group, width=128, t=1, tiles=2, seed=0):
 CASES = [(2, 32, 128), (4, 32, 128), (1, 64, 128), (4, 16, 128), (4, 128, 128), (2, 32, 256)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("bits", "group", "width"), sweep(CASES, CASES[0]))
 def test_it_is_attention_over_the_numbers_that_the_codes_stand_for(bits, group, width):
     """A list that is full, an empty one, and one that ends within a group."""
@@ -102,6 +103,7 @@ def test_several_queries_and_a_softcap_in_one_block(how):
     check(got, by_hand(q, *plain, lengths, 0.05, 2.0), 2e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("how", sweep(["tpu interpret", FORM], "tpu interpret"))
 def test_bfloat16_queries(how):
     q, stored, plain, lengths = draw(2, 32, tiles=1, seed=2)
@@ -112,6 +114,7 @@ def test_bfloat16_queries(how):
     check(got, by_hand(q, *plain, lengths, 0.05), 1e-2)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dma", sweep(["on_wait", "eager"], "on_wait"))
 def test_codes_have_arrived_before_they_are_read(dma):
     q, stored, plain, lengths = draw(4, 16, seed=3)

@@ -98,6 +98,7 @@ def test_a_step_over_stacked_levels_changes_its_layer_alone(step):
     np.testing.assert_array_equal(held.next, new.next)
 
 
+@pytest.mark.rotating
 def test_one_token_goes_through_the_step_and_more_say_why_not():
     state, token, scales, mask = draw(4, [5, 6, 8, 12], 6)
     one = jax.tree.map(lambda x: x[:, None], (token, scales, mask))

@@ -92,6 +92,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", sweep(CASES, "all there is"))
 def test_what_is_picked_is_attended_and_nothing_else(case):
     how, options = CASES[case]

@@ -144,7 +144,7 @@ def test_texts_of_one_row_are_kept_apart_by_strips(made, rng):
 @pytest.mark.parametrize(
     ("name", "options", "calls"),
     [
-        ("snapkv", dict(budget=0.5, window=7), True),
+        pytest.param("snapkv", dict(budget=0.5, window=7), True, marks=pytest.mark.rotating),
         ("h2o", dict(budget=0.5), False),
         pytest.param("full", {}, True, marks=pytest.mark.rotating),
         pytest.param("streamingllm", dict(budget=0.5), True, marks=pytest.mark.rotating),

@@ -71,6 +71,7 @@ def by_hand(tokens):
     return d.logits(x)
 
 
+@pytest.mark.rotating
 def test_upper_layers_attend_to_the_nearest_states_of_what_left_the_windows():
     m, rows = model("deep"), MAIN.first
     logits, cache = kvjax.prefill(m, rows, method=method(), room=4)

@@ -43,6 +43,7 @@ def traced(m, method, held):
         return run, given, str(error)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name, label", sweep(CASES, ("tensor", "full")))
 def test_a_step_runs_the_kernels_that_it_runs_on_one_device(name, label):
     row, done = BY_LABEL[label], talk(label)
@@ -62,6 +63,7 @@ def test_a_step_runs_the_kernels_that_it_runs_on_one_device(name, label):
         assert off(logits, done.steps[0][0]) < same(label)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(("tensor", "batch"), "tensor"))
 def test_a_prompt_is_read_by_kernels_and_leaves_what_it_leaves_on_one_device(name):
     done, there = talk("full"), spread(BY_LABEL["full"].model, name)

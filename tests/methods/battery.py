@@ -213,12 +213,11 @@ def first_of_each_class() -> list[str]:
 
 
 # Whose conversation in test_battery.py runs every time, because their steps do what no other's do: evict by
-# mass, by the query or by rank, merge, see a window, read pages, write into pages, into a pool of all layers,
-# or into granules of codes. (What answers for slots that are not read or have left is in
-# `tests/read/test_channels.py` and `tests/keep/test_residue.py`; what samples slots, in
-# `tests/read/test_hashed.py`.)
+# position or by mass, see a window, read pages, write into pages or into granules of codes. (What answers for
+# slots that are not read or have left is in `tests/read/test_channels.py` and `tests/keep/test_residue.py`;
+# what samples slots, in `tests/read/test_hashed.py`.)
 PLAIN = (
-    "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
+    "streamingllm", "h2o", "snapkv windowed", "adakv", "kivi", "quest",
 )  # fmt: skip
 
 

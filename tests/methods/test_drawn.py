@@ -35,6 +35,7 @@ def told(random):
     return one
 
 
+@pytest.mark.rotating
 @drawn(10)
 def test_a_sentence_traces_and_what_was_refused_on_the_way_says_why(random):
     one = told(random)

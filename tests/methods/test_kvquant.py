@@ -116,6 +116,7 @@ def value_by_hand(v, layer):
     return np.where(ends, v, nearest((v - centre) / size, levels) * size + centre)
 
 
+@pytest.mark.rotating
 def test_the_last_token_asked_again_attends_to_what_comes_back_of_keys_before_rotation():
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=KVQUANT, room=ROOM)
     asked, _ = step(model("4/2"), cache, [row[-1] for row in MAIN.first], append=False)

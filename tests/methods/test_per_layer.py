@@ -26,6 +26,7 @@ def kept(method):
     return cache, [[[set(p[p >= 0].tolist()) for p in row] for row in x] for x in kvjax.kept_positions(cache)]
 
 
+@pytest.mark.rotating
 def test_layers_keep_their_shares_and_the_best_tokens_of_each():
     _, plain = kept(snapkv())
     cache, mine = kept(kvjax.per_layer(snapkv(), [1, None, 0.5], page=4))

@@ -42,11 +42,10 @@ REPRESENTATIVES = (
     "indexed latents",
 )  # fmt: skip
 
-# In the plain suite: these have among them every way in which a layer keeps, reads or takes memory. (Layers
-# that read a context are in test_context.py.)
+# In the plain suite: these have among them every kind of memory that a layer keeps. (Layers that read a
+# context are in test_context.py.)
 PLAIN = (
-    "mixattention", "kimi linear", "gqkva", "jamba", "rwkv-7", "goldfinch", "lckv", "clla", "svformer",
-    "resformer", "swiftkv", "attention dropped", "lisa", "pod", "neurocache", "key as value",
+    "mixattention", "gqkva", "clla", "svformer", "resformer", "attention dropped", "lisa", "pod",
     "indexed latents",
 )  # fmt: skip
 # Mixers that none of those has and that keep something of their own.

@@ -27,13 +27,13 @@ from tests.models.conversation import (
     talk,
     whole,
 )  # fmt: skip
-from tests.models.memory_classes import OWN, PLAIN
+from tests.models.memory_classes import PLAIN
 
 
 def marks(name):
     """With several workers, all tests of an architecture run in one and share programs."""
     group = pytest.mark.xdist_group(name)
-    return group if name in PLAIN + OWN else (group, pytest.mark.rotating)
+    return group if name in (*PLAIN, "tpa", "retnet", "gsa") else (group, pytest.mark.rotating)
 
 
 EVERY = pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in TABLE])

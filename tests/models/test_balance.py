@@ -21,6 +21,7 @@ def test_balance_is_the_product_of_shares_used_and_shares_scored(scores):
     assert float(moe.balance(p, jnp.asarray(x))) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.rotating
 def test_equal_use_costs_one_and_the_gradient_evens_it_out():
     moe, rng = MoE(experts=4, top=1, width=8), np.random.default_rng(1)
     x = jnp.asarray(np.abs(rng.standard_normal((1, 64, 4))), jnp.float32)

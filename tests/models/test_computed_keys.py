@@ -11,12 +11,13 @@ from kvjax.models.params import init
 from kvjax.ops.attention.union import Keys, attend
 from kvjax.steps.decoding.computed_keys import by_strips
 from tests.models.architectures import TABLE
+from tests.sweep import sweep
 
 # Rows with room for two strips and a rest, whose last slots are empty.
 LENGTHS, ROOM = (300, 261), 40
 
 
-@pytest.mark.parametrize("name", ["tpa", "grouped latents", "dha"])
+@pytest.mark.parametrize("name", sweep(["tpa", "grouped latents", "dha"], "tpa"))
 def test_a_step_over_several_strips_says_what_the_forward_pass_says(rng, name):
     config = TABLE[name].config
     # Weights larger than those of `init`, so that attention is not even over so many slots.

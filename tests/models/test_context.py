@@ -176,6 +176,7 @@ def test_a_forward_pass_over_given_states_is_the_definition(without_cache, want)
     close(without_cache[0], want)
 
 
+@pytest.mark.rotating
 def test_prefill_and_steps_over_a_cached_context_are_the_definition(pair, want):
     lengths = np.array([4, 3, 2])
     logits, cache = kvjax.prefill(pair.model, PROMPTS, lengths=lengths, cache=pair.cache(), room=ROOM)
@@ -194,6 +195,7 @@ def test_decoding_may_start_without_a_prompt(pair, want):
     close(kvjax.step(pair.model, cache, PROMPTS[:, 2], append=False)[0], want[:, 2])
 
 
+@pytest.mark.rotating
 def test_a_row_without_context_is_the_decoder_without_one(pair):
     _, cache = kvjax.prefill(pair.model, PROMPTS, cache=pair.cache([[], [], []]), room=ROOM)
     _, bare = kvjax.prefill(pair.model, PROMPTS, room=ROOM)
@@ -202,6 +204,7 @@ def test_a_row_without_context_is_the_decoder_without_one(pair):
     close(got, np.asarray(expected))
 
 
+@pytest.mark.rotating
 def test_generate_writes_what_steps_over_the_context_would():
     pair = made("cepe")
     out = kvjax.generate(pair.model, PROMPTS[:, :4], cache=pair.cache(), max_new_tokens=3, stop=())
@@ -331,6 +334,7 @@ def test_a_store_encodes_the_context_where_it_encodes_token_by_token(store):
     assert error < (0.05 if store == "int8" else 1.0)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("keep", "budget", "options"),
     [

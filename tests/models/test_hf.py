@@ -63,15 +63,11 @@ def loaded(tmp_path_factory):
     return load_one
 
 
-# Of every family its hardest checkpoint.
+# The hardest checkpoints of small families; those of the others take turns.
 FAMILIES = (
-    "qwen3_next_pattern", "llama_llama3", "mamba2_groups", "deepseek_v3", "deepseek_v2_yarn",
-    "mixtral_window", "gemma3_nested", "qwen3_moe_dense_first", "olmo2", "phi3",
-    "olmo3", "gpt_oss", "smollm3_windows", "exaone4", "seed_oss", "ernie4_5", "glm4", "ministral3",
-    "glm4_moe", "minimax_m2", "qwen3_5_moe_text",
-    "granite", "granitemoehybrid", "lfm2_bias", "gemma4_text", "gemma4_experts",
-    "llama4_text", "cohere2", "jamba", "bamba", "nemotron_h", "lfm2_moe", "ernie4_5_moe", "glm_moe_dsa_picks",
-    "gemma3n_text", "falcon_h1",
+    "llama_llama3", "mamba2_groups", "deepseek_v3", "mixtral_window", "gemma3_nested", "olmo2", "phi3",
+    "gpt_oss", "smollm3_windows", "exaone4", "seed_oss", "ernie4_5", "glm4", "ministral3", "granite",
+    "lfm2_bias", "cohere2", "lfm2_moe",
 )  # fmt: skip
 
 
@@ -592,6 +588,7 @@ def test_load_takes_directories_of_both_kinds(tmp_path):
     assert_same_params(again, model)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.rotating), "bfloat16"])
 def test_checkpoints_load_in_any_stacking_dtype_and_sharding(dtype, tmp_path):
     folder, fixture = directory("gemma3_text", tmp_path)

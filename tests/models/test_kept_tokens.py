@@ -185,6 +185,7 @@ def test_distant_tokens_are_met_with_the_keys_of_the_lowest_layer(rng):
     close(run(mixer, p, x, keys=shared), mixed(p, softmax(s), v))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [pytest.param("pod", marks=pytest.mark.xdist_group("pod"))])
 def test_a_long_prompt_in_pieces_and_a_step_beyond_the_room(name):
     m, want = model(name), whole(name).logits

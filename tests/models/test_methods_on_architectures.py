@@ -81,6 +81,7 @@ def started(name, method):
     return kvjax.prefill(model(name), TEXTS[:2, :T], method=method, room=ROOM)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "keep"), in_turn(product(REPRESENTED, KEEPS), KEPT))
 def test_a_keep_with_room_for_all_changes_nothing(name, keep):
     logits, cache = started(name, kvjax.method(keep, budget=32, **KEEPS[keep]))
@@ -89,6 +90,7 @@ def test_a_keep_with_room_for_all_changes_nothing(name, keep):
     close(kvjax.step(model(name), cache, TEXTS[:2, T])[0], want[:2, T])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", in_turn(SLOTTED, ("mixattention",)))
 def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name):
     config = TABLE[name].config
@@ -101,6 +103,7 @@ def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name):
     assert np.isfinite(np.asarray(logits)).all()
 
 
+@pytest.mark.rotating
 def test_what_a_probe_reads_again_stands_behind_the_states_of_the_prompt(monkeypatch):
     seen, observe = [], prompt.observe
 
@@ -124,6 +127,7 @@ def test_reading_all_pages_changes_nothing(name):
         close(logits, whole(name).logits[:2, t])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "store"), in_turn(product(TABLE, STORES), CODED))
 def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store):
     """Where slots can be read by pages, all of those are, which changes nothing."""

@@ -157,6 +157,7 @@ def test_stacking_layers_changes_nothing(name, rng):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_padded_rows_equal_each_row_alone(rng):
     config = small(
         rope=Rope(kind="dynamic", theta=100.0, factor=2.0, original_max=6), windows=(4, None, None)

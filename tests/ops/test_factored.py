@@ -43,6 +43,7 @@ def test_halves_are_summed_in_float32(rng, factors):
     assert dot_factors(q, a, b).dtype == sum_factors(p.astype(jnp.float32), a, b).dtype == jnp.float32
 
 
+@pytest.mark.rotating
 def test_attention_over_factors_is_that_over_the_vectors(rng, factors):
     """With biases, a soft-cap, empty slots, and what each slot received."""
     a_k, b_k, a_v, b_v = factors

@@ -136,6 +136,7 @@ def test_abc_continues_huge_scores_in_single_steps(rng):
     assert rms(jnp.concatenate(outs, 1), want) < 1e-6
 
 
+@pytest.mark.rotating
 def test_abc_gives_zero_before_the_first_token(rng):
     op, _, x, _ = abc_case(rng)
     x = {n: jnp.asarray(y, jnp.float32) for n, y in x.items()}

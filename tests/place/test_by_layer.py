@@ -70,6 +70,7 @@ def parts_of(cache):
     return [part for group in cache.groups for part in (*group.bodies, group.tail) if part.far]
 
 
+@pytest.mark.rotating
 def test_every_number_is_that_of_the_same_method_on_the_device(both):
     (want, near), (got, far) = both
     assert_equal(want, got)

@@ -221,6 +221,7 @@ def test_pages_count_once(models):
     assert nbytes(shared) == nbytes((cache.pools, tables)) + tails + 10 * 4
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("pages", "slices"), sweep([(0, 0), (0, 1), (1, 0), (1, 1)], (0, 0)))
 def test_a_step_over_a_common_past_makes_no_second_cache(pages, slices):
     """Neither of all it holds nor, for the copies, of what they have in common."""

@@ -64,6 +64,7 @@ def both():
     return talked(NEAR), talked(FAR)
 
 
+@pytest.mark.rotating
 def test_every_number_is_that_of_the_same_method_on_the_device(both):
     (want, near), (got, far) = both
     for a, b in zip(want, got, strict=True):
@@ -72,6 +73,7 @@ def test_every_number_is_that_of_the_same_method_on_the_device(both):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.rotating
 @needs_host
 def test_keys_and_values_of_the_body_lie_in_host_memory_and_all_else_on_the_device(both):
     _, (_, cache) = both

@@ -122,6 +122,7 @@ def test_a_pool_of_one_layer_is_read_at_once(rng, q, monkeypatch):
     close([one(q, table, pool)], attend_dense(q, views, kept)[1:])
 
 
+@pytest.mark.rotating
 def test_pages_may_hold_codes(rng, q):
     views, kept, codec = make_views(rng), make_kept(rng), Affine(8)
     tables, pool = build(kept, views, 3, codec)
@@ -249,6 +250,7 @@ def test_the_kernel_reads_what_the_walk_reads_and_nothing_that_is_free(rng, case
     assert (got[0][0][0, N // K :] == 0).all() and (got[0][1][0, N // K :] == -jnp.inf).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.rotating), True])
 def test_the_kernel_reads_codes_as_the_walk_does(rng, bias):
     views, kept = make_views(rng, bias, 300, 128), make_kept(rng, slots=300)

@@ -53,6 +53,7 @@ METHODS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(METHODS, "granules"))
 def test_what_is_left_is_what_the_other_tokens_alone_would_have_left(name):
     m = model("4/2")

@@ -105,6 +105,7 @@ def test_all_rows_of_a_fork_cost_the_same(name, model):
     assert kvjax.nbytes(fork(cache, 3)) == 3 * kvjax.nbytes(cache)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", in_turn(("kivi",)))
 def test_an_emptied_row_starts_again_and_the_others_go_on(name, model):
     more = [[9, 9, 8, 7, 9, 3, 2], [4, 6, 2, 6, 4, 3, 3]]
@@ -143,6 +144,7 @@ def test_an_emptied_row_remembers_no_queries(model, rng):
         np.testing.assert_array_equal(a[..., -6:], c[..., -6:])
 
 
+@pytest.mark.rotating
 def test_an_emptied_row_can_be_stepped_from_its_first_token(model):
     cache = reset_rows(filled(model, PROMPT, METHODS["adakv, a pool per layer"]()), np.array([True, False]))
     actual, _ = kvjax.step(model, cache, [7, 1])

@@ -45,6 +45,7 @@ def test_a_plan_names_its_method_by_a_text_that_builds_it():
         assert asked(method=label).sentence == asked(method=text).sentence
 
 
+@pytest.mark.rotating
 def test_a_plan_holds_what_the_compiler_says_of_a_step_and_a_chunk(here):
     plan = Planner(asked()).plan()
     assert json.loads(json.dumps(plan)) == plan
@@ -159,6 +160,7 @@ def test_a_method_that_does_not_suit_the_model_is_refused_before_anything_runs()
         Planner(asked(batch=3, mesh="data=2,model=2", preset="tensor"))
 
 
+@pytest.mark.rotating
 def test_the_command_prints_every_part_and_writes_json_and_picture(monkeypatch, tmp_path, capsys):
     step = {
         "weights": 10 * MIB, "cache": 20 * MIB, "arguments": 31 * MIB, "temporaries": MIB,

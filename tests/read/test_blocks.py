@@ -106,6 +106,7 @@ def read_by_layer(prompt, queries, layer, word):
     return np.array([t >= body or t // word.page in blocks for t in range(prompt.length)])
 
 
+@pytest.mark.rotating
 def test_a_step_attends_to_sinks_window_and_best_blocks_of_the_text_in_float64():
     m = model("4/2")
     decoder, config = Decoder(m), m.config

@@ -63,7 +63,7 @@ def groups(q, body, tail, layer):
         yield b, i, q[b, i], k[live].astype(float), v[live].astype(float), pos[live]
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", sweep(["cpu", "tpu"], "cpu"))
 def test_a_query_guesses_by_its_largest_channels_in_sum_over_the_group(drawn, monkeypatch, platform):
     """A TPU multiplies the other channels by zero."""
     monkeypatch.setattr("kvjax.read.channels.platform", lambda: platform)

@@ -67,7 +67,7 @@ ONE_LIST = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(ONE_LIST, "mqa", "forgetting"))
+@pytest.mark.parametrize("name", sweep(ONE_LIST, "mqa"))
 def test_a_step_of_one_row_copies_no_layer_where_one_slot_is_written(name):
     run, params = Run(ONE_LIST[name], Method()), init(ONE_LIST[name], jax.random.key(0))
     tokens, lengths = jnp.zeros((1, 2000), jnp.int32), jnp.full((1,), 2000, jnp.int32)

@@ -58,6 +58,7 @@ def test_outliers_no_longer_set_the_step_of_all_others(rng):
     assert beside < plain / 8
 
 
+@pytest.mark.rotating
 def test_wrappers_and_residuals_nest_in_any_order(rng):
     x = jnp.asarray(draw(rng))
     near, far = Outliers(0.05) >> Affine(8), Rotate() >> LloydMax(3)

@@ -22,6 +22,7 @@ def same(got, want):
         assert x.dtype == y.dtype
 
 
+@pytest.mark.rotating
 def test_stages_and_places_give_the_rows_of_the_source():
     ahead, alone = Prefetcher(Pairs(seed=3), workers=1), Pairs(seed=3)
     try:

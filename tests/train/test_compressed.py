@@ -49,6 +49,7 @@ def test_a_method_that_keeps_all_changes_nothing(model):
     assert again == 0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "method",
     [

@@ -157,6 +157,7 @@ def test_attention_is_dropped_where_it_turns_its_input_least():
     assert [isinstance(m, Dropped) for m in made.config.mixers] == [False, True, False, True]
 
 
+@pytest.mark.rotating
 def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     out = tmp_path / "mqa"
     assert main(["convert", "--to", "mqa", "recall-tiny", str(out), "--rows", "2", "--length", "64"]) == 0

@@ -69,6 +69,7 @@ def test_every_shipped_architecture_learns_and_its_steps_say_what_its_forward_pa
         logits, cache = kvjax.step(made, cache, tokens[:1, at])
 
 
+@pytest.mark.rotating
 def test_the_command_trains_and_goes_on_and_says_what_to_do_next(tmp_path, capsys):
     text, out = tmp_path / "a.txt", tmp_path / "run"
     text.write_text("a text about nothing at all. " * 40)

@@ -57,6 +57,7 @@ def losses(folder):
     return [record["loss"] for record in log_of(folder)]
 
 
+@pytest.mark.rotating
 def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_path, monkeypatch):
     run = settings(texts, save_seconds=0.0)
     whole = train(run, tmp_path / "whole")
@@ -251,6 +252,7 @@ def test_settings_that_mean_nothing_are_refused_by_name(texts, change, message):
         settings(texts, **change)
 
 
+@pytest.mark.rotating
 def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path):
     out = tmp_path / "run"
     missing, empty, broken = (tmp_path / name for name in ("missing.txt", "empty.txt", "broken.txt"))

@@ -55,6 +55,7 @@ def test_what_is_frozen_stays_bit_for_bit_and_all_else_learns():
     assert len(jax.tree.leaves(state.params)) == len(changed(before, after))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.rotating)])
 def test_adapters_add_a_low_rank_to_their_matrices_and_start_as_no_change(name):
     tune = {"lora": ["*.q", "*.down"], "trained": ["norm"], "rank": 3, "alpha": 6.0}
