@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from kvjax.grammar.read_protocols import Placing, Recycling, Reusing, Sampling, Tracing
+from kvjax.grammar.read_protocols import Placing, Recycling, Sampling, Tracing
 from kvjax.grammar.refuse_keep import Refusals
 from kvjax.state.codes import at_layer
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 def refused_parts(method: Method) -> Refusals:
     """(wrong, why) for what the parts of a method cannot do together."""
     host, read = method.host, method.read
-    granule = 1 if method.store is None else method.store.granule
     brought = _brought_together(method)
     page = 0 if read is None else read.granule
     return [
@@ -32,15 +30,8 @@ def refused_parts(method: Method) -> Refusals:
             "use a keep that lets all layers read them, such as snapkv",
         ),
         (
-            read is None and bool(getattr(host, "resident", 0)),
-            f"{host!r} holds pages that a step reads on the device, and without a read method it reads all: "
-            "chain it with one, such as quest, or write Host()",
-        ),
-        (
-            hasattr(host, "values_alone")
-            and (read is None or isinstance(read, Reusing | Recycling | Sampling)),
-            f"{host!r} brings the values that every layer picks in every step, and "
-            f"{'no read method picks any' if read is None else f'{read!r} picks otherwise'}: "
+            hasattr(host, "values_alone") and isinstance(read, Recycling | Sampling),
+            f"{host!r} brings the values that every layer picks in every step, and {read!r} picks otherwise: "
             "use a read such as kcache, or leave it out",
         ),
         (
@@ -52,12 +43,6 @@ def refused_parts(method: Method) -> Refusals:
             None not in (read, host) and method.keep is not None and not method.keep.allocate.uniform,
             f"{host!r} holds copies of pages of equally many slots on the device, and the keep gives heads "
             "unequal numbers: use a keep that gives all the same, such as snapkv, or leave one out",
-        ),
-        (
-            page > 0 and page % granule != 0 and granule % page != 0,
-            f"{read!r} reads pages of {page} tokens, and {granule} tokens are encoded together, so up to "
-            f"{2 * math.lcm(page, granule)} would stay unencoded and be read always: give pages of {granule} "
-            f"tokens, or of a divisor or multiple of {granule}",
         ),
         (
             host is not None and page % brought != 0,

@@ -32,14 +32,13 @@ class Host(Stating):
 
     With a read method, those of the body are in host memory, and the device holds the pages that were read
     last. resident: the share of the body's pages that the device holds, at least those that a step visits.
-    Without a read method, all keys and values are in host memory, except an unencoded tail after codes of
-    several tokens: a step copies those of a layer to the device while the layer below computes, as FlexGen
-    does (Sheng et al., 2023, arXiv:2303.06865, section 4.1), and copies a new token's back. Of pages of
-    unequal heads it copies as many as a layer can have, which is all that the layer has if every layer has
-    a budget of its own. Positions,
-    summaries and all else stay on the device. If programs of the backend have no access to host memory,
-    everything is on the device. Prompts and functions on rows copy all of a group of layers to the device and
-    back, and there are no gradients.
+    Without a read method, which alone has pages to hold, all keys and values are in host memory, except an
+    unencoded tail after codes of several tokens: a step copies those of a layer to the device while the layer
+    below computes, as FlexGen does (Sheng et al., 2023, arXiv:2303.06865, section 4.1), and copies a new
+    token's back. Of pages of unequal heads it copies as many as a layer can have, which is all that the layer
+    has if every layer has a budget of its own. Positions, summaries and all else stay on the device. If
+    programs of the backend have no access to host memory, everything is on the device. Prompts and functions
+    on rows copy all of a group of layers to the device and back, and there are no gradients.
 
     >>> Host(0.25).places(64, page=8, visited=1), Host(0.25).places(64, page=8, visited=5)
     (2, 5)
@@ -69,8 +68,8 @@ class HostValues(Host):
     """Stores the values of a body in host memory, and its keys on the device.
 
     A read that looks at all keys has them at hand, and a step copies to the device the values that it picks
-    and that the device does not hold. All results equal those of the method without this word. It takes a
-    read method that picks in every layer and step.
+    and that the device does not hold. All results equal those of the method without this word. Without a read
+    method it is `Host`, and a read must pick anew in every step.
 
     >>> HostValues(0.25).places(64, page=8, visited=1)
     2

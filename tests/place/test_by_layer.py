@@ -243,8 +243,6 @@ def test_a_step_on_a_mesh_sends_nothing_as_large_as_a_list(name):
 def test_what_the_word_cannot_do_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="pages of equally many slots on the device, .* such as snapkv"):
         kvjax.chain(kvjax.method("adakv", budget=0.5), kvjax.method("quest", budget=0.5), Host(0.5))
-    with pytest.raises(ValueError, match="without a read method it reads all: chain it with one, such as"):
-        kvjax.chain(kvjax.method("kivi"), Host(0.5))
     with pytest.raises(
         ValueError, match="brings one layer after the other, .* stores two layers as one: leave"
     ):

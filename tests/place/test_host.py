@@ -229,10 +229,6 @@ def test_prompts_in_chunks_and_searches_are_those_of_the_device():
 def test_what_the_word_cannot_do_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="resident is 2, expected a share from 0 to 1"):
         Host(2)
-    with pytest.raises(
-        ValueError, match="without a read method it reads all: chain it with one, such as quest"
-    ):
-        kvjax.chain(kvjax.method("snapkv", budget=0.5), Host(0.5))
     with pytest.raises(ValueError, match="looks at .*all keys: use quest for"):
         kvjax.chain(kvjax.method("sparq", budget=0.5), Host(0.5))
     with pytest.raises(ValueError, match="at most one host; this chain has two"):
@@ -323,7 +319,5 @@ def test_a_step_moves_no_key_between_the_memories(by_values):
 
 
 def test_what_brings_values_alone_needs_a_read_that_picks_in_every_step():
-    with pytest.raises(ValueError, match="and no read method picks any: use a read such as kcache"):
-        kvjax.chain(kvjax.method("snapkv", budget=0.5), HostValues())
     with pytest.raises(ValueError, match="RecycledSlots.* picks otherwise: use a read such as kcache"):
         kvjax.chain(kvjax.method("recycled-attention", budget=0.5), HostValues())

@@ -1,0 +1,194 @@
+"""Refusals by conditions are needed: without them a sentence answers wrongly, or cannot run at all.
+
+Refusals by facts are in `tests.methods.test_refusals`.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.grammar import Method, Store
+from kvjax.grammar.chains import check
+from kvjax.grammar.keys import key_of
+from kvjax.keep.observations.trace import Surprisal
+from kvjax.place.host import Host, HostValues
+from kvjax.state.cache import host_nbytes
+from kvjax.store.affine import Affine
+from tests.float64.reference import Row
+from tests.methods.battery import MAIN, B, model, off, positions, prompt_of
+from tests.methods.method_pairs import answers, apart, exact, unchecked
+from tests.methods.table import BY_LABEL
+from tests.sweep import sweep
+
+
+def of(id, **hyper):
+    return kvjax.method(id, **hyper)
+
+
+def quest(page, budget=0.5):
+    return of("quest", budget=budget, page=page, skip_layers=0)
+
+
+def row(label):
+    return BY_LABEL[label].method()
+
+
+SNAP, H2O, ADA = (
+    of(id, budget=0.5, **more)
+    for id, more in (("snapkv", dict(window=4)), ("h2o", {}), ("adakv", dict(window=4)))
+)
+IN_EIGHTS = Method(store=Store(Affine(4, axis="channel", group=8), Affine(4), residual=8))
+
+# For all layers together: what each does alone, as a method of every layer.
+OF_ALL_LAYERS = {
+    "ranks": of("streamingllm", budget=16),
+    "unrotated keys": Method(store=Store(Affine(2), Affine(2), unrotated=True)),
+    "query heads": Method(dataclasses.replace(SNAP.keep, per_query_head=True)),
+    "a probe": row("kvzip"),
+    "rewritten weights": of("kvpruner", keep=0.5),
+    "fewer tokens in upper layers": of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5),
+}
+# What the refusal says, the parts of a sentence that it refuses, and what answers as it should.
+METHODS = {
+    "a keep beside layers": (
+        "its layers already say all",
+        (Method(SNAP.keep, layers=(Method(), Method())),),
+        (SNAP,),
+    ),
+    "keys placed anew that are stored rotated": (
+        "compares keys before rotation",
+        (Method(read=row("reattention").read),),
+        (row("reattention"),),
+    ),
+    "codes of rotated keys": (
+        "compares keys before rotation",
+        (Method(read=row("a2ats").read),),
+        (row("a2ats"),),
+    ),
+    "values of what only some steps pick": (
+        "brings the values that every layer picks in every step",
+        (HostValues(), row("recycled-attention")),
+        (row("recycled-attention"),),
+    ),
+    "values of what every query head picks": (
+        "brings the values that every layer picks in every step",
+        (HostValues(), row("magicpig")),
+        (row("magicpig"),),
+    ),
+    "copies of pages that lose slots": (
+        "holds copies of pages on the device, and the keep evicts",
+        (Host(0.5), quest(4), H2O),
+        (quest(4), H2O),
+    ),
+    "copies of pages of unequal heads": (
+        "copies of pages of equally many slots",
+        (Host(0.5), quest(4), ADA),
+        (quest(4), ADA),
+    ),
+    "copies of parts of codes": (
+        "which must be a multiple of the 8 tokens",
+        (Host(0.5), quest(4), IN_EIGHTS),
+        (quest(4), IN_EIGHTS),
+    ),
+}  # fmt: skip
+METHODS |= {
+    f"{name} in layers": ("concern all layers together", (Method(layers=(one, one)),), (one,))
+    for name, one in OF_ALL_LAYERS.items()
+}
+
+
+def needed(says, refused, right):
+    """Whether what is refused cannot run, or answers otherwise than what is right."""
+    with unchecked():
+        sentence = kvjax.chain(*refused) if len(refused) > 1 else refused[0]
+    with pytest.raises(ValueError, match=says):
+        check(sentence)
+    try:
+        got, _ = answers(sentence, checked=False)
+    except Exception as error:  # noqa: BLE001 (whatever a program of such words raises, it cannot run)
+        # Another check than the one that is left out.
+        return not isinstance(error, MemoryError | kvjax.InputError)
+    # A row that has no room left answers NaN.
+    return bool(np.isnan(got).any()) or apart(got, answers(kvjax.chain(*right))[0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", sweep(METHODS))
+def test_parts_that_a_condition_keeps_apart_answer_wrongly_or_cannot_run(name):
+    assert needed(*METHODS[name])
+
+
+def steps_of(method, rows, name="4/2"):
+    """How far steps of a method are from those of float64 rows, at the most."""
+    worst = 0.0
+    with unchecked():
+        _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=8)
+        for tokens in MAIN.steps:
+            logits, cache = kvjax.step(model(name), cache, tokens)
+            want = np.stack([one.step(token) for one, token in zip(rows, tokens, strict=True)])
+            worst = max(worst, off(np.asarray(logits, np.float64), want))
+    return worst
+
+
+@pytest.mark.rotating
+def test_unequal_heads_of_several_budgets_would_share_pages_of_one():
+    small, large = (of("adakv", budget=share, window=2) for share in (0.25, 0.75))
+    kept = [
+        positions(kvjax.prefill(model("4/2"), MAIN.first, method=one, room=8)[1]) for one in (small, large)
+    ]
+
+    def rows(*layers):
+        """Float64 rows whose layers hold the tokens that these methods keep."""
+        found = []
+        for b in range(B):
+            prompt = prompt_of("4/2", "main", b)
+            stays = [
+                np.stack([np.isin(np.arange(prompt.length), [*held]) for held in one[i][b]])
+                for i, one in enumerate(layers)
+            ]
+            found.append(Row(prompt, stays))
+        return found
+
+    with pytest.raises(kvjax.InputError, match="share the pages of one keep, and its layers have several"):
+        kvjax.by_layer([small, large])
+    pairs = zip((small, large), kept, strict=True)
+    found = [steps_of(Method(layers=(small, one)), rows(kept[0], held)) for one, held in pairs]
+    assert found[0] < 1e-5 and found[1] > 1e-3
+
+
+@pytest.mark.rotating
+def test_tokens_that_upper_layers_leave_out_would_surprise_nobody():
+    """EM-LLM cuts a text where tokens surprise the model, here in the whole text."""
+    fast, em = of("fastkv", budget=1.0, window=4, tsp_layer=0, share=0.9), BY_LABEL["em-llm"]
+    with pytest.raises(ValueError, match="learns from all tokens of a prompt"):
+        kvjax.chain(fast, em.method())
+    with unchecked():
+        both = kvjax.chain(fast, em.method())
+        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=both, room=8)
+    _, whole = kvjax.prefill(model("4/2"), MAIN.first, method=em.method(), room=8)
+    parts = [[part for group in one.groups for part in group.parts] for one in (cache, whole)]
+    told = [[np.asarray(part.traces[key_of(Surprisal())]).any() for part in each] for each in parts]
+    assert not any(told[0]) and all(told[1])
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["tidaldecode", "kcache"])
+def test_values_in_host_memory_are_those_that_any_layer_picked(name):
+    got, cache = answers(kvjax.chain(HostValues(), row(name)))
+    assert apart(got, answers(row(name))[0]) == 0 and host_nbytes(cache) > 0
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("host", [Host(0.5), HostValues(0.5)])
+def test_without_a_read_all_is_in_host_memory(host):
+    (got, cache), (want, other) = answers(kvjax.chain(SNAP, host)), answers(kvjax.chain(SNAP, Host()))
+    assert apart(got, want) == 0 and host_nbytes(cache) == host_nbytes(other) > 0
+
+
+@pytest.mark.rotating
+def test_pages_need_not_be_multiples_of_what_is_encoded_together():
+    """Twelve slots hold whole pages of six and whole codes of four."""
+    got, cache = answers(kvjax.chain(quest(6, 1.0), exact(4)))
+    assert apart(got, answers(of("full"))[0]) < 2e-5
+    assert all(group.bodies[0].capacity % 12 == 0 for group in cache.groups)
