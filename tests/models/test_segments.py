@@ -47,11 +47,8 @@ def test_texts_in_one_row_give_what_each_gives_alone(name):
 
 
 def test_all_layers_but_goldfinchs_and_runs_of_positions_keep_texts_of_a_row_apart():
-    assert [name for name, row in TABLE.items() if carrying(row.config)] == [
-        "goldfinch",
-        "picked blocks",
-        "chunks",
-    ]
+    found = [name for name, row in TABLE.items() if carrying(row.config)]
+    assert found == ["goldfinch", "picked blocks", "chunks", "nsa"]
 
 
 def test_layers_whose_state_goes_on_refuse_texts_that_share_a_row(monkeypatch):
