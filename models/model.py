@@ -87,6 +87,14 @@ class Model:
         """
         return {}
 
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
+        return (
+            f"<{type(self).__name__} {self.name}: {sizes_text(self.config)}; {len(leaves)} arrays of "
+            f"{sum(math.prod(x.shape) for x in leaves):,} numbers in {dtypes}>"
+        )
+
     def remade(self, make: Any, config: Config, params: Params) -> Model:
         """The model with a method's rewritten config and parameters, and everything else of this one."""
         new = dataclasses.replace(self, config=config, params=params)
@@ -108,6 +116,21 @@ class Model:
         # A dynamic rotation grows with the text: its stretched length is not a limit.
         positions = math.inf if config.rope.kind == "dynamic" else config.max_positions
         return _forward(self.params, whole_text(tokens, config.vocab, positions), config)
+
+
+def sizes_text(config: Any) -> str:
+    """The sizes of a decoder in words; of two decoders, those of both.
+
+    >>> sizes_text(Config(vocab=9, d_model=8, layers=2, heads=4, kv_heads=2, head_dim=2, d_ff=8))
+    '2 layers, 4 heads and 2 KV heads of 2 channels, d_model 8, vocab 9'
+    """
+    if not isinstance(config, Config):
+        parts = [getattr(config, f.name) for f in dataclasses.fields(config)]
+        return "; ".join(sizes_text(part) for part in parts if isinstance(part, Config))
+    return (
+        f"{config.layers} layers, {config.heads} heads and {config.kv_heads} KV heads of {config.head_dim} "
+        f"channels, d_model {config.d_model}, vocab {config.vocab}"
+    )
 
 
 def check_single(model: Any, what: str) -> None:

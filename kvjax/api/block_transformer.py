@@ -194,7 +194,7 @@ def _free(params: Params, cache: Cache, *, config: BlockConfig, method: Method) 
     return blocks * config.length + config.length - 1 - past.count
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BlockTransformer(Model):
     """A Block Transformer with its weights; calling it gives the logits [B, T, V] of every token.
 

@@ -260,6 +260,16 @@ class Cache:
     added: Any = None
     on_mesh: OnMesh | None = None
 
+    def __repr__(self) -> str:
+        # From shapes alone, so that it serves traced and consumed caches, too.
+        arrays = [x for x in jax.tree.leaves(self) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        rows = getattr(self.next, "shape", ("?",))[0]
+        method = "no method" if self.method is None else repr(self.method)
+        return (
+            f"<Cache: {rows} {'row' if rows == 1 else 'rows'}, {method}, {nbytes(arrays):,} bytes; "
+            "kvjax.summary(cache) says what it holds>"
+        )
+
 
 def nbytes(tree: PyTree) -> int:
     """Counts the bytes of every array in a cache.

@@ -120,3 +120,19 @@ def test_what_has_no_text_or_is_no_cache_is_refused(recall, prompt):
     for verb in (lambda x: kvjax.summary(x), lambda x: kvjax.kept_texts(recall, x, prompt)):
         with pytest.raises(InputError, match="this cache was consumed"):
             verb(gone)
+
+
+def test_a_cache_and_a_model_are_shown_in_a_line_of_their_sizes(recall, prompt):
+    _, cache = kvjax.prefill(recall, prompt, method=kvjax.method("adakv", budget=0.5, window=2), room=4)
+    shown = repr(cache)
+    assert "2 rows" in shown and f"{nbytes(cache):,} bytes" in shown and repr(cache.method) in shown
+    assert repr(jax.eval_shape(lambda x: x, cache)) == shown
+    kvjax.step(recall, cache, np.array([1, 2]))
+    assert repr(cache) == shown  # a consumed one, too
+    numbers = sum(x.size for x in jax.tree.leaves(recall.params))
+    sizes = "4 layers, 4 heads and 2 KV heads of 32 channels, d_model 128, vocab 220"
+    assert repr(recall).startswith(f"<Model recall-tiny: {sizes}; ") and f"{numbers:,} numbers" in repr(
+        recall
+    )
+    for text in (shown, repr(recall)):
+        assert len(text) < 300

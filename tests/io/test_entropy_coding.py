@@ -135,7 +135,7 @@ def test_coded_bytes_that_are_cut_or_say_too_much_are_refused(rng):
 
 
 def test_a_coder_that_does_not_exist_or_is_not_installed_is_named(int4, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="coder is 'zip', expected 'range', or None for arrays as they are"):
+    with pytest.raises(InputError, match="coder is 'zip', expected 'range', a fitted coder or None"):
         kvjax.save_cache(tmp_path / "c", int4, coder="zip")
     kvjax.save_cache(tmp_path / "c", int4, coder="range")
     monkeypatch.setitem(sys.modules, "constriction", None)
