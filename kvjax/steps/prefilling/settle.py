@@ -105,12 +105,11 @@ def settled(
     """The cache after a prefill, and the layers in which a live slot's score is NaN.
 
     tokens bounds how many tokens any row has seen (static). With compress=False, or if a group keeps
-    everything, new tokens are added and nothing is evicted; windowed layers always keep their window. ahead:
-    what a chunk of a prompt must know of the others.
+    everything, new tokens are added and nothing is evicted; windowed layers always keep their window. A row
+    without new tokens, such as one that ended in an earlier chunk, is unchanged. ahead: what a chunk of a
+    prompt must know of the others.
     """
-    gms = taught_groups(run.groups(params), params, cache)
-    learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
-    gms = tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
+    gms = _taught(run, params, prompt, cache)
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
         tokens = pos.shape[1]
@@ -127,18 +126,14 @@ def settled(
         fresh = with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
     shown = {i: view for i, view in at_work.shown.items() if acting[i]}
     scores = _scores(run, params, gms, shown, fresh, length)
-    preferred = {
-        i: preferences(gms[i], shown[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
-    }
     after = length
     if compress and run.method.restore is not None:
         views, scores, after = with_restored(run, params, prompt, views, scores)
-    kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
+    kept = _selected(run, gms, shown, fresh, scores, length)
+    idle = (pos < 0).all(-1)
     if cache is not None:
-        # A row without new tokens, such as one that ended in an earlier chunk, is unchanged.
-        idle = (pos < 0).all(-1)[None, :, None, None]
         before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
-        kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}
+        kept = {i: jnp.where(idle[None, :, None, None], before[i], stay) for i, stay in kept.items()}
     carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
     for i, stay in kept.items():
         if merges_prompts(gms[i].keep.merge):  # type: ignore[union-attr]
@@ -152,9 +147,16 @@ def settled(
     groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
     for i in fresh:
         asked = _asked(run, gms[i], fresh[i], length)
-        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, (pos < 0).all(-1), asked)
+        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
+
+
+def _taught(run: Run, params: Params, prompt: Prompt, cache: Cache | None) -> tuple[GroupMethod, ...]:
+    """The groups with the arrays of their codecs, fitted and learnt from this prompt."""
+    gms = taught_groups(run.groups(params), params, cache)
+    learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
+    return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
 
 
 def _merged(
@@ -302,6 +304,16 @@ def _scores(
         for i, view in shown.items()
     }  # fmt: skip
     return reused({i: gms[i].keep for i in found}, found)
+
+
+def _selected(
+    run: Run, gms: tuple[GroupMethod, ...], shown: dict[int, View], fresh: dict[int, ComputedTokens],
+    scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"],
+) -> dict[int, Bool[Array, "Lg B K S"]]:  # fmt: skip
+    """The slots that stay by their scores and by what allocations prefer, per group."""
+    specs = {i: run.attention_spec(gms[i].first) for i in scores}
+    preferred = {i: preferences(gms[i], shown[i], fresh[i], length, specs[i]) for i in scores}
+    return choose({i: gms[i].keep for i in scores}, scores, preferred, length)
 
 
 def _built(
