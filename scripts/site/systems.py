@@ -1,4 +1,4 @@
-"""docs/systems.md: serving systems and papers on attention kernels, from their functions' `@paper`.
+"""docs/systems.md: serving systems and papers on how requests are computed, from their functions' `@paper`.
 
     python -m scripts.site.systems
 

@@ -564,9 +564,7 @@ def test_what_generate_would_refuse_is_refused_before_anything_runs(given, said)
 
 
 @pytest.mark.rotating
-def test_split_models_and_pages_of_half_words_are_refused_first():
-    with pytest.raises(kvjax.InputError, match="lies on several devices"):
-        run(kvjax.spread(battery.model("4/2"), "model=2", "tensor"), [Prompt([1, 2])])
+def test_pages_of_half_words_are_refused_first():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), battery.model("4/2").params)
     with pytest.raises(kvjax.InputError, match="a multiple of 2 in bfloat16"):
         run(Model(battery.model("4/2").config, half), [Prompt([1, 2])], System(words.Blocks(3)))

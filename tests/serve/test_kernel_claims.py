@@ -1,5 +1,7 @@
 """Claims of papers on attention kernels, as counts of what runs in their place."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from jax.extend.core import ClosedJaxpr
 
 import kvjax
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.ops.attention.flash_prefill import flash_prefill
 from kvjax.ops.attention.union import Keys, attend, merge
 from kvjax.ops.decode.page_pool import make_pool
@@ -14,7 +19,11 @@ from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.ragged_decode import ragged_decode
 from kvjax.ops.decode.stacked_decode import stacked_decode
 from kvjax.pallas_kernels.flash_prefill.plan import MASKED, UNSEEN, Sizes, block_kinds
-from kvjax.serve.device.arena import Kind, Shape, _rows
+from kvjax.serve import Prompt
+from kvjax.serve.device.arena import Arena, Kind, Shape, _rows
+from kvjax.serve.device.jobs import job_of
+from kvjax.serve.device.pages import Pages
+from kvjax.serve.device.write import draws_of, write_slice
 from kvjax.serve.systems.kernels import KERNELS
 from kvjax.words import Float8, Rotate
 from tests.methods import battery
@@ -213,3 +222,38 @@ def test_pages_of_codes_weigh_a_share_of_uncoded_ones():
     assert kivi.pages(32768) <= 0.35 * plain.pages(32768)
     assert kivi.pages(128) == plain.pages(128)
     assert kivi.pages(1024) < plain.pages(1024)
+
+
+def step_over(layers, mesh):
+    """A server's step of a decoder on a mesh, compiled, and the bytes of its weights and of its pool."""
+    config = Config(
+        vocab=64, d_model=32, layers=layers, heads=8, kv_heads=8, head_dim=8, d_ff=64, max_positions=64
+    )
+    model = Model(config, init(config, jax.random.key(0)))
+    model = model if mesh is None else kvjax.spread(model, mesh, "tensor")
+    pages = Pages(model, Arena(model, 4, 64), 4, 4)
+    job = job_of(model, 0, Prompt([1, 2, 3], 4))
+    pages.lists[0], pages.tables[0] = np.zeros((layers, 8), np.int32), [5]
+    state = pages.pools, pages._rows([job], 4)
+    draws, active = draws_of([job], [0], 4), np.arange(4) < 1
+    how = model.params, state, np.zeros(4, np.int32), active, draws, np.int32(1)
+    compiled = write_slice.lower(pages.step, *how, 0).compile()
+    held = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (model.params, pages.arena.words)]
+    return compiled, *held
+
+
+def test_a_step_on_a_mesh_has_two_all_reduces_per_layer_and_a_share_of_the_bytes():
+    """Counted in what the compiler makes: behind attention and behind the feed-forward, as Megatron-LM."""
+
+    def reduces(compiled):
+        return len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text()))
+
+    made = {layers: step_over(layers, "model=4") for layers in (1, 3)}
+    assert reduces(made[3][0]) - reduces(made[1][0]) == 2 * 2
+    for what in ("all-gather", "all-to-all", "collective-permute"):
+        texts = [compiled.as_text() for compiled, *_ in made.values()]
+        assert texts[0].count(f" {what}(") == texts[1].count(f" {what}("), what
+    alone, weights, pool = step_over(3, None)
+    assert reduces(alone) == 0
+    here, there = (one.memory_analysis().argument_size_in_bytes for one in (made[3][0], alone))
+    assert there >= weights + pool and here < (weights + pool) / 4 + 0.1 * there

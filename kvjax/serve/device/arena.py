@@ -10,6 +10,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Store
@@ -127,14 +128,22 @@ def _most_tokens(shape: Shape) -> int:
 class Arena:
     """The words of all pages: for each group of layers [Lg, heads * blocks, rows, width].
 
-    A block is one page of every layer and KV head.
+    A block is one page of every layer and KV head. On a mesh every device has the pages of its KV heads.
     """
 
     def __init__(self, model: Model, page: int, blocks: int):
         self.shape, self.blocks = shape_of(model, page), blocks
         self.sizes = [next(iter(p.values())).shape[0] for p in model.params["layers"]]
         one = self.shape.heads * blocks, self.shape.rows, self.shape.width
-        self.words: tuple[Array, ...] = tuple(jnp.zeros((size, *one), jnp.int32) for size in self.sizes)
+        on = model.on_mesh
+        at = (
+            None
+            if on is None
+            else NamedSharding(on.mesh, PartitionSpec(None, on.rules.mesh_axes("kv_heads")))
+        )
+        self.words: tuple[Array, ...] = tuple(
+            jnp.zeros((size, *one), jnp.int32, device=at) for size in self.sizes
+        )
 
     @property
     def layers(self) -> int:

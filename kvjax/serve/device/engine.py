@@ -37,6 +37,15 @@ def holding_of(model: Model, method: Method, page: int) -> Holding | None:
     return Kind(shape_of(model, page), method.store).holding
 
 
+def check_mesh(model: Model, method: Method, page: int) -> None:
+    """InputError for what is stored in lanes if the model lies on several devices: only pages are split."""
+    if model.on_mesh is not None and (why := pages_refusal(model, method, page)):
+        raise InputError(
+            f"{model.name} lies on several devices, where a server stores slots in pages alone, and they "
+            f"cannot hold {method.id}: {why}; serve an unsplit model, or another method"
+        )
+
+
 @runtime_checkable
 class Source(Protocol):
     """Where requests come from, and the time."""
@@ -103,6 +112,10 @@ class Engine:
                 "`kvjax.serve.run` prefill and decoding apart"
             )
         if isinstance(system.weights, Brought):
+            if model.on_mesh is not None:
+                raise InputError(
+                    f"{model.name} lies on several devices, expected one: take Resident() weights"
+                )
             # Every call of a program brings them from host memory.
             model = dataclasses.replace(model, params=jax.device_get(model.params))
         self.model, self.source, self.loop = model, source, Loop(system, pages)

@@ -145,11 +145,9 @@ class Job:
 def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = None) -> Job:
     """Checks a request and makes a job of it.
 
-    Raises InputError for what `kvjax.generate` refuses, and for models on a mesh.
+    Raises InputError for what `kvjax.generate` refuses.
     """
     check_single(model, "answer its requests with kvjax.generate")
-    if model.on_mesh is not None:
-        raise InputError(f"{model.name} lies on several devices, expected one: serve an unsplit model")
     method = ready(model, as_method(given.method if given.method is not None else default) or Method())
     if any(one.read_prompt is not None for one in method.sentences):
         raise InputError(

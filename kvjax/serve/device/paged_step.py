@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.grammar import Store
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.mesh.per_device import each_device
 from kvjax.models.attending import rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -140,17 +143,16 @@ def parted(parts: Sequence[Part], x: Shaped[Array, "B S *x"]) -> list[Shaped[Arr
 
 
 def paged_hidden(
-    config: Config, params: Params, pools: tuple[Pool, ...], parts: Sequence[Part],
-    store: Store | None = None, implementation: str | None = None,
-) -> tuple[list[Float[Array, "R T D"]], tuple[Pool, ...]]:  # fmt: skip
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], parts: Sequence[Part]
+) -> tuple[list[Float[Array, "R T D"]], tuple[Pool, ...]]:
     """Runs the tokens of all parts through all layers, and stores them in the pools.
 
     Several parts are one flat batch everywhere but in attention (Orca's selective batching, Yu et al., OSDI
-    2022, section 4.2): each is stored in its rows' pages and attends to them.
+    2022, section 4.2): each is stored in its rows' pages and attends to them. On a mesh every device does so
+    with its own KV heads (Megatron-LM, Shoeybi et al., 2019, arXiv:1909.08053, section 3).
     """
-    heads = parts[0].rows.stored.shape[2]
-    places = [part.pos for part in parts]
-    at, pos = (joined(parts, x) for x in zip(*places, strict=True))
+    on, config = step.on_mesh, step.config
+    at, pos = (joined(parts, x) for x in zip(*(part.pos for part in parts), strict=True))
     length = at[:, -1] + 1
 
     def split(x: Float[Array, "B N S H"]) -> list[Float[Array, "R N T H"]]:
@@ -160,73 +162,98 @@ def paged_hidden(
         pool: Pool = state.rows[NAME]
         assert x.k is not None and x.v is not None
         q, k = (split(rotary(layer, y, at, length)) for y in (x.q, x.k))
-        new = list(zip(k, split(x.v), strict=True))
-        tables = [table_of(pool, part.rows.blocks, heads) for part in parts]
-        how: dict[str, Any] = dict(scale=layer.scale, window=layer.window, softcap=config.attention_softcap)
-        if isinstance(pool, CodePool) and pool.plain is not None:
-            # Codes with an uncoded ring: what leaves it is encoded after attention.
-            ((part,), (table,), (one,)) = parts, tables, new
-            stored = part.rows.stored[layer.number]
-            out, pool = append_and_attend(
-                pool, table, stored, part.counts, q[0], one, places[0][1], layer.index, **how
-            )
-            return out, GroupState(rows={NAME: pool}), {}
-        # Everything is stored before anything is read: XLA copies a pool that is read between two writes.
-        for part, table, one in zip(parts, tables, new, strict=True):
-            pool = _stored(pool, part, table, one, layer, store, implementation)
-        outs = []
-        for part, table, asked in zip(parts, tables, q, strict=True):
-            outs.append(_attended(pool, part, table, asked, layer, how | dict(implementation=implementation)))
+        stored = [part.rows.stored[layer.number] for part in parts]
+        given = pool, parts, stored, q, list(zip(k, split(x.v), strict=True)), layer.index
+        how = dict(scale=layer.scale, window=layer.window, softcap=config.attention_softcap)
+        specs, out = _specs(on, given)
+        outs, pool = each_device(on, partial(_in_pages, step, how), specs, out)(*given)
         out = jnp.moveaxis(joined(parts, [jnp.moveaxis(y, 1, 2) for y in outs]), 2, 1)
         return out, GroupState(rows={NAME: pool}), {}
 
     def recur(layer: Layer, step: Recurrence, state: GroupState) -> Any:
         raise AssertionError("pages hold slots, and this layer carries a state")
 
-    memory = Memory(pos, attend, recur, lambda layer, state: [], implementation=implementation)
+    memory = Memory(
+        pos, attend, recur, lambda layer, state: [], implementation=step.implementation, on_mesh=on
+    )
     states = tuple(GroupState(rows={NAME: pool}) for pool in pools)
     tokens = joined(parts, [part.tokens for part in parts])
     x, states, *_ = decode_layers(params, tokens, config, memory, states)
     return parted(parts, x), tuple(state.rows[NAME] for state in states)
 
 
+def _specs(on: OnMesh | None, given: tuple[Any, ...]) -> tuple[Any, Any]:
+    """How the arguments of `_in_pages` and its results are split: by KV heads, in whose order pages lie."""
+    if on is None:
+        return (), None
+    by_head = on.rules.mesh_axes("kv_heads")
+    pool, parts, stored, q, new, _ = given
+    second = jax.tree.map(lambda x: PartitionSpec(None, by_head), (pool, stored, q, new))
+    whole = jax.tree.map(lambda x: PartitionSpec(), parts)
+    pool, stored, q, new = second
+    return (pool, whole, stored, q, new, PartitionSpec()), (q, pool)
+
+
+def _in_pages(
+    step: PagedStep, how: dict[str, Any], pool: Pool, parts: Sequence[Part],
+    stored: list[Int[Array, "R K"]], q: list[Float[Array, "R N T H"]], new: list[tuple[Array, Array]],
+    layer: int | Array,
+) -> tuple[list[Float[Array, "R N T H"]], Pool]:  # fmt: skip
+    """Appends keys and values [R, K, T, H] of parts to their rows' pages, and attends to these."""
+    tables = [table_of(pool, part.rows.blocks, one.shape[1]) for part, one in zip(parts, stored, strict=True)]
+    if isinstance(pool, CodePool) and pool.plain is not None:
+        # Codes with an uncoded ring: what leaves it is encoded after attention.
+        ((part,), (table,), (one,)) = parts, tables, new
+        out, pool = append_and_attend(
+            pool, table, stored[0], part.counts, q[0], one, part.pos[1], layer, **how
+        )
+        return [out], pool
+    # Everything is stored before anything is read: XLA copies a pool that is read between two writes.
+    for part, table, one, slots in zip(parts, tables, stored, new, strict=True):
+        pool = _stored(step, pool, part, table, one, slots, layer)
+    how = how if isinstance(pool, CodePool) else how | dict(implementation=step.implementation)
+    outs = [
+        _attended(pool, part, table, one + part.counts[:, None], asked, layer, how)
+        for part, table, one, asked in zip(parts, tables, stored, q, strict=True)
+    ]
+    return outs, pool
+
+
 def _stored(
-    pool: Pool, part: Part, table: Array, new: tuple[Array, Array], layer: Layer, store: Store | None,
-    implementation: str | None,
+    step: PagedStep, pool: Pool, part: Part, table: Array, stored: Array, new: tuple[Array, Array],
+    layer: int | Array,
 ) -> Pool:  # fmt: skip
     """The pool with keys and values [R, K, T, H] of a part appended to its rows' pages."""
-    stored, (_, pos) = part.rows.stored[layer.number], part.pos
+    _, pos = part.pos
     if isinstance(pool, CodePool):
-        return append_codes(pool, table, stored, part.counts, new, pos, layer.index)
-    k, v, numbers = as_stored(pool, store, *new)
+        return append_codes(pool, table, stored, part.counts, new, pos, layer)
+    k, v, numbers = as_stored(pool, step.store, *new)
     numbers["pos"] = jnp.broadcast_to(pos[:, None].astype(jnp.float32), (*stored.shape, pos.shape[1]))
     if pos.shape[1] > 1:
-        return paged_write(pool, table, stored, part.counts, k, v, layer.index, numbers=numbers)
+        return paged_write(pool, table, stored, part.counts, k, v, layer, numbers=numbers)
     return paged_append(
-        pool, table, stored, k[:, :, 0], v[:, :, 0], layer.index,
+        pool, table, stored, k[:, :, 0], v[:, :, 0], layer,
         numbers={name: y[:, :, 0] for name, y in numbers.items()}, active=part.counts > 0,
-        implementation=implementation,
+        implementation=step.implementation,
     )  # fmt: skip
 
 
 def _attended(
-    pool: Pool, part: Part, table: Array, q: Array, layer: Layer, how: dict[str, Any]
-) -> Float[Array, "R N T H"]:
-    """Attention of a part's queries over its rows' pages, after they are stored there."""
+    pool: Pool, part: Part, table: Array, count: Int[Array, "R K"], q: Array, layer: int | Array,
+    how: dict[str, Any],
+) -> Float[Array, "R N T H"]:  # fmt: skip
+    """Attention of a part's queries over the first `count` slots of its rows' pages."""
     (_, pos), nodes = part.pos, part.rows.nodes
-    if isinstance(pool, CodePool):
-        how = {name: x for name, x in how.items() if name != "implementation"}
-    stored = part.rows.stored[layer.number] + part.counts[:, None]
 
     def over(table: Array, lengths: Array, q: Array, pos: Array) -> tuple[Array, Array]:
         if isinstance(pool, CodePool):
-            return attend_codes(pool, table, lengths, q, pos, layer.index, **how)
-        return paged_decode(q, pool, table, lengths, pos, layer.index, **how)[:2]
+            return attend_codes(pool, table, lengths, q, pos, layer, **how)
+        return paged_decode(q, pool, table, lengths, pos, layer, **how)[:2]
 
     if nodes is None:
-        return over(table, stored, q, pos)[0]
+        return over(table, count, q, pos)[0]
     # Pages that rows share are read once.
-    shared = table_of(pool, nodes.blocks, stored.shape[1]), nodes.lengths(stored)
+    shared = table_of(pool, nodes.blocks, count.shape[1]), nodes.lengths(count)
     return attend_by_node(partial(over, *shared), q, pos, nodes.rows)
 
 
@@ -236,6 +263,7 @@ class PagedStep(NamedTuple):
     config: Config
     store: Store | None = None
     implementation: str | None = None
+    on_mesh: OnMesh | None = None
 
     def __call__(
         self, params: Params, state: tuple[tuple[Pool, ...], Rows], token: Int[Array, "R"],
@@ -243,8 +271,7 @@ class PagedStep(NamedTuple):
     ) -> tuple[Float[Array, "R V"], tuple[tuple[Pool, ...], Rows]]:  # fmt: skip
         pools, rows = state
         counts = active.astype(jnp.int32)
-        part, how = Part(rows, token[:, None], counts), (self.store, self.implementation)
-        (x,), pools = paged_hidden(self.config, params, pools, [part], *how)
+        (x,), pools = paged_hidden(self, params, pools, [Part(rows, token[:, None], counts)])
         rows = rows._replace(stored=rows.stored + counts[None, :, None], next=rows.next + counts)
         return unembed(params, x[:, 0], self.config), (pools, rows)
 
@@ -254,7 +281,7 @@ def read_piece(
     step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: Part
 ) -> tuple[Float[Array, "P V"], tuple[Pool, ...]]:
     """Reads pieces of P prompts; returns the logits after them, and the pools."""
-    (x,), pools = paged_hidden(step.config, params, pools, [piece], step.store, step.implementation)
+    (x,), pools = paged_hidden(step, params, pools, [piece])
     return unembed(params, _last(x, piece.counts), step.config), pools
 
 
@@ -264,7 +291,7 @@ def mixed(
 ) -> tuple[Drawn, tuple[Pool, ...]]:
     """One step of R rows and pieces of P prompts as one flat batch; draws the next token of each."""
     both = [rows, pieces]
-    x, pools = paged_hidden(step.config, params, pools, both, step.store, step.implementation)
+    x, pools = paged_hidden(step, params, pools, both)
     last = jnp.concatenate([_last(y, part.counts) for y, part in zip(x, both, strict=True)])
     return drawn(draws, unembed(params, last, step.config), 0, top), pools
 

@@ -53,8 +53,6 @@ def refusal(model: Model) -> str:
     config = getattr(model, "config", None)
     if config is None or hasattr(model, "stepping"):
         return "the model reads and steps by itself"
-    if model.on_mesh is not None:
-        return "the model lies on several devices"
     mixers = [mixer_of(config, i) for i in range(config.layers)]
     plain = all(
         type(one) is Attention and not (one.takes or one.sink or one.kv_bias or one.clip) for one in mixers
@@ -65,6 +63,11 @@ def refusal(model: Model) -> str:
         return "layers differ in their KV heads"
     if any(one.rope(config, i).by_length for i, one in enumerate(mixers)):
         return "the rotation depends on the length of a text"
+    on, heads = model.on_mesh, mixers[0].slots_of(config).heads
+    if on is not None and any(on.devices(axis) > 1 for axis in ("batch", "tokens", "layers")):
+        return f"the mesh splits rows, tokens or layers ({on.rules}), expected weights and heads alone"
+    if on is not None and heads % on.devices("kv_heads"):
+        return f"{heads} KV heads do not divide over {on.over('kv_heads')}"
     return ""
 
 
@@ -142,7 +145,7 @@ class Pages:
         assert not self.kind.why, self.kind.why
         self.params, self.rows = with_fitted(model.params, Method()), rows
         self.heads, self.blocks, self.layers = arena.shape.heads, arena.blocks, arena.layers
-        self.step = PagedStep(model.config, store)
+        self.step = PagedStep(model.config, store, on_mesh=model.on_mesh)
         # Codes with an uncoded ring have their pages for themselves.
         self.by_node = 0 if self.kind.plain is not None else by_node
         # A table has at least one page beside those of uncoded tokens.

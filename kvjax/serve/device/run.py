@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.model import Model
 from kvjax.serve.device.apart import run_apart
-from kvjax.serve.device.engine import Engine, KnownRequests, holding_of
+from kvjax.serve.device.engine import Engine, KnownRequests, check_mesh, holding_of
 from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart
@@ -81,6 +81,8 @@ def run(
     if not jobs:
         raise InputError("requests is empty, expected at least one: give a list of kvjax.serve.Prompt")
     rows = min(chosen.batch.rows, len(jobs))
+    for job in jobs:
+        check_mesh(model, job.method, chosen.page)
     holdings = {method: holding_of(model, method, chosen.page) for method in {job.method for job in jobs}}
     asked = [Request(job.id, 0.0, len(job.tokens), job.most, holding=holdings[job.method]) for job in jobs]
     most = max(pages_of(chosen.place, one, one.most) for one in asked)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.models.model import Model
-from kvjax.serve.device.engine import Engine
+from kvjax.serve.device.engine import Engine, check_mesh
 from kvjax.serve.device.jobs import Job, Prompt, job_of
 from kvjax.serve.device.live import Closed, Live
 from kvjax.serve.grammar import System
@@ -77,6 +77,7 @@ class Service:
             id = self._next
             self._next += 1
         job = job_of(self.model, id, given, self.method)
+        check_mesh(self.model, job.method, self.system.page)
         if len(job.tokens) + job.most > self.limits.context:
             raise InputError(
                 f"the prompt has {len(job.tokens)} tokens and {job.most} are to follow, more than the "

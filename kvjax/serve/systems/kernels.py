@@ -1,4 +1,4 @@
-"""Papers on the attention of many requests: no policy of theirs decides anything, and something here does it.
+"""Papers on how many requests are computed: none has a policy, and something here does what they do.
 
 Each names what runs in its place, and a claim about a count of that, not about seconds.
 """
@@ -98,6 +98,15 @@ _ROWS = (
         "attention of n samples is two products, one over the prompt and one over what each wrote",
         "prompts shorter than the room of a sample: nearly nothing is saved",
         "test_samples_of_a_prompt_hold_and_read_it_once",
+    ),
+    Kernel(
+        "megatron-tp",
+        "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+        "1909.08053",
+        'kvjax.serve.run, model kvjax.load(..., mesh="model=4", rules="tensor")',
+        "each of n devices has 1/n of the bytes of weights and pages; a step has two all-reduces a layer",
+        "one device: no all-reduce, and all bytes",
+        "test_a_step_on_a_mesh_has_two_all_reduces_per_layer_and_a_share_of_the_bytes",
     ),
     Kernel(
         "bitdecoding",
