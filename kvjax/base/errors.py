@@ -13,5 +13,5 @@ class InputError(ValueError):
     """
 
 
-# Tracebacks name it as users import it.
+# So tracebacks print kvjax.InputError, the name that users import.
 InputError.__module__ = "kvjax"

@@ -38,7 +38,7 @@ def _kernel(_: Any, counts: Any, q: Any, *refs: Any) -> None:
 
 
 def _products(rows: Any, pages: Any) -> Any:
-    """[R, pages]; NaN in a page spoils only its own column."""
+    """Inner products of rows of q and of pages, [R, pages]; a NaN in a page reaches its own column alone."""
     kind = jnp.float32 if jnp.float32 in (rows.dtype, pages.dtype) else jnp.bfloat16
     return jax.lax.dot_general(
         rows.astype(kind), pages.astype(kind), (((1,), (1,)), ((), ())),

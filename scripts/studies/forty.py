@@ -49,7 +49,7 @@ def _of_file(path: Path) -> list[Text]:
         if line.strip().startswith("# "):
             comment.append(line.strip()[2:])
             continue
-        if comment:
+        if comment and not comment[0].startswith("---"):
             found.append(Text(file, number - len(comment), "#", " ".join(comment)))
         comment = []
     return found

@@ -209,7 +209,7 @@ class Pages:
         return Written(1, *(np.asarray(x)[where][:, None] for x in fetch(done)))
 
     def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> Part:
-        """Tokens of jobs, each in its row of `rows`, as an operand of a program."""
+        """The operand of a program with the tokens of job i in row i, padded to [rows, size]."""
         padded, counts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
         for i, one in enumerate(tokens):
             padded[i, : len(one)], counts[i] = one, len(one)

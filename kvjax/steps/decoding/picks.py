@@ -165,7 +165,7 @@ def select_pages(
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, index, length))
     else:
-        # The queries of a group choose together where the attention that slots receive is summed over them.
+        # A read that chooses for each KV head needs all queries of its group on one device.
         alone = getattr(read, "by_list", False) and not paged
         split = split_of(run.on_mesh, body, mass=True) if alone else None
         select = partial(read.select, implementation=run.without_gpu)
