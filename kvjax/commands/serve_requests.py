@@ -23,14 +23,11 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 def asked_of(args: argparse.Namespace) -> list[Any]:
     """The requests of the options of `add_load`."""
-    from kvjax.base.errors import InputError
     from kvjax.serve.load.synth import synthetic
     from kvjax.serve.load.texts import scaled
     from kvjax.serve.load.traces import read_trace
 
     asked = read_trace(args.trace, args.requests) if args.trace else synthetic(args.synthetic)
-    if any(one.calls for one in asked):
-        raise InputError("calls= draws calls of other programs, and a model has none: take kvjax simulate")
     return scaled(asked, args.scale)
 
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import kvjax
 from kvjax.serve.grammar import System, words
 from kvjax.serve.load.metrics import Slo, metrics, pages_up_to, waste
 from kvjax.serve.load.synth import fit, statistics, synthetic
+from kvjax.serve.load.texts import scaled
 from kvjax.serve.load.traces import read_trace
 from kvjax.serve.requests import Request
 from kvjax.serve.sim import Compression, Costs, read_costs, simulate
@@ -119,6 +121,52 @@ def test_drawn_lengths_are_those_of_the_trace(name, file):
         assert ks_2samp(one, other).statistic < 0.05
     with (TRACES / f"azure_2023_{file}.csv").open() as text:
         assert len(real) == sum(1 for _ in csv.reader(text)) - 1
+
+
+# The share of blocks that an LRU cache of so many blocks holds, over Mooncake's conversation trace.
+HITS = {1_000: 0.065, 10_000: 0.211, 50_000: 0.355, 10**9: 0.366}
+
+
+def hits(requests, size):
+    """By hand: the leading blocks of every prompt that are held; the oldest leave after each request."""
+    held, found = OrderedDict(), 0
+    for one in requests:
+        known = [key in held for key in one.keys]
+        found += (known + [False]).index(False)
+        for key in one.keys:
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > size:
+            held.popitem(last=False)
+    return found / sum(len(one.keys) for one in requests)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in (1, 2))])
+def test_drawn_prompts_begin_as_those_of_mooncakes_trace(seed):
+    """The hit curve is within three points of the trace's, for caches of any size."""
+    made = synthetic(f"mooncake-conversation:requests=12031,seed={seed}")
+    for size, share in HITS.items():
+        assert hits(made, size) == pytest.approx(share, abs=0.03), size
+    lengths = statistics()["mooncake-conversation"]["prompt"]
+    assert ks_2samp(lengths, [one.prompt for one in made]).statistic < 0.05
+    assert all(len(one.keys) == -(-one.prompt // 512) for one in made)
+    apart = [dataclasses.replace(one, keys=tuple((one.id, n) for n in range(len(one.keys)))) for one in made]
+    assert hits(apart, 10**9) == 0
+
+
+@needs_traces
+def test_the_hits_are_those_of_mooncakes_trace():
+    real = read_trace(TRACES / "mooncake_conversation.jsonl")
+    for size, share in HITS.items():
+        assert hits(real, size) == pytest.approx(share, abs=5e-4)
+
+
+def test_calls_are_not_left_out_silently_where_lengths_are_divided():
+    made = synthetic("azure-conv:requests=20,calls=2")
+    count = sum(bool(one.calls) for one in made)
+    assert 0 < count < 20
+    with pytest.raises(kvjax.InputError, match=f"{count} of 20 requests call other programs"):
+        scaled(made, 8)
 
 
 def test_a_tree_has_popular_groups_first_and_all_come_at_once_without_a_rate():

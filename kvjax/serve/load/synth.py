@@ -1,7 +1,7 @@
 """Synthetic requests: lengths and arrivals like those of a trace, or groups with common prefixes.
 
 `statistics.json` has the statistics of each trace: quantiles of both lengths, the correlation of their ranks,
-the rate, and the variation of the gaps. `fit` computes an entry of it.
+the rate, the variation of the gaps, and common prefixes where blocks have keys. `fit` computes an entry.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from kvjax.base.errors import InputError
+from kvjax.serve.load.follow import fit_prefixes, with_prefixes
 from kvjax.serve.requests import Call, Request
 
 QUANTILES = 201
@@ -42,17 +43,21 @@ def fit(requests: Sequence[Request]) -> dict[str, Any]:
     at = np.linspace(0, 1, QUANTILES)
     gaps = np.diff([one.arrived for one in requests])
     ranks = np.argsort(np.argsort([prompt, output]))
+    prefixes = {"prefixes": fit_prefixes(requests)} if requests[0].keys else {}
     return {
         "rate": round(1 / gaps.mean(), 4),
         "cv": round(gaps.std() / gaps.mean(), 3),
         "ranks": round(float(np.corrcoef(ranks[0], ranks[1])[0, 1]), 3),
         "prompt": np.quantile(prompt, at).round().astype(int).tolist(),
         "output": np.quantile(output, at).round().astype(int).tolist(),
+        **prefixes,
     }
 
 
 def drawn(known: dict[str, Any], *, requests: int, rate: float, cv: float, seed: int) -> list[Request]:
     """Draws requests with a trace's lengths, the same rank correlation (a Gaussian copula), and Gamma gaps.
+
+    If the trace names blocks, prompts begin like earlier ones as often as there.
 
     rate: requests per second, and cv: the gaps' coefficient of variation (1: Poisson); 0 takes the trace's
     own.
@@ -68,7 +73,9 @@ def drawn(known: dict[str, Any], *, requests: int, rate: float, cv: float, seed:
     )
     times = arrivals(rng, requests, rate or known["rate"], cv or known["cv"])
     rows = zip(times.tolist(), prompt.tolist(), output.tolist(), strict=True)
-    return [Request(id, *row) for id, row in enumerate(rows)]
+    found = [Request(id, *row) for id, row in enumerate(rows)]
+    prefixes = known.get("prefixes")
+    return found if prefixes is None else with_prefixes(found, prefixes, ndtr(normal[:, 0]), seed)
 
 
 def tree(

@@ -12,11 +12,18 @@ from kvjax.serve.requests import Request
 
 
 def scaled(requests: Sequence[Request], by: int) -> list[Request]:
-    """The same requests with all lengths divided by `by`, rounded up; gaps stay, and calls are left out.
+    """The same requests with all lengths divided by `by`, rounded up; gaps stay.
+
+    Raises InputError, with their count, for requests that call other programs: a model on a device calls none.
 
     >>> scaled([Request(0, 1.0, 700, 9)], 64)[0].prompt
     11
     """
+    if calling := sum(bool(one.calls) for one in requests):
+        raise InputError(
+            f"{calling} of {len(requests)} requests call other programs, and a model has none: take kvjax "
+            "simulate, or requests without calls"
+        )
     less = [(-(-one.prompt // by), -(-one.output // by), -(-one.span // by)) for one in requests]
     return [
         Request(one.id, one.arrived, prompt, output, one.keys[: -(-prompt // span)] if span else (), span)
