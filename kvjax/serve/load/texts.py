@@ -14,7 +14,7 @@ from kvjax.serve.requests import Request
 def scaled(requests: Sequence[Request], by: int) -> list[Request]:
     """The same requests with all lengths divided by `by`, rounded up; gaps stay.
 
-    Raises InputError, with their count, for requests that call other programs: a model on a device calls none.
+    Raises InputError, with their count, for requests that call other programs: a model calls none.
 
     >>> scaled([Request(0, 1.0, 700, 9)], 64)[0].prompt
     11
