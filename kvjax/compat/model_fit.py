@@ -18,7 +18,9 @@ from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import Answering, Preferring
 from kvjax.grammar.read_protocols import (
+    Copying,
     Foreseeing,
+    Prefetching,
     Recycling,
     Remembering,
     Resting,
@@ -152,7 +154,9 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
             "quest",
         )
-    if isinstance(read, Recycling) and facts.lent:
+    if isinstance(read, Copying) and facts.latent:
+        refuse(method, "it copies keys and values in few bits, and the model stores latents", "quest")
+    if isinstance(read, Recycling | Prefetching) and facts.lent:
         refuse(method, "a selection is that of one layer, and layers share their slots", "quest")
     if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
         refuse(method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest")

@@ -13,6 +13,7 @@ from kvjax.compat.model_facts import LayerFacts, refuse
 from kvjax.grammar import Method
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
+from kvjax.grammar.read_protocols import Copying
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.place.layer_pairs import pairs_of
@@ -70,6 +71,8 @@ def check_store(method: Method, config: Config, facts: LayerFacts) -> None:
 def _check_codecs(method: Method, config: Config) -> None:
     stores = (method.store, None if method.keep is None else method.keep.lower)
     each = [(name, getattr(store, name)) for store in stores if store for name in ("keys", "values")]
+    if isinstance(method.read, Copying):
+        each += [(name, method.read.copies) for name in ("keys", "values")]
     layers = range(config.layers)
     each = dict.fromkeys((name, at_layer(codec, i)) for name, codec in each if codec for i in layers)
     for name, codec in each:

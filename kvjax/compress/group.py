@@ -23,7 +23,7 @@ from kvjax.grammar.protocols import (
     Stacking,
     Trace,
 )
-from kvjax.grammar.read_protocols import Asking, Recycling, Remembering, Tracing
+from kvjax.grammar.read_protocols import Asking, Prefetching, Recycling, Remembering, Tracing
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
@@ -141,7 +141,7 @@ class GroupMethod:
         """The per-slot traces that the group's slots carry."""
         found = {*self.traces_of_keep}
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
-        found |= {self.read.mark} if isinstance(self.read, Recycling) else set()
+        found |= {self.read.mark} if isinstance(self.read, Recycling | Prefetching) else set()
         found |= {*self.read.marks} if isinstance(self.read, Tracing) else set()
         return tuple(sorted(found, key=key_of))
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
-from kvjax.grammar.read_protocols import Asking, Counted, Learning, Remembering, Resting, Tracing
+from kvjax.grammar.read_protocols import Asking, Copying, Counted, Learning, Remembering, Resting, Tracing
 from kvjax.models.attending import rotated
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
 from kvjax.state.codes import Codes, dense, lent
@@ -29,7 +29,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     if isinstance(gm.read, Learning) and not isinstance(gm.read, Asking):
         sums = gm.read.learn(k, body.pos, *((body.traces,) if isinstance(gm.read, Tracing) else ()))
     sums = sums | _totals(gm, k, body.keys().v, body.pos, sums, body.traces)
-    return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
+    return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces, body.v), sums=sums)
 
 
 def as_queries_meet(
@@ -42,7 +42,13 @@ def as_queries_meet(
     return over_layers(lambda k, pos: rotated(rope, k, jnp.maximum(pos, 0), length), k, pos)
 
 
-def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]) -> dict[str, Array]:
+def _summarised(
+    read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array], v: Array | Codes | None
+) -> dict[str, Array]:
+    """Summaries of slots with these keys, as queries meet them, and values, as they are stored."""
+    if isinstance(read, Copying):
+        assert v is not None
+        return read.summarise(k, dense(v))
     if isinstance(read, Learning):
         return read.summarise(k, sums or None)
     return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)
@@ -58,7 +64,7 @@ def _totals(
     if not isinstance(gm.read, Resting):
         return {}
     counts = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))
-    return gm.read.total(Counted(k, counts, pos, _summarised(gm.read, k, sums, traces)))
+    return gm.read.total(Counted(k, counts, pos, _summarised(gm.read, k, sums, traces, v)))
 
 
 def _of_layers(sums: dict[str, Array], layer: int | Array, layers: int) -> dict[str, Array]:
@@ -74,8 +80,9 @@ def summary_of_new(
     """
     if gm.read is None:
         return {}
-    held = _of_layers(body.sums, layer, _layers(k))
-    return _summarised(gm.read, as_queries_meet(gm, dense(lent(k, gm.taught)), new.pos), held, new.traces)
+    held, v = _of_layers(body.sums, layer, _layers(k)), lent(new.v, gm.taught)
+    k = as_queries_meet(gm, dense(lent(k, gm.taught)), new.pos)
+    return _summarised(gm.read, k, held, new.traces, v)
 
 
 def _layers(k: Array | Codes) -> int:
@@ -120,7 +127,7 @@ def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
     k = as_queries_meet(gm, dense(own.k), own.pos)
     held = own.sums | _totals(gm, k, own.keys().v, own.pos, own.sums, own.traces)
     put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
-    summary = _summarised(gm.read, k, held, own.traces)
+    summary = _summarised(gm.read, k, held, own.traces, own.v)
     return dataclasses.replace(
         body,
         summary={n: put(x, summary[n]) for n, x in body.summary.items()},
@@ -197,7 +204,7 @@ def _of_lists(
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
     """The pool with summaries of a group's pages; those of other groups are unchanged."""
-    k = as_queries_meet(gm, _keys_in_pool(lists, pool)[None, :, None], pool.pos[None, :, None])[0, :, 0]
+    k = as_queries_meet(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
     layers, rows, heads = lists.lengths.shape
     owner = pool.owner - lists.first_layer * rows * heads
     mine = (owner >= 0) & (owner < layers * rows * heads) & (pool.owner >= 0)
@@ -207,18 +214,22 @@ def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array])
         there = mine.reshape(-1, *(1,) * (new.ndim - 1))
         return jnp.where(there, new, pool.summary.get(name, jnp.zeros((), new.dtype)))
 
-    new = _summarised(gm.read, k, held, pool.traces)
+    v = _in_pages(lists, pool, "v") if isinstance(gm.read, Copying) else None
+    new = _summarised(gm.read, k, held, pool.traces, v)
     return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})
 
 
-def _keys_in_pool(lists: Paged, pool: Pages) -> Float[Array, "P page H"]:
-    """The decoded keys of a pool; if codes are fitted to layers, those of one group, with its arrays."""
+def _in_pages(lists: Paged, pool: Pages, name: str) -> Float[Array, "P page _"]:
+    """The decoded keys ("k") or values ("v") of a pool.
+
+    If codes are fitted to layers, those of one group, with its arrays.
+    """
     if not lists.taught:
-        return dense(pool.k)
-    k = over_layers(lambda one: gather_pages(one, pool).k, lists)
+        return dense(getattr(pool, name))
+    x = over_layers(lambda one: getattr(gather_pages(one, pool), name), lists)
     page = jnp.arange(lists.most, dtype=jnp.int32)[None, None, None]
     # Pages after a head's end may belong to another head.
     own = page * pool.page_tokens < lists.lengths[..., None]
     row = jnp.where(own, pool.table(lists), pool.owner.shape[0]).reshape(-1)
-    out = jnp.zeros((*pool.pos.shape, k.shape[-1]), k.dtype)
-    return out.at[row].set(k.reshape(-1, *out.shape[1:]), mode="drop")
+    out = jnp.zeros((*pool.pos.shape, x.shape[-1]), x.dtype)
+    return out.at[row].set(x.reshape(-1, *out.shape[1:]), mode="drop")

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec, Trace
 from kvjax.state.cache import Slots
+from kvjax.state.codes import Codec
 
 
 @runtime_checkable
@@ -21,8 +22,9 @@ class Read(Protocol):
     slots), so every device of a mesh selects for its own heads. A read that estimates attention to the other
     slots is `Resting`, one that weights the slots it reads is `Sampling`, one whose summaries depend on the
     prompt's keys is `Learning`, one that selects in some layers for others is `Reusing`, one that selects in
-    some steps for others is `Recycling`, one that selects for predicted queries is `Foreseeing`, and one that
-    places what it picks anew is `Placing`.
+    some steps for others is `Recycling`, one that selects for the next step is `Prefetching`, one that
+    selects for predicted queries is `Foreseeing`, one whose summaries are of values, too, is `Copying`, and
+    one that places what it picks anew is `Placing`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
@@ -83,6 +85,41 @@ class Recycling(Read, Protocol):
     @property
     def mark(self) -> Trace:
         """1 + the position of the token that selected a slot last; 0 if none did."""
+        ...
+
+
+@runtime_checkable
+class Prefetching(Read, Protocol):
+    """A read that selects in every step the slots of the next one, which are thus known before it begins.
+
+    A token reads what the token right before it selected. The first one after a prompt, and one that is
+    asked again, read what they select themselves.
+    """
+
+    @property
+    def mark(self) -> Trace:
+        """1 + the position of the token that selected a slot last; 0 if none did."""
+        ...
+
+    @property
+    def steps_ahead(self) -> int:
+        """1: what is selected is for the next step."""
+        ...
+
+
+@runtime_checkable
+class Copying(Read, Protocol):
+    """A read whose summaries are of values, too, such as copies in few bits."""
+
+    @property
+    def copies(self) -> Codec:
+        """The codec of the copies, which encodes tokens one by one."""
+        ...
+
+    def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, k: Float[Array, "*b S H"], v: Float[Array, "*b S V"]
+    ) -> dict[str, Array]:
+        """As in `Read`, of keys and values."""
         ...
 
 

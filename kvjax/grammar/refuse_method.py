@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvjax.grammar.read_protocols import Placing, Recycling, Sampling, Tracing
+from kvjax.grammar.read_protocols import Placing, Prefetching, Recycling, Sampling, Tracing
 from kvjax.grammar.refuse_keep import Refusals
 from kvjax.state.codes import at_layer
 
@@ -30,7 +30,7 @@ def refused_parts(method: Method) -> Refusals:
             "use a keep that lets all layers read them, such as snapkv",
         ),
         (
-            hasattr(host, "values_alone") and isinstance(read, Recycling | Sampling),
+            hasattr(host, "values_alone") and isinstance(read, Recycling | Prefetching | Sampling),
             f"{host!r} brings the values that every layer picks in every step, and {read!r} picks otherwise: "
             "use a read such as kcache, or leave it out",
         ),

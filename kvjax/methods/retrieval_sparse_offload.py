@@ -13,6 +13,7 @@ from kvjax.place.host import Host, HostValues
 from kvjax.read.exact import ValuesOfMass
 from kvjax.read.foreseen import ForeseenSlots
 from kvjax.read.landmarks import Landmarks
+from kvjax.read.low_bits import CopiesInFewBits
 from kvjax.read.narrow_keys import HeavyProducts
 from kvjax.store.affine import Affine
 from kvjax.store.first_layers import FirstLayers
@@ -170,3 +171,35 @@ def tailorkv(
     read = HeavyProducts(Budget(budget), newest, quantised, channels, window)
     host = None if resident is None else Host(resident)
     return Method(store=store if quantised else None, read=read, host=host)
+
+
+@paper(
+    "SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs",
+    arxiv="2503.16163",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def specache(
+    budget: Amount,
+    *,
+    bits: Bits = 2,
+    group: Group = 32,
+    newest: Window = 32,
+    skip_layers: Layers = 0,
+    resident: Share | None = None,
+) -> Method:
+    """SpeCache (Jie et al., 2025, arXiv:2503.16163): a step selects what the next one reads exactly.
+
+    A copy of keys and values in `bits` bits ranks the older tokens in every step, and the best are read as
+    they are by the next step, whose copies from host memory can thus begin before it does; to all others it
+    attends by the copy (`CopiesInFewBits`). budget is the share (or number) of older tokens that are read as
+    they are, beside the `newest` ones. With `resident`, keys and values are in host memory, as in the paper,
+    and the device caches this share of them, those that were read last, at least as many as one step reads;
+    without it, all are in device memory, beside the copy. Source: the abstract and summaries of the paper;
+    there was no code of the authors to compare with. Deviation: the token itself selects for the next one,
+    where the paper decodes a speculative next token beside it and takes that one's selection; the first token
+    after a prompt reads its own; codes are grids of `group` channels of a token; the query heads of a group
+    share tokens, by the sum of their attention. Prompts and several tokens at once are read in full.
+    """
+    read = CopiesInFewBits(Budget(budget), newest, skip_layers, copies=Affine(bits, group=group))
+    return Method(read=read, host=None if resident is None else Host(resident))

@@ -270,3 +270,31 @@ def tailorkv(count, *, quantised, coded, channels, window, newest):
         return softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read]
 
     return attends
+
+
+def specache(count, *, code, newest, seen=None):
+    """SpeCache (arXiv:2503.16163): exact slots that the token before ranked best, and codes of the others.
+
+    seen: a list that is told how many of the slots that a step selects were read in it, and how many it read.
+    """
+    held = {}
+
+    def attends(q, k, v, pos, at):
+        row, now = (at.queries[:, 0].tobytes(), at.layer, at.number), pos.max()
+        old, k_code, v_code = pos < at.stored - newest, k.copy(), v.copy()
+        if not old.any():
+            return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ v
+        k_code[old], v_code[old] = code(k[old]), code(v[old])
+        votes = softmax(q @ k_code[old].T / np.sqrt(k.shape[-1])).sum(0)
+        own = set(pos[old][best(votes, count(old.sum()))])
+        by, before = held.get(row, (None, None))
+        chosen = before if by == now - 1 else own
+        if at.stored == now:
+            held[row] = now, own | set(pos[~old])
+        exact = ~old | np.isin(pos, list(chosen))
+        if seen is not None:
+            seen.append((len(own & chosen), len(own)))
+        keys, values = np.where(exact[:, None], k, k_code), np.where(exact[:, None], v, v_code)
+        return softmax(q @ keys.T / np.sqrt(k.shape[-1])) @ values
+
+    return attends

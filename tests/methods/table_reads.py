@@ -41,6 +41,13 @@ def first_in_bits(first, nbytes):
     return lambda s: first(s._replace(layers=1)) + nbytes(s._replace(layers=s.layers - 1)) - 4 * s.b
 
 
+def copied_bytes(s):
+    """A mark beside every slot, and of those in the body keys and values of 4 bits, with scales and zeros."""
+    return split(everything, 1, 4, lambda s: 2 * (s.h // 2 + 4), lambda s: plain(s) + 4)(s) + 20 * (
+        s.layers * s.b * s.k
+    )
+
+
 def product_bytes(s):
     """A byte for each of two parts of a key, and 4 centroids of each part."""
     return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * 4 * s.h * 4
@@ -163,6 +170,10 @@ READS = [
             count, quantised=1, channels=5, window=6, newest=4,
             coded=of_codes(affine(4, 8, channel=True), affine(4, 8), granule=8, residual=4),
         ), error=FLIPS,
+    ),
+    row(
+        "specache", copied_bytes, hyper=dict(bits=4, group=16, newest=4), moves=False, error=FLIPS,
+        attends=reads_by_index.specache(count, code=affine(4, 16), newest=4),
     ),
     row(
         "retrievalattention", metric_bytes, hyper=GROUPS | dict(newest=4, window=6, scan=0.5), moves=False,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
-from kvjax.grammar.read_protocols import Foreseeing, Recycling
+from kvjax.grammar.read_protocols import Foreseeing, Prefetching, Recycling
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer, Projected, Take
 from kvjax.state.cache import GroupState
@@ -19,7 +19,7 @@ from kvjax.steps.decoding import hooks, picks, step_end
 from kvjax.steps.decoding.append import append_token
 from kvjax.steps.decoding.at_layer import AtLayer, Hook
 from kvjax.steps.decoding.prefetch import any_far
-from kvjax.steps.decoding.recycle import attend_or_recycle
+from kvjax.steps.decoding.recycle import attend_or_recycle, attend_prefetched
 from kvjax.steps.decoding.step_end import EndHook
 from kvjax.steps.shared.run import Run, below_taken, taken_beside
 
@@ -71,9 +71,9 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         *_of_read(run, facts.read),
         (run.unrotated and not one_turn, hooks.attend_in_other_rotations),
     )
-    recycles = isinstance(facts.read.read, Recycling)
-    attend = attend_or_recycle if recycles else hooks.attend
-    received = bool(facts.read.masses or gm.slot_observations) or recycles
+    marks = isinstance(facts.read.read, Recycling | Prefetching)
+    attend = _attention(facts.read)
+    received = bool(facts.read.masses or gm.slot_observations) or marks
     after = chosen(
         (bool(gm.slot_observations), hooks.compare_slots_with_query),
         (received, hooks.count_stored_tokens_only),
@@ -91,9 +91,16 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
     return LayerPlan((*before, attend, *after))
 
 
+def _attention(gm: GroupMethod) -> Hook:
+    """The hook that attends, for the group whose slots are read."""
+    if isinstance(gm.read, Prefetching):
+        return attend_prefetched
+    return attend_or_recycle if isinstance(gm.read, Recycling) else hooks.attend
+
+
 def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
     """The hooks of a read method, for the group whose slots are read."""
-    if gm.read is None or isinstance(gm.read, Recycling):
+    if gm.read is None or isinstance(gm.read, Recycling | Prefetching):
         return ()
     if gm.picks:
         return ((True, picks.pick_for_others),)
@@ -110,8 +117,8 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
 def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook, ...]:
     """The hooks after the layers. far: slots of some group are copied from host memory by layer."""
     shared = {first for first, names in published(run.config).items() if "slots" in names}
-    recycles = any(isinstance(gm.read, Recycling) for gm in gms)
-    remembers = [gm for gm in gms if gm.masses or gm.slot_observations or gm.carried or gm.merge] or recycles
+    marks = any(isinstance(gm.read, Recycling | Prefetching) for gm in gms)
+    remembers = [gm for gm in gms if gm.masses or gm.slot_observations or gm.carried or gm.merge] or marks
     return chosen(
         (far, step_end.forget_brought_layers),
         (bool(remembers), step_end.remember),

@@ -1,4 +1,4 @@
-"""A step of a read that selects in some steps: a token attends to all slots, or to an earlier selection."""
+"""Steps of reads that keep what they select for later steps, by marks beside the slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.state.picked_pages import spread
 from kvjax.steps.decoding.at_layer import AtLayer, Received
 from kvjax.steps.decoding.attend import attend_past
 from kvjax.steps.decoding.past import FoundPicks, Past, Picks
-from kvjax.steps.decoding.picks import by_part, picked_from, select_pages
+from kvjax.steps.decoding.picks import bring_picked, by_part, picked_from, select_pages
 
 
 def attend_or_recycle(here: AtLayer) -> AtLayer:
@@ -53,6 +53,39 @@ def attend_or_recycle(here: AtLayer) -> AtLayer:
     tail = past.tail.pos[past.index]
     tail = jnp.where((tail >= 0) & _of_rows(due, tail), _of_rows(number, tail), 0)
     return here._replace(out=out, received=_marked(here, received, best, tail.astype(marks.dtype)))
+
+
+def attend_prefetched(here: AtLayer) -> AtLayer:
+    """Attends to the slots that the token before selected, or to its own selection, and marks the latter.
+
+    The slots of the tail are marked, too: one that has left it since is read as the token before read it.
+    """
+    token, past, pools, number = here.token, here.past, here.pools, here.token.at + 1
+    read = past.gm.read
+    body, index = picked_from(past, pools)
+    pos, marks = body.pos[index], body.traces[key_of(read.mark)][index]
+    own = select_pages(here.run, past, here.q, token.length, pools)
+    last = marks.max((1, 2), initial=0).astype(jnp.int32)
+    since = _of_rows(last, pos)
+    selected = (pos >= 0) & (marks.astype(jnp.int32) == since)
+    _, slots = jax.lax.top_k(selected.astype(jnp.int32), read.pages_visited(body.capacity))
+    before = (last > 0) & (last == number - 1)
+    found = Picks(
+        jnp.where(_of_rows(before, slots), slots, own.pages),
+        jnp.where(
+            before[:, None], jnp.minimum(selected.sum(-1, dtype=jnp.int32), slots.shape[-1]), own.counts
+        ),
+    )
+    now = here._replace(found=by_part(past, pools, found))
+    now = now if past.gm.host is None else bring_picked(now)
+    out, received, logits = attend_past(
+        here.run, now.past, here.layer, here.asking, pools, token.at, now.found, here.parts
+    )
+    every = jnp.broadcast_to(_of_rows(number, own.pages), own.pages.shape).astype(marks.dtype)
+    best = spread(every, 1, own.pages, own.counts, body.capacity)
+    tail = past.tail.pos[past.index]
+    tail = jnp.where(tail >= 0, _of_rows(number, tail), 0).astype(marks.dtype)
+    return now._replace(past=past, out=out, logits=logits, received=_marked(here, received, best, tail))
 
 
 def _marked(

@@ -20,7 +20,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.protocols import Answering
-from kvjax.grammar.read_protocols import Recycling, Remembering, Tracing
+from kvjax.grammar.read_protocols import Prefetching, Recycling, Remembering, Tracing
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache
 from kvjax.steps.prefilling.observe import observe
@@ -29,7 +29,7 @@ from kvjax.steps.prefilling.settle import settled
 from kvjax.steps.shared.run import Run
 
 # Reads for which slots carry traces.
-_OF_SLOTS = Recycling | Remembering | Tracing
+_OF_SLOTS = Prefetching | Recycling | Remembering | Tracing
 
 
 def chooses(method: Method) -> bool:
