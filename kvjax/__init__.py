@@ -82,6 +82,7 @@ _HOMES = {
     "summary": "kvjax.api.summary",
     "fork": "kvjax.api.fork",
     "join": "kvjax.api.join",
+    "LongText": "kvjax.api.long_text",
     "take_rows": "kvjax.api.rows",
     "reset_rows": "kvjax.api.rows",
     "save_cache": "kvjax.io.cache_file",

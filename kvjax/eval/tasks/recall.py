@@ -96,7 +96,7 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def _filler(rng: np.random.Generator, length: int, phrases: list[list[int]]) -> list[int]:
+def filler(rng: np.random.Generator, length: int, phrases: list[list[int]]) -> list[int]:
     """`length` filler ids: stretches of the Markov chain, every second one a phrase of the document."""
     out: list[int] = []
     word = int(rng.integers(len(_FILLER)))
@@ -173,7 +173,7 @@ def _lay_out(
     rng: np.random.Generator, tokens: int, items: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
 ) -> tuple[tuple[int, ...], tuple[Record, ...]]:
     """Place items in order with random stretches of filler between them, exactly `tokens` long."""
-    phrases = [_filler(rng, int(rng.integers(6, 12)), []) for _ in range(int(rng.integers(3, 8)))]
+    phrases = [filler(rng, int(rng.integers(6, 12)), []) for _ in range(int(rng.integers(3, 8)))]
     marker = {"value": SET, "pointer": SET, "second": ADD}
     bodies = [
         (TAG, *content) if kind == "tag" else (marker[kind], *key, *content, DOT)
@@ -183,10 +183,10 @@ def _lay_out(
     gaps = rng.multinomial(free, rng.dirichlet(np.ones(len(items) + 1)))
     out, records = [BOS], []
     for (kind, key, content), body, gap in zip(items, bodies, gaps[:-1], strict=True):
-        out += _filler(rng, int(gap), phrases)
+        out += filler(rng, int(gap), phrases)
         records.append(Record(kind, key, content, (len(out), len(out) + len(body))))
         out += body
-    out += _filler(rng, int(gaps[-1]), phrases)
+    out += filler(rng, int(gaps[-1]), phrases)
     return tuple(out), tuple(records)
 
 

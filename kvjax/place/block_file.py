@@ -1,0 +1,93 @@
+"""Blocks of keys and values in files: a host reads those that match best, and holds none in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from kvjax.base.errors import InputError
+
+# Representatives are ranked by so many bytes at a time.
+AT_ONCE = 2**22
+
+
+class BlockFile:
+    """The blocks of one layer in two files of a folder: keys and values, and representative keys.
+
+    Blocks are read with `os.pread` and not mapped, so that they do not count as memory of the process.
+
+    Args:
+        folder: an existing folder; files of an earlier text there are overwritten.
+        name: of this layer.
+        heads, key, value: KV heads and the channels of their keys and values.
+        tokens, keys: tokens and representatives of a block.
+
+    Raises:
+        InputError: if the folder cannot be written, or is full.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, heads: int, key: int, value: int, tokens: int, keys: int
+    ) -> None:
+        self.shape = (heads, tokens, key + value)
+        self.key, self.heads, self.keys, self.count = key, heads, keys, 0
+        try:
+            self._blocks = open(folder / f"{name}.blocks", "w+b")
+            self._keys = open(folder / f"{name}.keys", "w+b")
+        except OSError as error:
+            raise InputError(f"{folder} cannot be written: {error.strerror}") from error
+
+    def append(self, blocks: Float[np.ndarray, "P K S F"], keys: Float[np.ndarray, "P K R H"]) -> None:
+        """Writes blocks, keys and values side by side, and their representative keys."""
+        try:
+            for file, x in ((self._blocks, blocks), (self._keys, keys)):
+                file.write(np.ascontiguousarray(x, np.float32).tobytes())
+                file.flush()
+        except OSError as error:
+            at = self.count * self.shape[1]
+            raise InputError(
+                f"{self._blocks.name} cannot grow after {at} tokens: {error.strerror}"
+            ) from error
+        self.count += len(blocks)
+
+    def best(self, query: Float[np.ndarray, "K G H"], first: int, most: int) -> Int[np.ndarray, "K P"]:
+        """Per KV head, the `first` blocks and the `most` others with the largest <query, representative>."""
+        take = min(first + most, self.count)
+        if take == self.count or not most:
+            return np.tile(np.arange(take), (self.heads, 1))
+        size = self.keys * self.heads * self.key * 4
+        score = np.empty((self.heads, self.count), np.float32)
+        each = max(AT_ONCE // size, 1)
+        for at in range(0, self.count, each):
+            many = min(each, self.count - at)
+            keys = np.frombuffer(os.pread(self._keys.fileno(), many * size, at * size), np.float32)
+            score[:, at : at + many] = self._scores(
+                keys.reshape(many, self.heads, self.keys, self.key), query
+            )
+        score[:, :first] = np.inf
+        return np.argpartition(-score, take - 1)[:, :take]
+
+    def _scores(
+        self, keys: Float[np.ndarray, "P K R H"], query: Float[np.ndarray, "K G H"]
+    ) -> Float[np.ndarray, "K P"]:
+        """The largest product of a query head and a representative, for every KV head and block."""
+        each = [keys[:, k].reshape(-1, self.key) @ q.T for k, q in enumerate(query)]
+        return np.stack([x.reshape(len(keys), -1).max(1) for x in each])
+
+    def read(self, numbers: Int[np.ndarray, "K P"]) -> Float[np.ndarray, "K P S F"]:
+        """The blocks of these numbers, of every KV head its own."""
+        out = np.empty((*numbers.shape, *self.shape[1:]), np.float32)
+        size = out[0, 0].nbytes if out.size else 0
+        for head, p in np.ndindex(*numbers.shape):
+            at = (int(numbers[head, p]) * self.heads + head) * size
+            found = np.frombuffer(os.pread(self._blocks.fileno(), size, at), np.float32)
+            out[head, p] = found.reshape(self.shape[1:])
+        return out
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._blocks.close()
+        self._keys.close()
