@@ -185,8 +185,9 @@ def page_of(gms: Sequence[GroupMethod], slots: int, tokens: int) -> int:
 
 
 def _whole_granules(gms: Sequence[GroupMethod], page: int) -> int:
-    """The smallest page size of at least `page` slots that holds whole granules of every group."""
-    granule = math.lcm(*(gm.granule for gm in gms))
+    """The smallest page size of at least `page` slots that holds whole granules of every group and tier."""
+    lower = [gm.keep.lower.granule for gm in gms if gm.keep is not None and gm.keep.lower is not None]
+    granule = math.lcm(*(gm.granule for gm in gms), *lower)
     return -(-page // granule) * granule
 
 

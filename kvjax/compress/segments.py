@@ -133,8 +133,9 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
     """The second tier: slots evicted from the first, with room for those evicted in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
-    size = max(most - gm.keep.budget.capacity(most), 1)
-    slots = take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
+    size, granule = max(most - gm.keep.budget.capacity(most), 1), gm.keep.lower.granule
+    size = -(-whole_tiles(size, view.k.shape[-1], gm.multiple) // granule) * granule
+    slots = take(gm, view, leaving, size)
     return placed_tail(gm.replaced(codecs=(gm.keep.lower.keys, gm.keep.lower.values)), slots)
 
 

@@ -135,12 +135,13 @@ def _lower(keep: Keep) -> Refusals:
             "use the uniform allocation",
         ),
         (
-            lower.granule > 1 or lower.residual > 0,
-            "slots of a second tier are encoded token by token: use int8, int4 or turboquant's codecs",
+            lower.residual > 0 or (in_steps and lower.granule > 1),
+            "a second tier takes slots one by one while decoding, and has no newest tokens: use int8, int4 "
+            "or turboquant's codecs",
         ),
         (
-            keep.merge is not None or not keep.phase.steady,
-            "a second tier works without merging, and with keys at their own positions",
+            keep.merge is not None,
+            "with a second tier no slot is dropped that others could take anything of: leave out the merge",
         ),
         (
             in_steps and not (keep.when.at_once and keep.allocate.uniform),

@@ -42,7 +42,8 @@ def exact(granule: int = 1, **more: Any) -> Method:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Within the block, methods are built and run without the checks of their words and of the model."""
-    left_out = ((chains, "check"), (model_fit, "check"), (model_fit, "refuse"), (store_fit, "refuse"))
+    left_out = [(chains, "check"), (store_fit, "refuse")]
+    left_out += [(model_fit, name) for name in ("check", "crowded", "refuse")]
     model_fit.check_fit.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.callback(model_fit.check_fit.cache_clear)

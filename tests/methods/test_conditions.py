@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.grammar import Method, Store
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.chains import check
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.phase import ByRank
+from kvjax.grammar.when import PREFILL_END, STEP, Every, WhenFull
+from kvjax.keep.budgets.budget import Uniform, UpTo
+from kvjax.keep.merges.merge import ZipMerge
+from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.observations.trace import Surprisal
+from kvjax.keep.patterns import Recent
+from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Position
 from kvjax.place.host import Host, HostValues
 from kvjax.state.cache import host_nbytes
 from kvjax.store.affine import Affine
@@ -21,6 +28,8 @@ from tests.methods.battery import MAIN, B, model, off, positions, prompt_of
 from tests.methods.method_pairs import answers, apart, exact, unchecked
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
+
+UNIFORM = Uniform()
 
 
 def of(id, **hyper):
@@ -99,6 +108,109 @@ METHODS |= {
 }
 
 
+def keep(score, budget=0.5, allocate=UNIFORM, **more):
+    return Method(Keep(score, Budget(budget), allocate, **more))
+
+
+def changed(method, **more):
+    """A method with other words in its keep."""
+    return Method(dataclasses.replace(method.keep, **more))
+
+
+# Stores slots of a second tier as they are.
+SAME = exact().store
+STREAMING = of("streamingllm", budget=20)
+ALL = (of("full"),)
+# What the refusal says, a keep that it refuses, and what answers as it should.
+KEEPS = {
+    "more protected tokens than the budget": (
+        "8 of a long prompt's tokens must stay",
+        keep(KeyNorm(), 4, protect=(Recent(8),)),
+        (keep(Position(), 8),),
+    ),
+    "a budget that is larger than what evicts": (
+        "give a smaller budget",
+        keep(AccumulatedAttention(), 20, when=WhenFull(16)),
+        (keep(AccumulatedAttention(), 16, when=STEP),),
+    ),
+    "more high scores than slots": (
+        "can give high scores to more slots than fit",
+        keep(AccumulatedAttention(), allocate=UpTo(0.0), when=STEP),
+        ALL,
+    ),
+    "observations of prompts in steps": (
+        "observes prefills only",
+        changed(row("q-filters"), when=STEP),
+        (row("q-filters"),),
+    ),
+    "slots that tokens drop, after several tokens": (
+        "slots that newer tokens drop are evicted in every step",
+        changed(row("dcp"), when=Every(4)),
+        (row("dcp"),),
+    ),
+    "a threshold over a second tier": (
+        "a second tier has as many slots as a budget evicts",
+        keep(AccumulatedAttention(), allocate=UpTo(1e9), lower=SAME),
+        ALL,
+    ),
+    "single slots of a second tier that encodes several": (
+        "takes slots one by one while decoding",
+        changed(H2O, lower=IN_EIGHTS.store),
+        ALL,
+    ),
+    "newest slots of a second tier": (
+        "has no newest tokens",
+        changed(SNAP, lower=Store(Affine(2), Affine(2), residual=64)),
+        ALL,
+    ),
+    "merges beside a second tier": (
+        "no slot is dropped that others could take anything of",
+        changed(SNAP, lower=SAME, merge=ZipMerge(0.0)),
+        ALL,
+    ),
+    "a second tier that takes several slots": (
+        "a second tier takes slots that are evicted at the end",
+        changed(STREAMING, lower=SAME, when=Every(3)),
+        ALL,
+    ),
+    "a second tier of unequal heads in steps": (
+        "a second tier takes slots that are evicted at the end",
+        changed(row("kvzap"), lower=SAME),
+        ALL,
+    ),
+    "received attention by query heads": (
+        "received attention is recorded per KV head",
+        changed(H2O, per_query_head=True),
+        (H2O,),
+    ),
+    "directions of KV heads by query heads": (
+        "is about KV heads",
+        changed(row("q-filters"), per_query_head=True),
+        (row("q-filters"),),
+    ),
+    "answers of KV heads by query heads": (
+        "at their positions in the KV heads|received attention is recorded per KV head",
+        changed(row("less"), per_query_head=True),
+        (row("less"),),
+    ),
+    "a merge by what is not recorded": (
+        "which its score does not record",
+        keep(Position(), merge=ValueMerge(), when=STEP),
+        ALL,
+    ),
+    "a probe after a prompt in steps": (
+        "cannot score by a probe that follows a prompt",
+        changed(row("kvzip"), when=STEP, allocate=UNIFORM),
+        (row("kvzip"),),
+    ),
+    "a probe that the keep does not read": (
+        "its score reads the probe",
+        changed(row("kvzip"), probe=None),
+        (row("kvzip"),),
+    ),
+}
+
+
 def needed(says, refused, right):
     """Whether what is refused cannot run, or answers otherwise than what is right."""
     with unchecked():
@@ -108,8 +220,8 @@ def needed(says, refused, right):
     try:
         got, _ = answers(sentence, checked=False)
     except Exception as error:  # noqa: BLE001 (whatever a program of such words raises, it cannot run)
-        # Another check than the one that is left out.
-        return not isinstance(error, MemoryError | kvjax.InputError)
+        # Another check than the one that is left out; a full cache is none.
+        return "the cache is full" in str(error) or not isinstance(error, MemoryError | kvjax.InputError)
     # A row that has no room left answers NaN.
     return bool(np.isnan(got).any()) or apart(got, answers(kvjax.chain(*right))[0]) > 1e-3
 
@@ -117,6 +229,37 @@ def needed(says, refused, right):
 @pytest.mark.parametrize("name", sweep(METHODS))
 def test_parts_that_a_condition_keeps_apart_answer_wrongly_or_cannot_run(name):
     assert needed(*METHODS[name])
+
+
+@pytest.mark.parametrize("name", sweep(KEEPS))
+def test_words_of_a_keep_that_a_condition_keeps_apart_answer_wrongly_or_cannot_run(name):
+    says, one, right = KEEPS[name]
+    assert needed(says, (one,), right)
+
+
+# Keeps with a second tier of unencoded slots answer as without a keep: nothing is dropped.
+TIERS = {
+    "ranks": changed(STREAMING, lower=SAME, when=PREFILL_END),
+    "ranks in steps": changed(STREAMING, lower=SAME),
+    "ranks in pages": changed(ADA, lower=SAME, phase=ByRank()),
+    "codes of several slots": changed(SNAP, lower=exact(5).store),
+    "codes of several slots in pages": changed(ADA, lower=exact(5).store),
+}
+
+
+@pytest.mark.parametrize("name", sweep(TIERS))
+def test_a_second_tier_that_loses_nothing_is_no_keep(name):
+    got, cache = answers(kvjax.chain(TIERS[name]))
+    assert apart(got, answers(*ALL)[0]) < 2e-6
+    assert all(group.bodies for group in cache.groups)
+
+
+@pytest.mark.rotating
+def test_scales_of_several_slots_of_a_second_tier_are_theirs():
+    """Scales of five slots, which divide no power of two, of dense slots and of pages; 8 bits."""
+    lower = Store(Affine(8, axis="channel", group=5), Affine(8))
+    for one in (SNAP, ADA):
+        assert apart(answers(changed(one, lower=lower))[0], answers(*ALL)[0]) < 2e-2
 
 
 def steps_of(method, rows, name="4/2"):
