@@ -97,9 +97,9 @@ def test_what_is_remembered_of_a_slot_goes_with_it():
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (dict(lower=Store(Affine(2, axis="channel", group=4))), "encoded token by token"),
+        (dict(lower=Store(Affine(2, axis="channel", group=4))), "one by one while decoding"),
         (dict(lower=Store(LOW, LOW), allocate=AcrossHeads()), "works with the uniform allocation"),
-        (dict(lower=Store(LOW, LOW), merge=ZipMerge()), "without merging"),
+        (dict(lower=Store(LOW, LOW), merge=ZipMerge()), "leave out the merge"),
         (dict(lower=Store(LOW, LOW), when=Every(4)), "after every token"),
     ],
 )

@@ -119,8 +119,7 @@ def test_the_word_for_it_gives_every_keep_a_second_tier():
     [
         ("int8", "drops no slots: give a method that drops some"),
         ("mikv", "has a second tier already"),
-        ("keepkv", "without merging"),
-        ("streamingllm", "keys at their own positions"),
+        ("keepkv", "leave out the merge"),
         ("kvzap", "after every token"),
         ("snapkv + kivi", "second tier, which needs that tokens are encoded one by one"),
     ],
