@@ -28,9 +28,8 @@ def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Me
         The method with both tiers.
 
     Raises:
-        InputError: for a method that evicts nothing or has a second tier already, that merges evicted slots
-            or rotates by rank, or that evicts in steps, except one slot after every token from heads of equal
-            budgets.
+        InputError: for a method that evicts nothing or has a second tier already, that merges evicted slots,
+            or that evicts in steps, except one slot after every token from heads of equal budgets.
 
     >>> import kvjax
     >>> kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4).keep.lower.keys

@@ -255,6 +255,19 @@ def test_a_second_tier_that_loses_nothing_is_no_keep(name):
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize("name", ["ranks in steps", "ranks in pages", "codes of several slots"])
+def test_a_second_turn_over_a_tier_that_loses_nothing_is_that_over_no_keep(name):
+    found = []
+    for method in (TIERS[name], *ALL):
+        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=8)
+        for tokens in MAIN.steps:
+            _, cache = kvjax.step(model("4/2"), cache, tokens)
+        logits, cache = kvjax.prefill(model("4/2"), MAIN.second, cache=cache, room=8)
+        found.append(np.stack([logits, kvjax.step(model("4/2"), cache, MAIN.steps[0])[0]]))
+    assert apart(*found) < 2e-6
+
+
+@pytest.mark.rotating
 def test_scales_of_several_slots_of_a_second_tier_are_theirs():
     """Scales of five slots, which divide no power of two, of dense slots and of pages; 8 bits."""
     lower = Store(Affine(8, axis="channel", group=5), Affine(8))
