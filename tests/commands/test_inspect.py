@@ -18,6 +18,7 @@ from kvjax.grammar.fitted import fitted_words
 from kvjax.io.checkpoint import save_checkpoint
 from kvjax.io.load import SHIPPED
 from kvjax.make.clustered_heads import ClusteredHeads
+from kvjax.make.eigen_heads import EigenHeads
 from kvjax.make.hidden_cache import HiddenStateCache
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import METHODS, method
@@ -45,16 +46,20 @@ LAYOUTS = ("full", "pyramidkv", "adakv", "keepkv", "kivi", "quest")
     "id", [pytest.param(n, marks=[] if n in LAYOUTS else [pytest.mark.rotating]) for n in METHODS]
 )
 def test_sizes_are_those_of_the_prefill(id):
-    small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "group": 32, "budget": 0.5}
+    small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "group": 32, "budget": 0.5, "part": 4}
     small |= {"prefix": (1, 2), "separators": (3,)}
+    if id == "xquant-cl":
+        small["group"] = 16
     known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
-    # What these share or add is fitted; of low rank, only the weights are.
-    shares = made.make if isinstance(made.make, (SharedLayers, ClusteredHeads, HiddenStateCache)) else None
+    # What these share or add, and their ranks, are fitted; of other low ranks, only the weights are.
+    sized = (SharedLayers, ClusteredHeads, HiddenStateCache, EigenHeads)
+    shares = made.make if isinstance(made.make, sized) else None
     if any(word.fitted is None for word in fitted_words((made.keep, made.store, made.reread, shares))):
         pytest.skip("it has to be fitted to a model first")
-    # What merges neighbours needs two without a window.
-    config = CONFIG if made.stack is None else dataclasses.replace(CONFIG, windows=())
+    # What merges neighbours, or encodes one over the other, needs two without a window.
+    neighbours = made.stack is not None or id == "xquant-cl"
+    config = dataclasses.replace(CONFIG, windows=()) if neighbours else CONFIG
     own = config if made.make is None else made.make.config(config)
     params = jax.eval_shape(lambda key: init(own, key), jax.random.key(0))
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 64), (1,)))
