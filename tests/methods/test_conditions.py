@@ -49,6 +49,8 @@ SNAP, H2O, ADA = (
     for id, more in (("snapkv", dict(window=4)), ("h2o", {}), ("adakv", dict(window=4)))
 )
 IN_EIGHTS = Method(store=Store(Affine(4, axis="channel", group=8), Affine(4), residual=8))
+CHANNELS = Affine(4, axis="channel", group=16)
+IN_SIXTEENS = Method(store=Store(CHANNELS, CHANNELS, residual=16))
 
 # For all layers together: what each does alone, as a method of every layer.
 OF_ALL_LAYERS = {
@@ -97,9 +99,9 @@ METHODS = {
         (quest(4), ADA),
     ),
     "copies of parts of codes": (
-        "which must be a multiple of the 8 tokens",
-        (Host(0.5), quest(4), IN_EIGHTS),
-        (quest(4), IN_EIGHTS),
+        "which must be a multiple of the 16 tokens",
+        (Host(0.5), quest(4), IN_SIXTEENS),
+        (quest(4), IN_SIXTEENS),
     ),
 }  # fmt: skip
 METHODS |= {

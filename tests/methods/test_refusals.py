@@ -149,6 +149,16 @@ def test_a_prompt_that_is_read_in_blocks_is_scored_by_gradients_of_a_probe_alone
 
 
 @pytest.mark.rotating
+def test_differences_to_the_layer_below_would_find_no_slots_of_it_in_merged_layers():
+    """Another fact stands against the two as well: merged layers share codes, and these differ by layer."""
+    one = of("xquant-cl", bits=8, first=8, layers=1, tokens=1)
+    refused = sentence((one, MERGED))
+    assert {clash.fact for clash in clashes(refused)} == {Fact.OWN_SLOTS, Fact.ONE_CODE}
+    with pytest.raises(AssertionError):
+        answers(refused, checked=False)
+
+
+@pytest.mark.rotating
 def test_merged_layers_would_stay_on_the_device():
     _, cache = answers(sentence((MERGED, of("offloaded"))), checked=False)
     assert host_nbytes(cache) == 0
