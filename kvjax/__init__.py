@@ -72,6 +72,7 @@ _HOMES = {
     "chat": "kvjax.api.chat",
     "likelihood": "kvjax.api.likelihood",
     "shorten": "kvjax.prompts.shorten",
+    "fit_classifier": "kvjax.prompts.classifier",
     "encode_context": "kvjax.api.contexts",
     "Sampler": "kvjax.api.sampling",
     "RepetitionPenalty": "kvjax.api.logit_processors",

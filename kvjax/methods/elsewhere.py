@@ -5,6 +5,8 @@ from __future__ import annotations
 # By the name in the paper or its code: the call to write instead.
 VERBS = {
     "llmlingua": "kvjax.shorten(model, documents, by='llmlingua')",
+    "llmlingua2": "kvjax.shorten(model, documents, by='llmlingua2'), and classifier=kvjax.fit_classifier()",
+    "llmlingua-2": "kvjax.shorten(model, documents, by='llmlingua2'), and classifier=kvjax.fit_classifier()",
     "longllmlingua": "kvjax.shorten(model, documents, question=..., by='longllmlingua')",
     "cpc": "kvjax.shorten(model, documents, question=..., by='cpc')",
     "cacheblend": "kvjax.join(model, caches, texts=..., recompute=0.15)",
@@ -53,8 +55,6 @@ LEFT_OUT = {
     "'quest + offloaded' has slots in host memory",
     "lossless": "codes in memory have a fixed width; kvjax.save_cache(path, cache, coder='range') codes "
     "files without loss",
-    "llmlingua2": "its scorer is a trained encoder; kvjax.shorten(model, documents, by='llmlingua') scores "
-    "tokens with any decoder",
     "rotorquant": "it rotates 3 channels where 'turboquant' rotates all, with larger errors at the same "
     "bytes; 'q-int4' rotates blocks",
     "skipkv": "beside evicting sentences (arXiv:2512.07993) it steers hidden states, by a vector made from "
@@ -66,7 +66,6 @@ LEFT_OUT = {
 }
 # Names of the same idea, by the name above.
 ALSO = {
-    "llmlingua-2": "llmlingua2",
     "trimkv": "trim-kv",
     "planarquant": "rotorquant",
     "isoquant": "rotorquant",

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.models.model import Model
 from kvjax.prompts.choose import by_question, by_surprise, cosine, scaled, surprising, until
+from kvjax.prompts.classifier import Classifier
 from kvjax.prompts.scorer import embeddings
 from kvjax.prompts.text import KeptPositions, Prompt
 
@@ -88,6 +89,20 @@ def cpc(model: Model, prompt: Prompt, keep: float) -> list[KeptPositions]:
     return [KeptPositions(number, np.flatnonzero(stay)) for number, stay in enumerate(stays) if stay.any()]
 
 
+def llmlingua2(model: Model, prompt: Prompt, keep: float, *, classifier: Classifier) -> list[KeptPositions]:
+    """LLMLingua-2 (Pan et al., 2024, arXiv:2403.12968): keeps the tokens that a classifier says to keep.
+
+    The `keep` share of all tokens with the largest log odds stays, in their order. Deviations: the paper
+    trains a bidirectional encoder on a large model's summaries; here a logistic regression on a decoder's
+    outputs is fitted to what KVzip keeps (`fit_classifier`).
+    """
+    odds = np.concatenate([classifier.logits(model, one.ids) for one in prompt.documents])
+    stays = np.zeros(len(odds), bool)
+    stays[np.argsort(-odds, kind="stable")[: max(round(keep * len(odds)), 1)]] = True
+    parts = np.split(stays, np.cumsum([len(one.ids) for one in prompt.documents])[:-1])
+    return [KeptPositions(i, np.flatnonzero(part)) for i, part in enumerate(parts) if part.any()]
+
+
 COMPRESSORS = {
     "llmlingua": Compressor(
         llmlingua,
@@ -100,6 +115,12 @@ COMPRESSORS = {
         "LongLLMLingua: Accelerating and Enhancing LLMs in Long Context Scenarios via Prompt Compression",
         "2310.06839",
         needs_question=True,
+    ),
+    "llmlingua2": Compressor(
+        llmlingua2,
+        "LLMLingua-2: Data Distillation for Efficient and Faithful Task-Agnostic Prompt Compression",
+        "2403.12968",
+        needs_question=False,
     ),
     "cpc": Compressor(
         cpc,

@@ -8,11 +8,13 @@ import inspect
 import math
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
 from kvjax.models.model import Model, check_single
 from kvjax.prompts.choose import BREAK, encoded
+from kvjax.prompts.classifier import Classifier
 from kvjax.prompts.compressors import COMPRESSORS
 from kvjax.prompts.text import KeptPositions, Prompt, document
 
@@ -38,7 +40,7 @@ def shorten(
     keep: float | int = 0.5,
     question: str = "",
     by: str = "llmlingua",
-    **options: float | int,
+    **options: float | int | Classifier,
 ) -> Shortened:
     r"""Removes tokens, sentences or documents from a prompt before a model reads it (prompt compression).
 
@@ -50,8 +52,9 @@ def shorten(
         documents: one text or several.
         keep: the share of their tokens that stay, in (0, 1].
         question: the question about them; longllmlingua and cpc need it.
-        by: "llmlingua" (documents and tokens that surprise the model), "longllmlingua" (documents and tokens
-            that go with the question) or "cpc" (sentences that go with the question).
+        by: "llmlingua" (documents and tokens that surprise the model), "llmlingua2" (tokens that a classifier
+            keeps: classifier=kvjax.fit_classifier(model, texts)), "longllmlingua" (documents and tokens that
+            go with the question) or "cpc" (sentences that go with the question).
         options: options of `by`, such as segment=200; see `kvjax.prompts.compressors`.
 
     Returns:
@@ -98,13 +101,20 @@ def _compressor(by: str):
     raise InputError(f"by={by!r} was given, expected one of {', '.join(COMPRESSORS)}: {hint}")
 
 
-def _checked_options(by: str, options: dict[str, float | int]) -> dict[str, float | int]:
+def _checked_options(by: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options, if the compressor has them and they are in range."""
     takes = [*inspect.signature(COMPRESSORS[by].choose).parameters][3:]
+    if "classifier" in takes and not isinstance(options.get("classifier"), Classifier):
+        raise InputError(
+            f"{by} needs a classifier, got {options.get('classifier')!r:.40}: give "
+            "classifier=kvjax.fit_classifier(model, texts)"
+        )
     for name, value in options.items():
         if name not in takes:
             has = f"expected {', '.join(takes)}" if takes else "expected none"
             raise InputError(f"{by} was given the option {name}, {has}: leave it out")
+        if name == "classifier":
+            continue
         if name in ("segment", "spare"):
             whole_number(name, value, int(name == "segment"), "tokens")
         elif isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:

@@ -43,7 +43,7 @@ def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
         ("ForesightKV", "is left out: its scorer .*'locret' has a scorer that `kvjax fit` makes"),
         ("SkipKV", "is left out: beside evicting sentences .*'r-kv'"),
         ("ThinKV", "is left out: it sorts thoughts .*'morphkv'"),
-        ("LLMLingua-2", "is left out: its scorer is a trained encoder; kvjax.shorten"),
+        ("LLMLingua-2", r"kvjax\.shorten\(model, documents, by='llmlingua2'\), and classifier="),
         ("RotorQuant", "is left out: it rotates 3 channels where 'turboquant' rotates all"),
     ],
 )
