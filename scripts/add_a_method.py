@@ -1,6 +1,6 @@
 """Adds a selection method to a fresh clone, as CONTRIBUTING.md describes, and runs lint and tests there.
 
-    python scripts/add_a_method.py                        # the whole plain suite: several minutes
+    python scripts/add_a_method.py                        # its own row, then the whole plain suite
     python scripts/add_a_method.py tests/methods          # what is named after it goes to pytest
     python scripts/add_a_method.py -k valuenorm -m "not slow" tests
 
@@ -71,6 +71,8 @@ def main(words: list[str]) -> int:
             ["pip", "install", "--quiet", "-e", ".[dev]"],
             ["ruff", "check", "--fix", "--quiet", *changed],
             ["ruff", "format", "--check", *changed],
+            # A new row takes turns with the others, so it is asked for by name.
+            ["pytest", "-q", "-k", "valuenorm", "-m", "not slow and not tpu", "tests/methods"],
             ["pytest", "-q", *words],
         )
         for command in commands:

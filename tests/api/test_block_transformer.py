@@ -110,6 +110,7 @@ def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole, len
     assert halves(model, cache).blocks.next.tolist() == ((lengths + 10) // L).tolist()
 
 
+@pytest.mark.rotating
 def test_a_full_cache_is_refused_when_the_next_block_would_not_fit(model, tokens, whole):
     _, cache = model.prefill(tokens[:, :16], room=0)
     for i in range(L - 1):
@@ -234,6 +235,7 @@ def saved(model, tmp_path_factory):
     return path
 
 
+@pytest.mark.rotating
 def test_a_checkpoint_comes_back_with_the_same_logits(model, tokens, whole, saved):
     again = kvjax.load(saved)
     assert isinstance(again, BlockTransformer) and again.name == "two"
@@ -302,6 +304,7 @@ def test_a_config_comes_back_from_json(model):
     assert config_from_json(data) == model.config
 
 
+@pytest.mark.rotating
 def test_a_saved_cache_comes_back_and_continues(model, tokens, whole, tmp_path):
     _, cache = kvjax.prefill(model, tokens[:, :T], room=10)
     kvjax.save_cache(tmp_path / "a.cache", cache)
@@ -319,6 +322,7 @@ def test_a_saved_cache_comes_back_and_continues(model, tokens, whole, tmp_path):
             call(other, kvjax.load_cache(tmp_path / "a.cache"), [1, 2])
 
 
+@pytest.mark.rotating
 def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
     def loss(params):
         return jax.nn.log_softmax(dataclasses.replace(model, params=params)(tokens))[..., 0].mean()

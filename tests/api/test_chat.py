@@ -53,6 +53,7 @@ def test_an_answer_is_that_to_the_templates_whole_text():
     assert held == int(told.cache.next[0]) == len(encode_chat(talker(), messages, False))
 
 
+@pytest.mark.rotating
 def test_pieces_are_the_answer_and_an_answer_may_end_early(quick):
     told, other = talk(), talk()
     answer = other.say(QUESTIONS[0])
@@ -83,6 +84,7 @@ def test_copies_go_their_own_ways(method, quick):
     np.testing.assert_array_equal(told.cache.next, other.cache.next)
 
 
+@pytest.mark.rotating
 def test_an_error_leaves_a_conversation_where_it_stood(quick):
     told = talk(model=talker(max_positions=128))
     told.say("hello")
@@ -94,6 +96,7 @@ def test_an_error_leaves_a_conversation_where_it_stood(quick):
     assert len(told.messages) == 2 and told.say("go on") == answer
 
 
+@pytest.mark.rotating
 def test_an_answer_ends_at_the_last_position(quick):
     told = kvjax.chat(talker(max_positions=64), processors=[lambda x, _: x.at[:, STOP].set(-1e9)])
     told.say("x" * 20)
@@ -110,6 +113,7 @@ def test_a_reset_conversation_is_a_new_one(quick):
     assert told.say(QUESTIONS[0]) == first
 
 
+@pytest.mark.rotating
 def test_a_template_that_rewrites_an_answer_has_all_read_again(monkeypatch):
     def forgetful(model, messages, add_generation_prompt=True):
         last = len(messages) - 1

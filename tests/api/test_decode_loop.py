@@ -80,6 +80,7 @@ def test_a_slice_ends_when_all_rows_have_stopped_and_rows_that_have_write_nothin
     assert after.tolist() == [7, 707] and lengths == [SLICE]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("broken", [0, 1, SLICE - 1, SLICE, SLICE + 13])
 def test_the_first_token_whose_logits_are_no_numbers_is_named(broken):
     with pytest.raises(Broken) as named:

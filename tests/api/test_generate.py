@@ -55,6 +55,7 @@ def test_greedy_generation_is_the_argmax_of_the_whole_text_at_every_token(model,
         np.testing.assert_allclose(logprobs, want[np.arange(len(tokens)), tokens], atol=1e-4)
 
 
+@pytest.mark.rotating
 def test_a_row_writes_the_same_alone(model, greedy):
     alone = kvjax.generate(model, PROMPTS[1:], max_new_tokens=6)
     np.testing.assert_array_equal(alone.tokens[0], greedy.tokens[1])
@@ -72,6 +73,7 @@ def test_a_row_ends_at_its_stop_token_which_is_in_the_cache(model, greedy):
     assert out.cache.next.tolist() == [len(PROMPTS[0]) + at + 1, len(PROMPTS[1]) + 6]
 
 
+@pytest.mark.rotating
 def test_generation_ends_early_when_every_row_has_stopped(model, greedy):
     seen, tokens = [], np.asarray(greedy.tokens)
     stop = [int(tokens[0, 1]), int(tokens[1, 2])]
@@ -114,6 +116,7 @@ def softmax(x):
     return np.exp(x) / np.exp(x).sum()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "sampler, allowed",
     [
@@ -134,6 +137,7 @@ def test_draws_follow_the_filtered_softmax(sampler, allowed):
     assert (np.abs(found - p) < 4 * np.sqrt(p * (1 - p) / 4000) + 1e-9).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("temperature", sweep([1e-10, 1e-37, 1e-40, 1e-300], 1e-40))
 def test_a_temperature_near_zero_takes_the_likeliest(temperature):
     logits = jnp.asarray([[0.5, 3.0, -1.0, 2.9], [-9.0, -7.0, -0.5, -jnp.inf]])
@@ -147,6 +151,7 @@ def test_temperature_zero_takes_the_likeliest():
     assert frequencies(Sampler(), LOGITS, draws=10)[1] == 1
 
 
+@pytest.mark.rotating
 def test_draws_are_reproducible_and_differ_between_rows_and_keys(model):
     same = [PROMPTS[0]] * 3
     draw = lambda key: np.asarray(  # noqa: E731
@@ -248,6 +253,7 @@ def fitted_method(id):
     return kvjax.method(id, **given)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "id", [*MAKING, *(pytest.param(x, marks=pytest.mark.rotating) for x in SHIPPED_FITS if x not in MAKING)]
 )
@@ -267,6 +273,7 @@ def test_a_model_that_a_shipped_fit_made_takes_the_method_by_its_name(recall, id
     assert kvjax.prepare(made, id) is made
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "id", ["chai", *(pytest.param(x, marks=pytest.mark.rotating) for x in SHIPPED_FITS if x != "chai")]
 )

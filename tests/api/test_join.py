@@ -37,6 +37,7 @@ def read(model, parts=PARTS, method=None, **more):
     return [kvjax.prefill(model, part, method=method, **more)[1] for part in parts]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", sweep(KINDS, "yarn"))
 def test_one_layer_answers_as_over_the_whole_text(kind):
     model = model_of(**KINDS[kind])
@@ -58,6 +59,7 @@ def test_what_is_written_behind_a_joined_past_is_written_behind_the_whole_one():
     assert got.tokens.tolist() == want.tokens.tolist()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", [None, "snapkv(budget=0.5, window=2)"])
 def test_every_text_keeps_what_it_kept_alone_turned_to_its_place(method):
     """By the rotation's equation in float64, in a stack whose keys know their own text."""

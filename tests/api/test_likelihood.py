@@ -28,6 +28,7 @@ def logprobs64(logits, targets):
     return np.log(softmax(np.asarray(logits, np.float64)))[np.arange(len(targets)), targets]
 
 
+@pytest.mark.rotating
 def test_without_a_method_it_is_that_of_the_whole_text_in_float64():
     found = kvjax.likelihood(model("4/2"), TEXTS)
     wanted = [logprobs64(Prompt(decoder("4/2"), row).all_logits[:-1], row[1:]) for row in TEXTS]

@@ -104,6 +104,7 @@ def no_numbers(logits, tokens):
     return logits * jnp.nan
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize(("processor", "step"), sweep([(nothing, 3), (no_numbers, 0)], (no_numbers, 0)))
 def test_processors_that_leave_no_token_are_refused(model, processor, step, beams):
@@ -132,6 +133,7 @@ class Letters:
         return "".join(chr(97 + i) * (2 if i % 4 == 0 else 1) for i in ids)
 
 
+@pytest.mark.rotating
 def test_a_row_ends_with_the_token_that_completes_a_stop_string(model):
     free = np.asarray(kvjax.generate(model, PROMPTS, max_new_tokens=6).tokens)
     speaking = kvjax.Model(model.config, model.params, tokenizer=Letters())

@@ -41,6 +41,7 @@ def test_steps_on_either_side_of_the_switch_equal_a_whole_reading(start):
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.rotating
 def test_rows_of_either_length_in_one_batch_are_those_alone():
     both, _ = kvjax.prefill(MODEL, [TEXT[:10], TEXT[:24]])
     for row, n in zip(both, (10, 24), strict=True):

@@ -99,6 +99,7 @@ def test_a_prompt_that_fits_is_read(model, monkeypatch):
         kvjax.prefill(model, [[1, 2, 3, 4], [5]], room=4)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(sorted(architectures.TABLE), "mla", "mlkv"))
 def test_no_more_is_counted_than_a_cache_takes(name):
     config = architectures.TABLE[name].config

@@ -70,6 +70,7 @@ def test_expected_attention_refuses_what_gives_no_numbers(hyper):
         ExpectedAttention(**hyper)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("verb", sweep([kvjax.prefill, kvjax.generate], kvjax.generate))
 @pytest.mark.parametrize("chunk", sweep([None, 16], 16))
 def test_a_score_that_is_no_number_names_method_and_layer(verb, chunk):
@@ -81,6 +82,7 @@ def test_nothing_is_scored_where_nothing_is_compressed():
     kvjax.prefill(model("4/2"), MAIN.first, method=BROKEN, compress=False)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("layer", "where"),
     sweep([(0, "layer 0"), (1, "layer 1 or of the last matrix"), (None, "the embedding")], (0, "layer 0")),
@@ -124,6 +126,7 @@ class LogOfAge(Word):
         return jnp.where(old, jnp.nan, view.pos.astype(jnp.float32))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("when", sweep([STEP, Every(2)], STEP), ids=repr)
 def test_slots_that_cannot_be_ranked_in_a_step_stop_the_text_there(when):
     """Else nothing would leave, and new tokens would find no empty slot."""
@@ -153,6 +156,7 @@ def test_the_command_line_stops_with_code_2(recall, monkeypatch, capsys):
     assert "the logits of the prompt are not numbers (NaN), first in the output of" in capsys.readouterr().err
 
 
+@pytest.mark.rotating
 def test_a_comparison_stops_where_the_model_gives_no_numbers(recall, tmp_path):
     with pytest.raises(InputError, match="the logits of the prompt are not numbers"):
         kvjax.compare(model=recall[1], methods=["full"], samples=1, tasks=["get"], length=64,

@@ -113,6 +113,7 @@ def test_the_cache_of_an_attention_holds_what_its_method_keeps(rng):
     np.testing.assert_allclose(layer.step(x[:, 8:])[0, 0], want, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_what_one_layer_cannot_follow_is_refused():
     sizes = dict(heads=2, kv_heads=1, head_dim=8, rngs=nnx.Rngs(0))
     for method in ("kvzip", "streamingllm"):

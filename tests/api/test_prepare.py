@@ -76,6 +76,7 @@ def products(made, layer):
     return np.concatenate(keys, 1), np.stack([down[n // 4] @ out[n] for n in range(8)])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("by", ["weights", "texts", "fisher"])
 def test_products_are_the_closest_of_their_rank_and_values_are_part_of_the_output(by):
     c, fitted = moments(np.random.default_rng(6))
@@ -143,6 +144,7 @@ def test_chunks_and_later_turns_are_those_of_the_weights_multiplied_out(tmp_path
     assert out.tokens[:, 0].tolist() == wanted()[:, -1].argmax(-1).tolist()
 
 
+@pytest.mark.rotating
 def test_a_rotation_in_the_weights_is_the_one_that_a_codec_makes():
     folded, bare = (kvjax.prepare(plain(), palu(rotate=x)).params["layers"][1] for x in (True, False))
     turn, x = Rotate().matrix(RANK), jnp.asarray(np.random.default_rng(7).normal(size=(50, 32)), jnp.float32)

@@ -50,6 +50,7 @@ def test_the_oracle_is_the_attention_of_the_continuation_over_everything(found, 
         np.testing.assert_allclose(found[name][1].oracle[layer][0], want, atol=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name, lists", sweep([("snapkv", 4), ("adakv", 2), ("l2compress", 2)], ("snapkv", 4))
 )
@@ -112,6 +113,7 @@ def test_the_picture_shows_the_numbers(found, tmp_path):
     assert matplotlib.image.imread(tmp_path / "scores.png").shape[1] == 11 * 160
 
 
+@pytest.mark.rotating
 def test_what_cannot_be_looked_at_says_why(found):
     with pytest.raises(InputError, match="1 continuations were given for 2 prompts"):
         kvjax.scores(model("4/2"), MAIN.first[:2], "full", continuation=[[1]])

@@ -32,6 +32,7 @@ def prompt(recall):
     return [recall.tokenizer.encode(text).ids for text in TEXTS]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(METHODS, "adakv"))
 def test_numbers_are_those_of_the_arrays(name, recall, prompt):
     _, cache = kvjax.prefill(recall, prompt, method=kvjax.method(name, **METHODS[name]), room=4)

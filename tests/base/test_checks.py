@@ -230,6 +230,7 @@ def test_what_generate_returned_is_no_cache(model):
         generate(model, [[1, 2]], cache=out, max_new_tokens=1)
 
 
+@pytest.mark.rotating
 def test_keys_of_the_old_style_and_numbers_of_numpy_work(model):
     run = lambda **options: generate(model, [[1, 2]], sampler=Sampler(1.0), **options).tokens  # noqa: E731
     want = run(max_new_tokens=2, key=jax.random.key(3))

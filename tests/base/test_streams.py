@@ -47,6 +47,7 @@ def test_a_device_that_is_full_is_one_line(words, monkeypatch, capsys):
     assert said.splitlines()[-1].startswith("kvjax: error: the output could not be written (No space")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("words", sweep(COMMANDS, *OFTEN))
 def test_a_pipe_without_a_reader_is_no_error(words, monkeypatch, capsys):
     reader, writer = os.pipe()

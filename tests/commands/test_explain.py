@@ -144,6 +144,7 @@ def test_what_steps_read_and_what_cannot_be_weighed_is_said():
     assert told.startswith("The bytes are unknown: less was never fitted") and "kvjax fit less" in told
 
 
+@pytest.mark.rotating
 def test_explain_prints_both_parts_and_the_weight(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["explain", "snapkv(budget=0.25) + kivi(bits=2)", "--context", "512"]) == 0

@@ -42,6 +42,7 @@ CONFIG = Config(
 LAYOUTS = ("full", "pyramidkv", "adakv", "keepkv", "kivi", "quest")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "id", [pytest.param(n, marks=[] if n in LAYOUTS else [pytest.mark.rotating]) for n in METHODS]
 )

@@ -217,6 +217,7 @@ def test_generate_reads_a_file_and_compresses(tmp_path, capsys):
     assert share is not None and 10 < float(share[1]) < 30
 
 
+@pytest.mark.rotating
 def test_generate_takes_and_prints_ids_where_there_is_no_tokenizer(tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(SHIPPED / "recall-tiny" / name, tmp_path)

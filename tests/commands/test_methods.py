@@ -118,6 +118,7 @@ def test_a_card_has_the_docstring_in_two_and_every_hyper_parameter():
     assert card("kvzap").fit == "kvjax fit kvzap --out kvzap.safetensors"
 
 
+@pytest.mark.rotating
 def test_a_card_says_whether_a_kernel_reads_the_codes():
     """As the record of compiled steps on a TPU knows them."""
     for id in ("int8", "kivi"):

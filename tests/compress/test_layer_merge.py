@@ -75,6 +75,7 @@ def test_a_prompt_leaves_one_direction_per_pair_and_the_tokens_that_stay_as_comp
                     assert off(got[0], k[layer][h, p]) < 2e-5 and off(got[1], v[layer][h, p]) < 2e-5
 
 
+@pytest.mark.rotating
 def test_a_second_turn_merges_what_lay_apart_and_what_is_new_and_leaves_what_was_merged():
     """The tail and the new tokens are chosen among again; a row alone does as in a batch."""
     done, m = talk(LABEL), model(NAME)

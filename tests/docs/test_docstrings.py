@@ -37,7 +37,8 @@ SLOW = (
     "api.likelihood", "api.logit_processors", "api.rollback", "api.sampling", "api.scores", "api.speculate",
     "api.step", "api.summary", "api.verify", "eval.report.page", "eval.report.scores_picture", "fitting",
     "fitting.gates.dropping", "fitting.statistics.file_coders", "io.cache_file", "io.cache_stream",
-    "keep.budgets.preference", "keep.merges.low_pass", "models.transformer", "prompts.shorten", "read.blocks",
+    "keep.budgets.preference", "keep.merges.low_pass", "models.transformer", "nnx", "prompts.shorten", "pure",
+    "read.blocks",
     "read.by_queries", "read.channels", "read.events", "read.hashed", "read.thresholds", "serve.device.run",
     "state.cache",
 )  # fmt: skip

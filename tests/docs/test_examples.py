@@ -35,6 +35,7 @@ def test_the_example_of_a_method_is_what_the_library_has():
         assert inspect.getsource(piece) in FILE.read_text()
 
 
+@pytest.mark.rotating
 def test_keydiff_chains_with_a_store_from_one_text():
     label, build = parse_method(f"{KEYDIFF} + int8")
     assert label.endswith("keydiff.py:keydiff + int8")
@@ -46,6 +47,7 @@ def test_keydiff_chains_with_a_store_from_one_text():
     assert kvjax.nbytes(chained) < kvjax.nbytes(plain)
 
 
+@pytest.mark.rotating
 def test_a_codec_of_ones_own_halves_float32_and_answers_within_float16():
     own = ROOT / "docs" / "examples" / "codec_and_read.py"
     full, cache = kvjax.prefill(model("4/2"), MAIN.first, room=8)

@@ -66,6 +66,7 @@ def test_all_goes_with_other_texts_and_says_what_is_wrong_with_a_named_one(model
         plan_cells(other, ["ccm", "all"], [0.5], "short")
 
 
+@pytest.mark.rotating
 def test_all_leaves_out_what_rewrites_weights_where_a_model_has_others(model):
     mixers = (*[Attention()] * 3, Attention(gate=True))
     gated = dataclasses.replace(model, config=dataclasses.replace(model.config, mixers=mixers))

@@ -87,6 +87,7 @@ def test_without_methods_a_line_says_how_to_compare_more(tmp_path):
     assert printed.getvalue().splitlines()[-1].startswith("more: --methods well-known")
 
 
+@pytest.mark.rotating
 def test_the_files_hold_what_was_returned(small):
     lines = (small.out / "results.jsonl").read_text().splitlines()
     assert [json.loads(x) for x in lines] == small.rows
@@ -165,6 +166,7 @@ def test_a_method_that_fails_is_left_out_and_tried_again_by_resume(small, tmp_pa
     assert without_times(again.rows) == without_times(small.rows) and not (out / "errors.txt").exists()
 
 
+@pytest.mark.rotating
 def test_where_every_method_fails_the_error_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "unit", lambda self, *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):

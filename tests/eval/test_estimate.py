@@ -31,6 +31,7 @@ def test_a_short_run_needs_no_estimate(told):
     assert told(samples=4) == ""
 
 
+@pytest.mark.rotating
 def test_the_estimate_counts_prompts_cells_and_tokens(told):
     text = told()
     assert text.startswith("100 prompts of up to 512 tokens, 4 cells each: about")

@@ -69,6 +69,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("place", "form", "row"), [(p, *ROWS[p]) for p in ROWS if ROWS[p][0] in WHOLE])
 def test_a_file_is_recognised_and_asked_in_one_message(model, plain, tmp_path, place, form, row):
     path = write(tmp_path / place, row)
@@ -82,6 +83,7 @@ def test_a_file_is_recognised_and_asked_in_one_message(model, plain, tmp_path, p
     assert form == "kvpress" or prompts(model, f"{form}:file={path}{new}") == prompts(model, spelled)
 
 
+@pytest.mark.rotating
 def test_contexts_end_where_the_question_opens(model, tmp_path):
     ends = {
         "data.json": "</text>\n\n",

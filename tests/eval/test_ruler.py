@@ -89,6 +89,7 @@ def context(suite, task, index=0):
     return "".join(suite.draft(task, index).context)
 
 
+@pytest.mark.rotating
 def test_words_read_as_they_stand_in_the_text(suite):
     sample = suite.sample("niah_single_2", 0)
     for ids in (sample.context, sample.question):
@@ -149,6 +150,7 @@ def test_a_prompt_is_the_published_text_within_the_chat_template(suite, model):
         assert re.match(opens, decoded(suite, sample.question).lstrip())
 
 
+@pytest.mark.rotating
 def test_the_same_seed_draws_the_same_and_another_does_not(model, suite, qa):
     again = make_ruler(model, ["ruler", *qa], length=LENGTH)
     # Whatever was asked first.
@@ -201,6 +203,7 @@ def test_a_text_around_needles_is_left_whole(suite, task):
     assert text.split() == list(words)
 
 
+@pytest.mark.rotating
 def test_a_short_haystack_repeats_and_a_given_one_is_used(model, tmp_path):
     file = tmp_path / "own.txt"
     file.write_text("\ufeffBees hum.  Ants\nwalk by.", encoding="utf-8")
@@ -383,6 +386,7 @@ def test_the_largest_size_is_found_from_any_guess(limit, guess):
 # --- right answers that are fed ----------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_a_fed_answer_follows_the_prompt_in_the_same_tokens(model, qa):
     """Context, question and answer are the tokens of their text; parts of the answer are the references."""
     made = make_ruler(model, ["ruler", *qa], length=LENGTH, gold=True)
@@ -403,6 +407,7 @@ def test_a_fed_answer_follows_the_prompt_in_the_same_tokens(model, qa):
         assert made.grade(sample, spoilt).score == pytest.approx(1 - 1 / len(said))
 
 
+@pytest.mark.rotating
 def test_a_fed_answer_is_as_long_as_its_task_allows(model):
     suite = make_ruler(model, ["ruler"], length=LENGTH, gold=True)
     for task in suite.tasks:

@@ -105,6 +105,7 @@ def test_kinds_of_questions_that_alternate_have_their_own_task_length_and_score(
     assert suite.grade(key, ids).score == 1
 
 
+@pytest.mark.rotating
 def test_a_context_that_is_too_long_loses_its_middle_for_all_turns(tmp_path):
     small = chatting(CHAT, 700)
     row = {**rows.KV, "context": str({f"k{i}": str(i) for i in range(300)})}

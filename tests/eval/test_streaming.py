@@ -84,6 +84,7 @@ def test_the_full_caches_likelihood_is_the_models_own(model, book, rows):
     assert full["tokens"] == WINDOWS * STEPS and full["kept_bytes"] == full["full_bytes"]
 
 
+@pytest.mark.rotating
 def test_a_method_that_keeps_everything_changes_nothing(rows):
     row = rows[SAME.label, 1.0]
     assert row["kl"] < 1e-9 and row["top1"] == 1.0 and abs(row["delta_nll"]) < 1e-6
@@ -106,6 +107,7 @@ def walk(model, tokens, method):
     return np.stack(out, 1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("one", [HALF, H2O, INT8], ids=lambda e: e.label)
 def test_a_method_is_measured_as_it_decodes(model, book, rows, one):
     tokens = read_windows(model, book, **SIZES).tokens

@@ -149,6 +149,7 @@ def test_spans_are_the_needed_sentences(model):
             assert number in "".join(spans)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("length", [400, 512, 777])
 def test_context_and_question_fit_the_length_and_use_it(model, length):
     suite = make_words(model, length=length)

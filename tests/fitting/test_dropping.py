@@ -134,6 +134,7 @@ def test_a_sparse_sigmoid_is_the_best_of_its_definition(alpha):
     np.testing.assert_allclose([sparse_sigmoid(one, alpha) for one in x], best, atol=1e-3)
 
 
+@pytest.mark.rotating
 def test_the_loss_of_interactions_is_what_it_is_by_hand():
     """Soft drops multiply over queries, and are added to the logits of all heads of a layer."""
     d, pos, said, left = decoder("4/2"), np.arange(len(TOKENS)), [], []

@@ -102,6 +102,7 @@ def test_heads_that_look_back_attend_to_the_same_token_or_to_what_followed_it():
     np.testing.assert_allclose(found["induction"], induction, rtol=1e-4)
 
 
+@pytest.mark.rotating
 def test_a_profile_is_the_attention_that_answers_pay_to_what_they_need():
     found = kvjax.fit(model("4/2"), "headkv", questions(), batch=2)
     want, all_of_it = np.zeros((2, 2)), np.zeros((2, 4))
@@ -181,6 +182,7 @@ def missed_by_hand(tokens, cut, kept, kernels=None):
     return np.array(found)
 
 
+@pytest.mark.rotating
 def test_what_kernels_miss_is_what_it_is_by_hand():
     row, cut, rng = [*MAIN.first[0], *MAIN.second[0]], 12, np.random.default_rng(1)
     kept = rng.random((2, 1, 2, len(row))) < 0.4
@@ -301,6 +303,7 @@ def filled(tmp_path):
     return kvjax.prefill(model("4/2"), MAIN.first, method=method, room=4)[1], path
 
 
+@pytest.mark.rotating
 def test_a_saved_cache_finds_its_gate_again_and_refuses_another_one(filled, tmp_path):
     cache, path = filled
     kvjax.save_cache(tmp_path / "a.cache", cache)

@@ -54,6 +54,7 @@ def texts(name):
     return questions() if name == "locret" else MAIN.first
 
 
+@pytest.mark.rotating
 def test_what_answers_look_at_most_and_how_far_heads_are_from_it():
     """The largest logit over the queries that say the answer, and a group's heads."""
     samples, a, m = questions(), arrays_of(learned.RETAINING), model("4/2")
@@ -76,6 +77,7 @@ def test_what_answers_look_at_most_and_how_far_heads_are_from_it():
     assert abs(got / (error / (2 * 2 * count) + 0.25 * apart / (2 * count)) - 1) < 1e-4
 
 
+@pytest.mark.rotating
 def test_the_entropy_of_sink_gates_and_scores_is_what_it_is_by_hand(rng):
     x, scores = rng.normal(size=(2, 1, 7, 32)), rng.random((2, 1, 2, 7))
     live = np.arange(7)[None] < 5
@@ -105,6 +107,7 @@ def gated_by_hand(tokens, recent, gates=True):
     return rms_norm(x, d.rest["norm"], d.config.norm_eps), np.stack(found)
 
 
+@pytest.mark.rotating
 def test_what_write_gates_change_and_let_through_is_what_it_is_by_hand():
     rows, recent, m = [MAIN.first[0][:20], MAIN.first[1][:11]], 3, model("4/2")
     error, through, count = 0.0, 0.0, sum(map(len, rows))
@@ -165,6 +168,7 @@ def test_how_unlikely_a_text_is_behind_what_was_mixed_is_what_it_is_by_hand():
     assert abs(got / surprise_by_hand(tokens, cut, kept[:, 0, :, :cut]) - 1) < 1e-4
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep([*NAMES, "lococo"], "locret"))
 def test_a_fit_moves_from_where_it_starts(name):
     m, options = model("4/2"), SHORT[name] | dict(epochs=2)
@@ -208,6 +212,7 @@ def test_another_model_is_told_which_command_fits_it_and_takes_no_fit_of_this_on
         kvjax.prefill(other, [[1, 2]], method=foreign)
 
 
+@pytest.mark.rotating
 def test_a_fit_of_so_many_memory_tokens_is_not_taken_for_another_number_of_them(tiny):
     assert kvjax.prefill(tiny, [[1, 2, 3]], method="gisting", room=1)[1].next.tolist() == [5]
     with pytest.raises(InputError, match="gisting was never fitted .* run `kvjax fit gisting:tokens=3 --mod"):

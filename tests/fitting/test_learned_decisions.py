@@ -71,6 +71,7 @@ BATCH = CutTexts(
 )  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(["dms", "attention-gate"], "dms"))
 def test_the_loss_of_decisions_about_what_leaves_is_what_it_is_by_hand(name):
     recent = RECENT if name == "dms" else 0
@@ -94,6 +95,7 @@ def test_the_loss_of_decisions_about_what_leaves_is_what_it_is_by_hand(name):
     assert abs(got / loss_by_hand(left) - 1) < 1e-4
 
 
+@pytest.mark.rotating
 def test_the_loss_of_decisions_about_what_shares_a_slot_is_what_it_is_by_hand():
     """Slots are accumulated from their last token to their first, one by one."""
 

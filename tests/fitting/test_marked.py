@@ -49,6 +49,7 @@ def said(slots, sample):
     return log_softmax(np.stack(logits)[-len(sample.answer) :], -1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(MEMORY, "ccm"))
 def test_the_surprise_of_answers_behind_memory_tokens_is_what_it_is_by_hand(name):
     row, m, samples = BY_LABEL[name], model("4/2"), questions()
@@ -75,6 +76,7 @@ def stood_for(name, memory, text):
     return [first + np.ceil(share * n).astype(int) - 1 for first, n in zip(firsts, each, strict=True)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep([*MEMORY, "loma"], "ccm"))
 def test_how_far_memory_is_from_slots_of_tokens_is_what_it_is_by_hand(name):
     row, m, samples = BY_LABEL[name], model("4/2"), questions()
@@ -152,6 +154,7 @@ def by_hand(sample, part, noise, told):
     return AIM.forward * forward + (1 - AIM.forward) * back
 
 
+@pytest.mark.rotating
 def test_the_loss_of_scorer_and_weights_is_what_it_is_by_hand():
     m, samples = model("4/2"), questions()
     batch = batch_of(m, samples)

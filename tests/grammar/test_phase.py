@@ -65,6 +65,7 @@ def by_hand(phase, q_pos, sets):
     return found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("phase", [ByPosition(), ByRank(), Clamped(1), Clamped(6), Clamped(50)], ids=repr)
 @pytest.mark.parametrize("case", ["behind a past", "a first prompt", "one query"])
 def test_every_pair_is_as_far_apart_as_its_phase_says(phase, case):

@@ -84,6 +84,7 @@ IN_TURN = (
 )  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "build",
     [pytest.param(b, id=n, marks=[pytest.mark.rotating] * (n in IN_TURN)) for n, b in METHODS.items()],
@@ -104,6 +105,7 @@ def test_a_loaded_cache_has_the_same_bits_and_continues_without_compiling(build,
     assert_same_bits(cache, loaded)
 
 
+@pytest.mark.rotating
 def test_bfloat16_and_stacked_layers_come_back(tmp_path):
     cache = filled(make_model(dtype=jnp.bfloat16, stacked=True), kvjax.method("full"))
     assert jax.tree.leaves(cache)[0].dtype == jnp.bfloat16 and len(cache.groups) == 1
@@ -139,6 +141,7 @@ def test_a_file_of_slots_without_a_field_that_came_later_is_read():
     assert slots.sums == {} and slots.shared == 0 and slots.k.shape == x.shape
 
 
+@pytest.mark.rotating
 def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
@@ -167,6 +170,7 @@ def short(budget):
     return kvjax.method("snapkv", budget=budget, window=1)
 
 
+@pytest.mark.rotating
 def test_a_cache_saved_under_older_names_of_words_loads(model, saved, monkeypatch):
     """A file whose method, codec and trace have the names of an earlier version gives the same cache."""
     keep = Keep(RandomScore() + AccumulatedAttention(), Budget(0.5), Uniform(), when=Every())
@@ -352,6 +356,7 @@ def tree_of(path):
         return json.loads(file.metadata()["tree"])
 
 
+@pytest.mark.rotating
 def test_every_flipped_bit_is_noticed(saved, rng):
     before = saved.read_bytes()
     for at in [*range(8 * len(before) - 8 * 40, 8 * len(before)), *rng.integers(0, 8 * len(before), 300)]:

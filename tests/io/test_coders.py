@@ -61,6 +61,7 @@ def near(got, want):
     assert wrong.mean() < 0.05 and np.square(got - want).sum() < 1e-3 * np.square(want).sum()
 
 
+@pytest.mark.rotating
 def test_kvtc_is_its_equations_before_rotation_and_leaves_first_and_newest_tokens(tmp_path):
     kvjax.save_cache(tmp_path / "c", filled(), coder=fitted("kvtc"))
     back = kvjax.load_cache(tmp_path / "c", model("4/2"), coder=fitted("kvtc"))
@@ -77,6 +78,7 @@ def test_kvtc_is_its_equations_before_rotation_and_leaves_first_and_newest_token
     assert jax.tree.structure(back) == jax.tree.structure(filled())
 
 
+@pytest.mark.rotating
 def test_components_are_those_of_unrotated_keys_of_all_layers():
     a = fitted("kvtc").arrays
     raw = read_keys_values(model("4/2"), [TEXTS], raw=True)
@@ -148,6 +150,7 @@ def test_cachegen_takes_the_entropy_by_frequencies_of_other_texts():
         assert bits / 8 <= len(data) - scales <= 1.01 * bits / 8 + 16
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["kvtc", "cachegen"])
 def test_a_stream_gives_what_a_file_does_and_decodes_each_chunk_before_the_next_is_asked_for(kind, tmp_path):
     coder, log = fitted(kind), []

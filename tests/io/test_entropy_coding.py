@@ -69,6 +69,7 @@ def int4(model):
     return kvjax.prefill(model, TEXT, method="int4")[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", sweep(["int4", "snapkv(budget=0.5, window=8) + kivi(bits=2)"], "int4"))
 def test_a_coded_cache_is_smaller_and_is_the_same_one(model, method, tmp_path):
     _, cache = kvjax.prefill(model, TEXT, method=method)
@@ -82,6 +83,7 @@ def test_a_coded_cache_is_smaller_and_is_the_same_one(model, method, tmp_path):
         assert_same_bits(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.rotating
 def test_codes_in_bytes_take_their_entropy_in_each_channel_and_packed_ones_more(rng):
     x = jnp.asarray(rng.laplace(size=(1, 1, 2, 4000, 8)) * np.geomspace(0.1, 1, 8), jnp.float32)
     codes = np.asarray(Unpacked(5).encode(x)["codes"])
@@ -110,6 +112,7 @@ def test_parts_of_several_processes_are_coded_too(rng, tmp_path):
     assert_same_bits(found.read("x", value.dtype, value.shape, (slice(None),) * 5), np.asarray(value))
 
 
+@pytest.mark.rotating
 def test_a_damaged_or_cut_coded_file_is_refused_in_one_sentence(int4, rng, tmp_path):
     file, bad = tmp_path / "small", tmp_path / "bad"
     kvjax.save_cache(file, int4, coder="range")

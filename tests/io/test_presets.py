@@ -61,6 +61,7 @@ def test_every_layer_of_a_small_model_chooses_and_not_the_first_for_all(model):
     assert made["gemfilter"].reread.after(model.config.layers) == 1
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("preset", "tokens"), sweep([("short", 480), ("short-deep", 960)], ("short-deep", 960))
 )

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.lazy import Lookback
@@ -39,6 +40,7 @@ def test_slots_are_drawn_in_proportion_to_the_exponential_of_their_scores(rng):
     assert found[10:].sum() > 0.65
 
 
+@pytest.mark.rotating
 def test_lookback_is_what_the_last_queries_give_to_all_but_the_ends(rng):
     view, (q, q_pos) = slots(rng), window_of(rng, 3)
     got = Lookback(3, sinks=2, window=5)(view, seen_by({repr(Queries(3)): (q, q_pos)}))

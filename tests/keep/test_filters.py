@@ -15,6 +15,7 @@ from tests.methods.expected import FILTERS
 ROWS = [*MAIN.first, *MAIN.second]
 
 
+@pytest.mark.rotating
 def test_filters_are_first_singular_vectors_with_the_sign_of_the_mean_query():
     found = kvjax.fit(model("4/2"), "q-filters", ROWS, batch=3).arrays["filters"]
     prompts = [Prompt(decoder("4/2"), row) for row in ROWS]

@@ -50,6 +50,7 @@ def test_keys_are_turned_back_whatever_rope_did_to_them(view):
     np.testing.assert_allclose(back(view)[0], view.k[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rank", [3, 12])
 def test_leverage_is_the_diagonal_of_the_ridge_projection_of_sketched_unrotated_keys(view, rank):
     word = Leverage(rank, ridge=0.1)
@@ -62,6 +63,7 @@ def test_leverage_is_the_diagonal_of_the_ridge_projection_of_sketched_unrotated_
     check(told(word, view, seen_by()), want, view)
 
 
+@pytest.mark.rotating
 def test_leverage_holds_where_the_ridge_is_less_than_the_rounding_of_the_sum(rng):
     """Long texts of large keys, and more sketched dimensions than channels, which many keys leave empty."""
     channels = 10 * np.exp(rng.normal(size=32))

@@ -56,6 +56,7 @@ ALLOCATIONS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("spare", sweep([0, 1, 2, 5], 1))
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_few_slots_beside_protected_ones_are_no_more_than_the_budget(name, spare, rng):
@@ -93,6 +94,7 @@ def test_hits_share_the_stack_up_to_a_limit(rng):
                 assert got[0, b, 0] == 2 + min(int(1.5 * spare), LENGTH[b] - 2)
 
 
+@pytest.mark.rotating
 def test_a_layer_needs_the_fewest_tokens_that_hold_a_share_of_the_windows_attention(rng, view):
     q, q_pos = window_of(rng, LAST)
     got = ByUncertainty(LAST, 0.8).preference(view, seen_by({repr(Queries(LAST)): (q, q_pos)}))
@@ -110,6 +112,7 @@ def test_heads_that_keep_together_share_the_mean_of_their_scores(view):
     assert G > 1 and MeanOverHeads(KeyNorm()).looks
 
 
+@pytest.mark.rotating
 def test_every_layer_keeps_what_is_protected_where_that_is_more_than_the_window():
     scores = jnp.zeros((2, 2, 1, 12)).at[:, 0, :, :6].set(jnp.inf).at[:, 1, :, :1].set(jnp.inf)
     n, preferred = jnp.array([8, 8], jnp.int32), jnp.array([[[3.0], [1.0]], [[1.0], [1.0]]])

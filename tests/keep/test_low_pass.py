@@ -17,6 +17,7 @@ from kvjax.ops.base.rope import Rope
 from tests.float64.frequency import low_pass
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("tokens", "stay"), [((40, 31), (9, 12)), ((2 * STRIP + 5, 300), (STRIP + 7, 240))])
 def test_slots_between_the_ends_become_the_low_frequencies_of_all_of_them(rng, tokens, stay):
     sinks, newest, most = 3, 5, max(tokens)
@@ -50,6 +51,7 @@ def test_a_list_that_nothing_leaves_is_unchanged_to_the_last_bit(rng):
     np.testing.assert_array_equal(got.v, -x)
 
 
+@pytest.mark.rotating
 def test_cosines_of_many_slots_are_those_of_float64():
     """Products of 2 i + 1 and f, up to 2^32 here, are neither rounded nor cut off."""
     many, frequencies = 70_000, np.array([1, 1023, 30_000, 65_000])

@@ -45,6 +45,7 @@ def attention(q, k, v, bias=0.0):
     return e.sum(-1), e @ np.asarray(v, float) / e.sum(-1, keepdims=True)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("live", [SLOTS, 9])
 def test_more_queries_than_slots_give_least_squares(rng, live):
     view, seen, q = given(rng, live)
@@ -92,6 +93,7 @@ def test_weights_stay_within_their_bounds_and_a_list_that_nothing_leaves_as_it_i
     assert not got.bias.any()
 
 
+@pytest.mark.rotating
 def test_the_score_is_the_root_mean_square_of_what_queries_give_of_all_slots(rng):
     view, seen, q = given(rng, live=9, asked=3)
     e = np.exp(q @ np.asarray(view.k[0, 0, :9], float).T / 2)

@@ -151,6 +151,7 @@ def test_upper_layers_run_for_the_tokens_that_go_on_alone():
     assert [f.k.shape[3] for f in fresh] == [40, 40, 30]
 
 
+@pytest.mark.rotating
 def test_logits_are_those_of_the_narrowed_prompt():
     rows = [Prompt(decoder("deep"), tokens, fastkv_goes_on) for tokens in PACKED]
     assert off(packed("fastkv").logits, np.stack([row.all_logits[-1] for row in rows])) < 1e-5
@@ -225,6 +226,7 @@ def test_scores_stand_at_the_places_of_their_tokens():
     assert (found.kept[LAST_WHOLE + 1] <= (above > -np.inf)).all()
 
 
+@pytest.mark.rotating
 def test_a_size_that_is_planned_is_that_of_the_cache():
     m = model("deep")
     planned = CacheSizes(m.config, "float32", T, [Method(), FASTKV]).nbytes(FASTKV, room=ROOM)

@@ -10,6 +10,7 @@ from tests.keep.test_score import view as view  # a fixture
 from tests.sweep import sweep
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("outliers", "apart"), [(0.0, 0), (0.2, 2)])
 @pytest.mark.parametrize(
     ("key_error", "value_error"), sweep([(40.0, 1e20), (1e20, 2.0), (40.0, 2.0)], (40.0, 2.0))

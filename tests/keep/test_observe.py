@@ -46,6 +46,7 @@ def test_moments_are_those_of_the_unrotated_queries_behind_the_skipped_ones(rng)
         np.testing.assert_allclose(cov[row, head], np.cov(q.T, bias=True), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("tokens", [1, 8, 21])
 def test_surprisals_are_those_of_the_next_tokens_strip_by_strip(rng, monkeypatch, tokens):
     monkeypatch.setattr(observed, "_STRIP", 8)

@@ -46,6 +46,7 @@ def test_the_fewest_slots_that_hold_a_share_of_what_a_head_received_are_enough(v
     check(TopP(0.8)(view, seen_by()), want, view)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_a_layer_has_as_many_tokens_as_hold_its_share_and_takes_those_with_most_attention_per_query(
     view, share

@@ -51,6 +51,7 @@ def test_a_prompt_keeps_its_share_and_written_tokens_leave_among_themselves(rng,
     np.testing.assert_array_equal(in_step[pos >= 0], np.where(written > 0, pos, 1e6)[pos >= 0])
 
 
+@pytest.mark.rotating
 def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
     word, mark = SampleState(stride=3, sinks=2, recent=0.2), np.zeros((B, K, S))
     mark[:, :, 2:7] = 1

@@ -63,6 +63,7 @@ def slots_of(prompt):
     return Slotwise(prompt, [np.ones((len(k), prompt.length), bool) for k in prompt.k])
 
 
+@pytest.mark.rotating
 def test_the_cache_holds_the_chosen_tokens_at_new_positions(first):
     logits, cache = first
     assert cache.next.tolist() == [count(len(row)) for row in MAIN.first]
@@ -76,12 +77,14 @@ def test_the_cache_holds_the_chosen_tokens_at_new_positions(first):
     assert any((gems(row) != np.arange(len(row))[-count(len(row)) :]).any() for row in MAIN.first)
 
 
+@pytest.mark.rotating
 def test_a_step_goes_on_behind_them(first):
     logits, _ = kvjax.step(model("deep"), kvjax.fork(first[1], 1), MAIN.steps[0])
     want = [slots_of(read(row)).step(MAIN.steps[0][b]) for b, row in enumerate(MAIN.first)]
     assert off(logits, np.stack(want)) < 3e-5
 
 
+@pytest.mark.rotating
 def test_a_second_turn_chooses_by_what_it_sees_of_the_first_and_is_read_behind_it(first):
     logits, cache = kvjax.prefill(model("deep"), MAIN.second, cache=first[1], room=8)
     for b, tokens in enumerate(MAIN.second):
@@ -98,6 +101,7 @@ def test_a_second_turn_chooses_by_what_it_sees_of_the_first_and_is_read_behind_i
         assert all(held == set(range(slots.next)) for layer in positions(cache) for held in layer[b])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("how", [dict(method=WHOLE), dict(method=GEMS, compress=False)], ids=["all", "none"])
 def test_all_tokens_are_read_where_nothing_is_left_out(how):
     logits, cache = kvjax.prefill(model("deep"), MAIN.first, room=ROOM, **how)
@@ -121,6 +125,7 @@ def test_a_size_that_is_planned_is_that_of_the_cache(first):
     assert planned * B == nbytes(first[1])
 
 
+@pytest.mark.rotating
 def test_a_comparison_says_which_of_the_given_tokens_are_held():
     entries = [Entry("full", None, Method()), Entry("gemfilter", 0.5, GEMS)]
     runner = Runner(model("deep"), None, entries, T, ROOM)

@@ -33,6 +33,7 @@ def test_a_merge_compares_a_strip_of_leaving_keys_at_a_time(rng):
     np.testing.assert_allclose(cosine, all_of_them.max(-1), atol=1e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("more", [0, 5], ids=["whole strips", "and some tokens more"])
 def test_a_prompt_of_any_length_is_attended_in_strips(more):
     def taken(t):

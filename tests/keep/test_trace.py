@@ -162,6 +162,7 @@ def test_a_score_of_all_queries_evicts_at_every_step():
 CARRIED = [Queries(3), QueryMoments(2), QueryMoments(0, covariance=False)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("observation", CARRIED, ids=repr)
 def test_what_rows_carry_is_what_all_tokens_at_once_give(observation, rng):
     """Cut into pieces of unequal length, with a piece in which one row has no token."""

@@ -82,6 +82,7 @@ POOLS = list(itertools.product([*PAYLOADS, "bfloat16, packed", "uint2, packed"],
 ALWAYS = [("bfloat16, packed", True), ("int4", True)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("payload, rows", sweep(POOLS, *ALWAYS))
 def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows):
     payload, _, packed = payload.partition(", ")
@@ -98,6 +99,7 @@ def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows):
             np.testing.assert_array_equal(np.asarray(got.number(name)), x)
 
 
+@pytest.mark.rotating
 def test_rows_narrower_than_a_power_of_two_have_nothing_written_beside_them():
     rng = np.random.default_rng(4)
     pages = jnp.asarray(rng.standard_normal((LAYERS, PAGES, 64, 24)), jnp.bfloat16)
@@ -139,6 +141,7 @@ def test_tiles_have_arrived_before_they_change_and_are_back_before_it_ends(dma, 
     assert dma == "on_wait" or with_races(call, dma)[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dma", sweep(["on_wait", "eager"], "eager"))
 def test_tokens_of_pages_do_not_race_either(dma, monkeypatch):
     monkeypatch.setattr(words_tpu, "LISTS", 4)

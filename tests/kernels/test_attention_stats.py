@@ -134,6 +134,7 @@ def asked(drawn, threshold, **options):
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", sweep(CASES, list(CASES)[0]))
 def test_statistics_are_those_of_the_map(case):
     drawn, options = split(case)
@@ -211,6 +212,7 @@ def test_they_are_what_attention_itself_records(implementation, mass):
         check(found, {mass: np.asarray(recorded, np.float64)}, 1e-6)
 
 
+@pytest.mark.rotating
 @each_form
 def test_they_are_what_snapkv_scores_with(implementation):
     """SnapKV's window of two rows, one shorter than the other, over slots with biases."""
@@ -307,6 +309,7 @@ def test_only_the_last_queries_are_visited_where_nothing_else_is_wanted():
         check(found, {"last_mean": want["last_mean"]}, 2e-6)
 
 
+@pytest.mark.rotating
 @each_form
 def test_no_gradient_flows_through_a_statistic(implementation):
     drawn = draw(6, t=9, s=20)

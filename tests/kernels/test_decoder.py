@@ -238,6 +238,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("why", sweep(REFUSED, "a dense cache of such codes"))
 def test_forcing_a_kernel_on_what_it_cannot_read_says_why(why):
     m = model(layers=1)

@@ -56,6 +56,7 @@ KERNELS = {
 LOOPS = {"full": 0, "quest": 1, "kivi": 1}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(KERNELS, "quest"))
 def test_a_step_is_lowered_for_cuda_with_its_kernels(name):
     _, (step, shapes) = prompt_and_step(name)

@@ -215,6 +215,7 @@ def test_chunks_of_a_prompt_are_the_whole():
         np.testing.assert_allclose(np.concatenate(x, 2), y, atol=2e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("window", sweep([None, 20, 300], 20))
 @pytest.mark.parametrize("kind", ["a prompt", "any order", "segments"])
 def test_kinds_of_blocks_are_what_a_mask_says(kind, window, rng):

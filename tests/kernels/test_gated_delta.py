@@ -143,6 +143,7 @@ ORACLES = [
 ]  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(ORACLES, "kda_gva", "mamba2_ssd"))
 def test_every_member_is_its_oracle(name):
     inputs, want = oracle(name)
@@ -152,6 +153,7 @@ def test_every_member_is_its_oracle(name):
         assert got[key].dtype == np.float32 and rms(got[key], x) < 2e-6, key
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", BARS)
 def test_the_inverse_survives_keys_that_are_alike(dtype):
     """Powers of this matrix grow beyond 1e15, its inverse does not."""
@@ -173,6 +175,7 @@ def test_a_step_is_written_back_as_on_the_machine(vector, erase, dtype):
         check((out[:, None], new.own()), by_hand(tokens, state), 2e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("vector, erase, dtype", sweep(KINDS, HALF))
 def test_a_step_is_the_equation(vector, erase, dtype):
     tokens, state = draw(9, vector, erase, b=5, h=4, t=1, k=24, v=128, dtype=dtype)
@@ -185,6 +188,7 @@ def test_a_step_is_the_equation(vector, erase, dtype):
     check((out, new), want, BARS[dtype])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("form", sweep(["reference", "tpu interpret"], "tpu interpret"))
 def test_a_step_over_stacked_states_changes_its_layer_alone(form):
     tokens, state = draw(10, False, True, b=2, h=4, t=1, k=8, v=128)
@@ -204,6 +208,7 @@ def test_a_stacked_state_takes_one_token():
         members.run(tokens, StackedState(state[None], 0))
 
 
+@pytest.mark.rotating
 def test_decoding_a_member_goes_through_the_step():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 1, 2, n)), jnp.float32) for n in (8, 8, 128))
@@ -233,6 +238,7 @@ def test_what_cannot_run_says_why():
         gated_delta_step(state.astype(jnp.bfloat16), token, implementation="tpu")
 
 
+@pytest.mark.rotating
 def test_the_plain_form_takes_bfloat16_tokens():
     tokens, state = draw(0, True, True, dtype="bfloat16")
     out, last = gated_delta(tokens, state)

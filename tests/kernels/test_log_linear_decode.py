@@ -52,6 +52,7 @@ def check(got, want, bar=2e-6):
 KINDS = [(many, many, dtype) for many in (False, True) for dtype in ("float32", "bfloat16")]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("vector, erase, dtype", sweep(KINDS, KINDS[0], KINDS[3]))
 def test_rows_at_different_positions(vector, erase, dtype):
     inputs = draw(0, [0, 1, 7, 12], 5, vector=vector, erase=erase, dtype=dtype)
@@ -73,6 +74,7 @@ def test_a_sequence_of_steps_is_that_of_the_plain_form():
         check((a, got), (b, want))
 
 
+@pytest.mark.rotating
 def test_empty_levels_are_not_read():
     state, token, scales, mask = draw(2, [5, 6, 8, 12], 6)
     want = plain(state, token, scales, mask)
@@ -87,6 +89,7 @@ def test_empty_levels_are_not_read():
     check((out, new._replace(levels=jnp.where(seen, new.levels, 0.0))), want)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("step", sweep([kernel, plain], kernel), ids=["kernel", "plain"])
 def test_a_step_over_stacked_levels_changes_its_layer_alone(step):
     state, token, scales, mask = draw(3, [5, 6, 8, 12], 6)
@@ -111,6 +114,7 @@ def test_one_token_goes_through_the_step_and_more_say_why_not():
         call(*twice[:2], mask=twice[2])
 
 
+@pytest.mark.rotating
 def test_positions_say_which_levels_are_visited():
     following = jnp.arange(70, dtype=jnp.int32)
     visits, counts, targets = visits_of(following, jnp.ones(70, bool), 5)

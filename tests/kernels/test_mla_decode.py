@@ -72,6 +72,7 @@ CASES = {
 LAYER = jnp.asarray(1, jnp.int32)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case, step", sweep([(case, step) for case in CASES for step in (1, 3)], (FIRST, 3), ("bfloat16", 1))
 )
@@ -126,6 +127,7 @@ def every_head(q, q_rope, latent, k_rope, up_k, up_v, *, scale):
     return np.einsum("bhts,bshv->bthv", w / w.sum(-1, keepdims=True), v)
 
 
+@pytest.mark.rotating
 def test_appended_latents_decode_as_the_layer_without_pages():
     """Token by token into pages, against latent attention of the whole sequence."""
     rng = np.random.default_rng(3)

@@ -70,6 +70,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", sweep(CASES, "several queries", "centroids", "half precision"))
 def test_both_forms_are_the_equation(case):
     q, summary, counts = draw(1, **CASES[case])

@@ -247,6 +247,7 @@ ALWAYS = [("2 bits in all", 3)]
 STEPS = [(case, step) for case in CASES for step in (1, 2, 3)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case, step", sweep(STEPS, *ALWAYS))
 def test_both_forms_are_the_equation(case, step):
     inputs, options = drawn(1, case)
@@ -269,6 +270,7 @@ def raced(inputs, options, mode):
 RACED = ("plain", "int8 with positions", "kivi in groups", "192 packed with numbers", "turned by rank")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case, dma",
     sweep(
@@ -282,6 +284,7 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
     assert not races
 
 
+@pytest.mark.rotating
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
     monkeypatch.setattr(streaming, "wait", lambda copy: None)
@@ -339,6 +342,7 @@ def test_what_cannot_run_says_why():
 POOLS = [(payload, packed) for payload in BITS for packed in (False, True)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("payload, packed", sweep(POOLS, ("bfloat16", True), ("uint2", True)))
 def test_a_pool_gives_back_what_was_put_into_it(payload, packed):
     rng = np.random.default_rng(0)

@@ -41,6 +41,7 @@ ALWAYS = ("e4m3 in all", "kivi", "int8 with positions")
 EVERY = [*EITHER, ("plain", 1000), ("several queries", 5)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case,programs", sweep(EVERY, *(one for one in EVERY if one[0] in ALWAYS)))
 def test_the_kernel_is_the_equation(case, programs):
     drawn, options = split(case) if case in CASES else (MORE[case], dict(scale=0.09))
@@ -65,6 +66,7 @@ def test_codes_meet_queries_of_bfloat16(dtype):
     check(jax.jit(call)(q, *rest, at), by_hand(q, *rest, scale=0.09), 1e-2)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("payload", sweep(BITS, "int8", "uint2", "float8_e4m3fn"))
 def test_every_pattern_of_bits_is_unpacked(payload):
     """As `page_pool` packs it: 8 rows of words, with every byte and every nibble among them."""

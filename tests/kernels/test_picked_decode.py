@@ -145,6 +145,7 @@ def test_what_cannot_run_says_why():
         picked_decode(q, k, v, pages, counts, pos[..., : 9 * 4], asked, 1, page=4, **forced)
 
 
+@pytest.mark.rotating
 def test_biases_of_query_heads_have_a_form_of_their_own():
     inputs, options = draw(0, group=3, t=2), dict(page=16, scale=0.09, bias=bias(2, 3 * K, 16))
     check(picked_decode(*inputs, 1, **options), by_hand(inputs, **options), 2e-6)

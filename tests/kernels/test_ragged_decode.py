@@ -121,6 +121,7 @@ def kernel(inputs, options, block, interpret=True, **more):
 ALWAYS = [("all there is", 16), ("latents", 16), ("bfloat16", 16)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case, block", sweep([(case, block) for case in CASES for block in (16, 64)], *ALWAYS)
 )
@@ -153,6 +154,7 @@ def coded(rows, starts, lengths, most):
     return CodedRows(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("which", sweep(["both", "values", "latents"], "both"))
 def test_codes_are_the_numbers_that_they_stand_for(which):
     """And biases are added to what is left of them."""

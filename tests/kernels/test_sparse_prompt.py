@@ -94,6 +94,7 @@ def bar(case):
     return 1e-2 if case.get("dtype") == jnp.bfloat16 else 3e-6
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("form", sweep(["tpu interpret", FORM], FORM))
 @cases
 def test_the_kernel_is_masked_attention(name, form):

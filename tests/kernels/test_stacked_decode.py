@@ -212,6 +212,7 @@ ALWAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case, block", sweep(EVERY, *ALWAYS))
 def test_both_forms_are_the_equation(case, block):
     drawn, options = split(case)
@@ -247,6 +248,7 @@ def test_two_cores_share_the_lists():
 RACED = ("plain", "window and soft-cap", "positions and biases", "mass", "heads of 80 on the lanes")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case, dma",
     sweep(
@@ -268,6 +270,7 @@ def test_a_missing_wait_is_found(monkeypatch):
     assert with_races(lambda mode: kernel(draw(3, **drawn), options, 16, mode), "eager")[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", sweep([jnp.float32, jnp.bfloat16], jnp.bfloat16))
 @pytest.mark.parametrize("width, slots", [(128, 64), (64, 128)], ids=["rows", "lanes"])
 def test_a_row_is_appended_where_the_length_says_and_nowhere_else(dtype, width, slots):
@@ -287,6 +290,7 @@ def test_a_row_is_appended_where_the_length_says_and_nowhere_else(dtype, width, 
             np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), y)
 
 
+@pytest.mark.rotating
 def test_a_scan_over_layers_decodes_with_the_row_it_appended():
     """Appended and read in one scan, as a decoder does, against all layers by themselves."""
     rng = np.random.default_rng(6)
@@ -333,6 +337,7 @@ def code(x):
     return Coded(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("which", sweep(["both", "keys", "values", "latents"], "both"))
 def test_codes_are_the_numbers_that_they_stand_for(which):
     """Scales and zeros behind the lengths are no numbers."""

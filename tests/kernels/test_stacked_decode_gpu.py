@@ -40,6 +40,7 @@ def in_parts(cases, *always):
     )
 
 
+@pytest.mark.rotating
 @in_parts(
     stacked.CASES,
     ("all on rows", MANY), ("all on the lanes", FEW), ("bfloat16", FEW), ("some channels turned, sizes", FEW),

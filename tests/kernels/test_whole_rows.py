@@ -41,6 +41,7 @@ def equation(q, k, v, scale, window):
     return p / p.sum(-1, keepdims=True) @ v
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("implementation", ["reference", "gpu interpret"])
 def test_it_is_the_equation(implementation, window, rng):
@@ -49,6 +50,7 @@ def test_it_is_the_equation(implementation, window, rng):
     assert got.shape == q.shape and rms(got, equation(q, k, v, 0.3, window)) < 6e-3
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("mesh", "heads"), [("data=2,model=2", 2), ("data=2,model=2", 1), ("data=4", 2)])
 def test_devices_attend_to_their_own_rows_and_heads(mesh, heads, rng):
     q, k, v = (jnp.repeat(x, 2, axis=0) for x in draw(rng, heads))
@@ -141,6 +143,7 @@ def test_texts_of_one_row_are_kept_apart_by_strips(made, rng):
     assert not made
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "options", "calls"),
     [

@@ -135,6 +135,7 @@ def without(many):
     return with_weights(changed)
 
 
+@pytest.mark.rotating
 def test_kvpruner_is_the_model_without_the_channels_of_least_weight():
     check(kvjax.method("kvpruner", keep=0.5), without((4, 4)))
 

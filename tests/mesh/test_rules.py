@@ -127,6 +127,7 @@ def test_a_mesh_of_explicit_axes_is_taken_with_automatic_ones():
     assert as_mesh(mesh).axis_types == (AxisType.Auto,) and as_mesh(mesh) == as_mesh("data=8")
 
 
+@pytest.mark.rotating
 def test_shardings_say_who_holds_what_in_bytes_that_add_up(capsys):
     model = kvjax.spread(Model(CONFIG, init(CONFIG, jax.random.key(0))), "data=2,model=2", "tensor")
     _, cache = kvjax.prefill(

@@ -64,6 +64,7 @@ def collectives(hlo):
     return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
 
 
+@pytest.mark.rotating
 @methods
 def test_a_step_moves_activations_alone_and_its_cache_lies_in_the_one_it_was_given(name):
     rng, run = np.random.default_rng(0), Run(CONFIG, METHODS[name])

@@ -212,6 +212,7 @@ def test_copies_with_a_past_in_common_step_as_copies_of_their_own(label):
 # --- compilation --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 @every
 def test_other_data_gives_the_same_tree(label):
     trees = [jax.tree.structure(talk(label, batch).prompt[1]) for batch in ("main", "other")]
@@ -272,6 +273,7 @@ def test_a_row_is_the_same_alone_and_in_a_smaller_bucket(label):
     compare_rows(label, ALONE, talk(label, "alone"), 0)
 
 
+@pytest.mark.rotating
 @rows([r.label for r in ALL if r.moves])
 def test_the_order_of_slots_does_not_matter(label):
     m, done = model(BY_LABEL[label].model), talk(label)
@@ -295,6 +297,7 @@ def test_the_order_of_slots_does_not_matter(label):
         assert positions(mixed) == positions(twin)
 
 
+@pytest.mark.rotating
 @rows([r.label for r in ALL if not r.looks_ahead and r.method().read_prompt is None], ("kivi",))
 def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(label):
     m, method = model(BY_LABEL[label].model), BY_LABEL[label].method()
@@ -318,6 +321,7 @@ def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(l
 # --- bytes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 @rows([r.label for r in ALL if not r.counted])
 def test_bytes_are_planned_before_running(label):
     row, cache = BY_LABEL[label], talk(label).prompt[1]

@@ -258,12 +258,14 @@ def close(logits, want):
     np.testing.assert_allclose(logits, want, atol=2e-4 * np.abs(want).max(), rtol=0)
 
 
+@pytest.mark.rotating
 def test_the_model_is_the_one_that_kvpress_ran():
     logits, cache = kvjax.prefill(model(), recorded()["ids"], room=ROOM)
     close(logits, recorded()["ref/logits_last"])
     close(kvjax.step(model(), cache, recorded()["cont_id"][None])[0], recorded()["ref/logits_next"])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "press",
     sweep(

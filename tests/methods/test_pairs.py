@@ -39,6 +39,7 @@ READS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(WITH_SINKS, "h2o"))
 def test_first_tokens_apart_are_ranked_with_all_others(name):
     alone = WITH_SINKS[name]()

@@ -29,6 +29,7 @@ from tests.methods.recorded import LENGTHS, kept_by_kvjax, model, numbers, promp
 from tests.sweep import sweep
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("budget", "tokens"), sweep([(24, 96), (24, 40), (48, 60), (16, 32)], (24, 40)))
 def test_headkv_slots_are_those_of_the_authors_code(budget, tokens):
     """Where a head's share exceeds the prompt, of 40 and 60 tokens, the rest of it is lost."""
@@ -45,6 +46,7 @@ def test_headkv_slots_are_those_of_the_authors_code(budget, tokens):
     assert (int(shared.sum()) > want.sum()) == (tokens in (40, 60))
 
 
+@pytest.mark.rotating
 def test_keyformer_noise_has_the_spread_of_the_authors_code():
     """A draw per token alone would have four times the deviation: nothing averages it out."""
     recorded, q, k = numbers("keyformer"), prompt(3).q[0], prompt(3).k[0]

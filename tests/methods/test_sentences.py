@@ -55,7 +55,7 @@ def rows(rows, turn=()):
     return pytest.mark.parametrize("label", [pytest.param(r.label, marks=marks(r)) for r in rows])
 
 
-# In the plain suite, a few of every family of methods; the others take turns.
+# In the plain suite, a few of most families of methods; the others take turns.
 WITNESSES = (
     "full", "offloaded", "fp8", "int8", "renumbered",
     "streamingllm", "sepllm", "hashevict", "h2o", "tova",
@@ -101,6 +101,7 @@ WHOLE_SHARES = ("headkv", "retrieval-head")
 MUST_STAY = {"lukv": 5}
 
 
+@pytest.mark.rotating
 @rows(EDGES, {r.label for r in EDGES} - set(EDGED))
 @pytest.mark.parametrize("budget", [0.25, 0.75])
 def test_other_budgets_leave_the_tokens_that_the_method_says(label, budget):
@@ -119,6 +120,7 @@ def test_other_budgets_leave_the_tokens_that_the_method_says(label, budget):
                 assert found[layer][b] == held, (layer, len(PACKED[b]))
 
 
+@pytest.mark.rotating
 @pytest.mark.xdist_group("sentences 4/2")
 def test_methods_that_leave_caches_of_one_shape_share_one_decoder():
     """What they do with a prompt differs, and their steps do not."""
@@ -170,6 +172,7 @@ def test_equal_arguments_give_one_object(label):
         assert row.method() is row.method()
 
 
+@pytest.mark.rotating
 @rows([r for r in ROWS if r.whole is not None], {r.label for r in ROWS} - set(WHOLE))
 def test_a_budget_that_covers_the_prompt_changes_nothing(label):
     full = kvjax.prefill(model(BY_LABEL[label].model), PACKED, room=ROOM)[1]
@@ -181,6 +184,7 @@ def test_a_budget_that_covers_the_prompt_changes_nothing(label):
             assert lists == row[:1] * len(lists)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["4/2", "6/3", "deep", "windowed"])
 def test_the_shared_reading_gives_the_logits_of_the_prompt(name):
     m = model(name)

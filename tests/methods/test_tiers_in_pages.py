@@ -276,6 +276,7 @@ ALLOCATIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("budget", [Budget(0.3), Budget(7)], ids=str)
 @pytest.mark.parametrize("allocate", sweep(ALLOCATIONS, AcrossHeads(), ALLOCATIONS[-1]))
 def test_what_does_not_stay_fits_what_is_made_for_it(allocate, budget, rng):

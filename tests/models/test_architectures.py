@@ -48,6 +48,7 @@ def test_rows_of_unequal_lengths_decode_what_the_forward_pass_computes(name, bat
     assert done.programs <= 1
 
 
+@pytest.mark.rotating
 @EVERY
 def test_a_token_asked_again_from_the_cache_changes_nothing(name):
     done, want = talk(name), whole(name).logits

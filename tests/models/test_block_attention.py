@@ -57,6 +57,7 @@ def test_layers_attend_to_the_blocks_of_the_papers_equations(model):
     assert np.abs(np.asarray(dense)[0] - decoder.logits(x)).max() > 1e-2
 
 
+@pytest.mark.rotating
 def test_blocks_are_those_of_positions_in_any_order_and_of_what_is_left_of_them():
     rng = np.random.default_rng(3)
     pos = np.array([[9, 4, -1, 1], [0, 21, 20, 5]], np.int32)
@@ -72,6 +73,7 @@ def test_blocks_are_those_of_positions_in_any_order_and_of_what_is_left_of_them(
         assert found[head].tolist() == [p >= 0 and p // 4 in (best, 5) for p in at]
 
 
+@pytest.mark.rotating
 def test_queries_some_at_a_time_attend_as_all_at_once(model, monkeypatch):
     whole = np.asarray(model(TOKENS))
     monkeypatch.setattr(attending_picked, "QUERIES", 16)
@@ -81,6 +83,7 @@ def test_queries_some_at_a_time_attend_as_all_at_once(model, monkeypatch):
 
 
 # Slots in order, in pages of unequal lists, as codes and with keys that turn when they are read.
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["full", "adakv(budget=64)", "streamingllm(budget=64)", "h2o(budget=64)"])
 def test_steps_pick_what_one_pass_does(method, model):
     whole = np.asarray(model(TOKENS))

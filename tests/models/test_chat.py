@@ -54,6 +54,7 @@ def test_repeat_prompt_is_no_variable_and_special_tokens_are():
     assert say("{{ repeat_prompt }}{{ image_token }}{{ eos_token }}", **special) == "<i><e>"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("template", "says"),
     [

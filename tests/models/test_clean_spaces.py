@@ -34,6 +34,7 @@ def speaking():
     return dataclasses.replace(kvjax.load("bytes-tiny"), tokenizer=tokenizer)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("written", SHOWN)
 def test_text_is_shown_as_transformers_shows_it(written, tmp_path):
     plain, cleaned = (read(byte_tokenizer(), tmp_path, clean) for clean in (False, True))

@@ -17,6 +17,7 @@ from tests.sweep import sweep
 LENGTHS, ROOM = (300, 261), 40
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(["tpa", "grouped latents", "dha"], "tpa"))
 def test_a_step_over_several_strips_says_what_the_forward_pass_says(rng, name):
     config = TABLE[name].config

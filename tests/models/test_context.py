@@ -172,6 +172,7 @@ def without_cache(pair, want):
     return logits, gradients
 
 
+@pytest.mark.rotating
 def test_a_forward_pass_over_given_states_is_the_definition(without_cache, want):
     close(without_cache[0], want)
 
@@ -279,6 +280,7 @@ def test_bfloat16_models_hold_bfloat16_contexts():
 # --- what is kept ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_the_context_costs_one_state_per_token_and_tokens_of_the_decoder_leave_it_as_it_is(pair):
     cache, width = pair.cache(), pair.encoder.config.d_model
     before = jax.tree.map(np.asarray, cache.groups[pair.layer])
@@ -294,6 +296,7 @@ def test_the_context_costs_one_state_per_token_and_tokens_of_the_decoder_leave_i
     assert all((k == 8).all() for i, k in enumerate(kept) if i % 2 != pair.layer % 2)
 
 
+@pytest.mark.rotating
 def test_states_from_elsewhere_may_be_held_and_saved(pair, want, tmp_path):
     tokens, lengths = padded_contexts()
     held = jitted(pair.encoder.params, tokens, pair.encoder.config, lengths, pair.chunk)
@@ -302,12 +305,14 @@ def test_states_from_elsewhere_may_be_held_and_saved(pair, want, tmp_path):
     close(logits, want[:, -1])
 
 
+@pytest.mark.rotating
 def test_many_prompts_may_ask_one_context(pair):
     cache = fork(pair.cache(CONTEXTS[:1]), 3)
     logits, _ = kvjax.prefill(pair.model, PROMPTS, cache=cache, room=ROOM)
     close(logits, np.stack([pair.logits(p, CONTEXTS[0])[-1] for p in PROMPTS]))
 
 
+@pytest.mark.rotating
 def test_a_row_that_is_emptied_has_no_context(pair, want):
     _, cache = kvjax.prefill(pair.model, PROMPTS[:, :6], cache=pair.cache(), room=ROOM)
     cache = reset_rows(cache, np.array([True, False, False]))

@@ -48,6 +48,7 @@ def assert_same(ours, theirs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=4e-7, strict=True), ours, theirs)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     sweep(

@@ -75,6 +75,7 @@ def unpaired(rows, heads):
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", sweep(KINDS, "F64", "Q4_K", "Q6_K", "MXFP4"))
 def test_every_type_is_decoded_as_the_package_does(kind, wide, tmp_path):
     file, expected = of_kind(tmp_path / "a.gguf", wide, kind)
@@ -96,6 +97,7 @@ def test_weights_are_rounded_once_to_the_dtype(wide, tmp_path):
     np.testing.assert_array_equal(model.params["layers"][0]["up"][0], up, strict=True)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latents_in_two_tensors_are_those_in_one(name, tmp_path):
     directory, file = write_case(name, tmp_path, split_latents=True)

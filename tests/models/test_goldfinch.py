@@ -110,6 +110,7 @@ def test_gold_layers_share_one_cache_of_compressed_rows_and_tokens(rng):
     close(np.asarray(forward(low, jnp.asarray(ids[None], jnp.int32), CONFIG)[0]), want)
 
 
+@pytest.mark.rotating
 def test_the_token_before_is_found_in_any_set_and_order(rng):
     place = rng.permutation(8)
     rows = rng.standard_normal((2, 8, 3)).astype(np.float32)

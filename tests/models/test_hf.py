@@ -71,6 +71,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(NAMES, *FAMILIES))
 def test_logits_equal_those_of_transformers(name, loaded):
     model, fixture = loaded(name)
@@ -96,6 +97,7 @@ def test_every_dtype_is_converted_once(source, dtype, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["gemma3_text", "ministral3"])
 def test_bfloat16_logits_stay_near_float32(name, tmp_path):
     folder, fixture = directory(name, tmp_path)
@@ -124,6 +126,7 @@ def tensor_parallel(path: str, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh_of_four(), P(None, None, "model") if split else P())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.rotating), 3])
 def test_each_device_reads_its_piece(shards, tmp_path):
     folder, fixture = directory("phi3", tmp_path, shards=shards)
@@ -212,6 +215,7 @@ def test_an_output_matrix_beside_tied_embeddings_counts_if_it_differs(tmp_path):
         assert relative_error(model(fixture.tokens), fixture.logits * (1 if name == "copy" else 2)) <= BAR
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["norm.weight", "embed_tokens.weight", "layers.0.mlp.up_proj.weight"])
 @pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
 def test_tensor_under_two_prefixes_is_read_once_or_refused(name, prefix, tmp_path):
@@ -561,6 +565,7 @@ def test_the_larger_shipped_model_finds_records_behind_thousands_of_tokens():
     assert said[-len(asked.answer) :].tolist() == list(asked.answer)
 
 
+@pytest.mark.rotating
 def test_the_shipped_model_of_bytes_reads_python():
     model = load("bytes-tiny")
     source = (

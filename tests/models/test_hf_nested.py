@@ -45,6 +45,7 @@ def room_of(weights):
     return [name for name in weights if name.endswith("experts.gate_up_proj")]
 
 
+@pytest.mark.rotating
 def test_qwen_3_5_loads_experts_in_one_tensor_beside_vision_and_further_tokens(tmp_path):
     fixture = hf_fixtures.read("qwen3_5_moe_text")
     weights = joined_experts(fixture.weights)
@@ -58,6 +59,7 @@ def test_qwen_3_5_loads_experts_in_one_tensor_beside_vision_and_further_tokens(t
     assert len(notes) == 1
 
 
+@pytest.mark.rotating
 def test_layers_above_the_last_that_predict_further_tokens_are_named(tmp_path):
     fixture = hf_fixtures.read("glm4_moe")
     above = {"model.layers.3.enorm.weight": np.zeros(2), "model.layers.3.eh_proj.weight": np.zeros((2, 2))}

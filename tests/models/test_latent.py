@@ -64,6 +64,7 @@ def test_without_rotation_nothing_turns(tokens):
     assert rms(got["o"], by_hand(tokens, turn=lambda x, t: x)) < 1e-6
 
 
+@pytest.mark.rotating
 def test_a_step_never_computes_the_keys_of_a_whole_cache():
     """Grouped latents compute the keys of less than two strips at once: a whole cache would be seen."""
     room = 2000

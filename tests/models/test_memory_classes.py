@@ -60,6 +60,7 @@ def test_the_plain_suite_has_every_kind_of_memory_but_a_context_and_ids():
     assert kept <= words and {kind.split(", ")[0] for of in kinds.values() for kind in of} <= kept
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", params(TABLE, TURNING))
 def test_a_second_turn_continues_some_rows_and_begins_another_anew(name):
     done, m, want = talk(name), model(name), whole(name).logits
@@ -90,6 +91,7 @@ def test_a_copied_row_holds_what_its_original_holds(name):
     equal(copies.groups, jax.tree.map(lambda x: np.repeat(np.asarray(x), 2, axis=1), cache.groups))
 
 
+@pytest.mark.rotating
 @STACKED
 def test_stacked_layers_compute_the_same_in_one_program_of_steps(name):
     batch, want = BATCHES["main"], whole(name).logits

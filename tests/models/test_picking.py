@@ -31,6 +31,7 @@ def a_set(rng, pos):
     return Keys(jnp.asarray(keys), jnp.asarray(keys), jnp.asarray(pos))
 
 
+@pytest.mark.rotating
 def test_the_best_by_the_equation_are_picked():
     """I(t, s) = sum_h w_th relu(q_th k_s) in float64, k from the third channel on, of visible slots."""
     rng = np.random.default_rng(3)
@@ -71,6 +72,7 @@ def test_queries_some_at_a_time_attend_as_all_at_once(model, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.rotating
 def test_what_is_picked_matters_and_what_fits_is_not_picked(model):
     wide = dataclasses.replace(PICKS, index_top=40)
     everything = with_layers(wide, dataclasses.replace(wide, index_source=0), mlps=())

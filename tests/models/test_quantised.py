@@ -46,6 +46,7 @@ def opened(folder, config):
     return plain_tensors(read_header(folder / "model.safetensors"), quantisation_of(config), ())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "form",
     sweep(FORMATS, "fp8_blocks", "packed4_zeros", "gptq4_order", "awq", "int8_zeros", "nvfp4", "mxfp4"),

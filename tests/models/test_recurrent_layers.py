@@ -57,6 +57,7 @@ def test_gated_slots_are_their_equation_token_by_token(rng):
     close(run(mixer, p, x), np.stack(out))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("parts", [1, 4])
 def test_log_linear_mamba2_is_its_sum_over_levels(parts, rng):
     heads, keys, values, levels = 2, 3, 4, 3
@@ -117,6 +118,7 @@ def rotated(x, theta=10_000.0):
     return np.concatenate(turned, 1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("delta", [True, False])
 def test_infini_attention_is_its_equation_segment_by_segment(rng, delta):
     heads, keys, values, segment = 2, 4, 3, 4

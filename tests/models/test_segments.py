@@ -58,6 +58,7 @@ def test_layers_whose_state_goes_on_refuse_texts_that_share_a_row(monkeypatch):
         forward(params, tokens, config, segments=jnp.zeros_like(tokens))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(["gqa", "kda", "moe"], "gqa"))
 def test_what_is_computed_anew_for_a_gradient_is_the_same_gradient(name):
     config, params, tokens = model(name)

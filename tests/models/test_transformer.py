@@ -129,6 +129,7 @@ def numpy_forward(params, row, config):
     return config.logit_softcap * np.tanh(out / config.logit_softcap) if config.logit_softcap else out
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_the_definition(name, rng):
     config = VARIANTS[name]
@@ -143,6 +144,7 @@ def test_logits_equal_the_definition(name, rng):
 IN_TURN = [pytest.param(name, marks=pytest.mark.rotating) for name in ("plain", "sandwich_gemma")]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["windows_local_rope", *IN_TURN])
 def test_stacking_layers_changes_nothing(name, rng):
     config = small(**{f.name: getattr(VARIANTS[name], f.name) for f in dataclasses.fields(Config)})

@@ -96,6 +96,7 @@ def test_aligned_weights_are_a_feed_forward_over_heads_and_a_narrow_product(toke
     close(model(tokens)[0], reference.run(tokens[0], logits, softmax))
 
 
+@pytest.mark.rotating
 def test_layers_side_by_side_may_change_places(tokens):
     """Both add what they make of one input, so their order is nothing but the order of a sum."""
     model = conversation.model("recurformer")

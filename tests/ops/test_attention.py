@@ -101,6 +101,7 @@ def test_windows_hide_what_is_too_old_and_softcaps_bound_logits_before_the_bias(
     close((out, lse, mass), (want, want_lse, grouped(p[1], K, np.max)))
 
 
+@pytest.mark.rotating
 def test_a_bias_may_differ_between_the_query_heads_of_a_group(rng):
     (q, q_pos), (keys, _) = make_queries(rng), two_sets(rng)
     bias = np.where(rng.random((B, N, 5)) < 0.3, -np.inf, rng.normal(size=(B, N, 5))).astype(np.float32)
@@ -165,6 +166,7 @@ def test_masses_of_all_sets_sum_to_the_number_of_queries_that_see_something(rng)
     close(total, np.broadcast_to(seeing, total.shape))
 
 
+@pytest.mark.rotating
 def test_the_order_of_slots_does_not_matter(rng):
     (q, q_pos), sets = make_queries(rng), two_sets(rng)
     orders = [rng.permutation(s.pos.shape[-1]) for s in sets]
@@ -175,6 +177,7 @@ def test_the_order_of_slots_does_not_matter(rng):
     close(masses, tuple(m[:, :, o] for m, o in zip(want_masses, orders, strict=True)), 1e-6)
 
 
+@pytest.mark.rotating
 def test_queries_that_see_nothing_give_zero_and_leave_gradients_finite(rng):
     (q, _), keys = make_queries(rng), make_keys(rng, 5, lowest=10)
     # A padding query, one before every key, and one that sees them all.
@@ -201,6 +204,7 @@ def poisoned(keys):
     return keys._replace(k=jnp.where(empty, bad, keys.k), v=jnp.where(empty, 1e30, keys.v))
 
 
+@pytest.mark.rotating
 def test_nothing_in_an_empty_slot_reaches_an_output(rng):
     (q, q_pos), sets = make_queries(rng), two_sets(rng)
     assert all((s.pos < 0).any() for s in sets)
@@ -214,6 +218,7 @@ def test_a_nan_that_is_visible_is_not_hidden(rng):
     assert np.isfinite(out[1]).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "mass, window, tokens, strip, prefixes",
     # One strip; strips of four with a remainder; two prefixes of two strips each, with and without a window.
@@ -290,6 +295,7 @@ def test_one_head_at_a_time_is_all_heads_at_once(rng, monkeypatch):
     close(run(), want)
 
 
+@pytest.mark.rotating
 def test_attending_to_all_asks_every_live_key_in_strips_of_queries(rng):
     t = strips.STRIP + 3
     sets = two_sets(rng, highest=400)

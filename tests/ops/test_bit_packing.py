@@ -19,6 +19,7 @@ def pack_by_hand(codes, bits):
     return out.reshape(*codes.shape[:-1], words)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("count", [32, 13])
 def test_packing_is_little_endian_and_unpacks_exactly(rng, bits, count):

@@ -92,6 +92,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert all(got[key].dtype == np.float32 and rms(got[key], x) < 1e-2 for key, x in want.items())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("at", sweep([7, 16], 16))
 def test_a_sequence_may_be_cut_anywhere(at, rng):
     inputs, start = draw(rng)
@@ -109,6 +110,7 @@ def test_single_steps_are_the_whole(rng):
     close((np.concatenate(out, 1), state), by_hand(inputs, start))
 
 
+@pytest.mark.rotating
 @CHUNKED
 def test_packed_segments_are_each_alone(recurrent, rng):
     inputs, state = draw(rng)
@@ -125,6 +127,7 @@ def test_packed_segments_are_each_alone(recurrent, rng):
         assert rms(last[one], end) < 1e-6
 
 
+@pytest.mark.rotating
 @CHUNKED
 def test_masked_tokens_change_nothing(recurrent, rng):
     inputs, state = draw(rng)
@@ -141,6 +144,7 @@ def test_masked_tokens_change_nothing(recurrent, rng):
         close((got[row : row + 1, kept], last[row : row + 1]), by_hand(alone, state[row : row + 1]))
 
 
+@pytest.mark.rotating
 def test_gradients_stay_finite_under_strong_decay_and_agree(rng):
     inputs, state = draw(rng, strongest=-12.0)
 

@@ -78,6 +78,7 @@ def test_an_operation_takes_its_kernel_over_arrays_of_one_device(tpu, place, who
 CONFIG = Config(vocab=16, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=128, d_ff=16)
 
 
+@pytest.mark.rotating
 @places
 def test_prompts_and_steps_take_kernels_over_arrays_of_one_device(tpu, place, whole):
     """The cache alone lies elsewhere: that is enough. In a user's own jit it is the same."""

@@ -58,6 +58,7 @@ def test_bfloat16_inputs_give_the_oracle():
     sequences.bfloat16_gives_the_oracle(OPS["dmc"], *oracle("dmc"))
 
 
+@pytest.mark.rotating
 def test_float64_is_the_equation_from_any_state_in_segments_and_with_masks(tokens):
     sequences.the_equation_in_float64(only_output, tokens, lambda x: by_hand(x)[0])
 
@@ -84,6 +85,7 @@ def test_a_head_without_room_is_nan_and_harms_no_other(tokens):
     assert np.isnan(got[0, 9:, 2:]).all()
 
 
+@pytest.mark.rotating
 def test_padding_alone_changes_no_bit_of_the_state(tokens):
     x = as_arrays(sequences.piece(tokens, 0, 8), jnp.float32)
     _, state = jax.jit(lambda x: run(x, capacity=8))(x)

@@ -36,6 +36,7 @@ def test_products_and_sums_are_those_with_the_vectors_themselves(rng, factors):
     np.testing.assert_allclose(sums, np.einsum("bnts,bnsh->bnth", p, made), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_halves_are_summed_in_float32(rng, factors):
     a, b = (x.astype(jnp.bfloat16) for x in f32(*factors[:2]))
     q, p = (x.astype(jnp.bfloat16) for x in f32(rng.normal(size=(B, N, T, H)), rng.random((B, N, T, S))))

@@ -107,6 +107,7 @@ def test_bfloat16_inputs_of_performer_keep_a_float32_state(rng):
     assert all(y.dtype == np.float32 for y in jax.tree.leaves((out, state))) and rms(out[0], want) < 1e-2
 
 
+@pytest.mark.rotating
 @FORMS
 @CASES
 def test_packed_segments_with_tokens_left_out_are_each_alone(rng, case, recurrent):
@@ -114,6 +115,7 @@ def test_packed_segments_with_tokens_left_out_are_each_alone(rng, case, recurren
     check_packed_rows(functools.partial(op, recurrent=recurrent), row, x, state)
 
 
+@pytest.mark.rotating
 @CASES
 def test_a_sequence_may_be_cut_anywhere(rng, case):
     op, row, x, state = case(rng)

@@ -47,6 +47,7 @@ def test_bfloat16_inputs_give_the_oracle():
     sequences.bfloat16_gives_the_oracle(OPS["forgetting_attn"], *oracle("forgetting_attn"))
 
 
+@pytest.mark.rotating
 def test_float64_is_the_equation_from_any_state_in_segments_and_with_masks(tokens):
     sequences.the_equation_in_float64(run, tokens, by_hand)
 

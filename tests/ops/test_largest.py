@@ -8,6 +8,7 @@ import pytest
 from kvjax.ops.base.largest import first_largest, largest
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_the_largest_of_a_row_are_those_in_front_of_a_stable_sort(dtype, count):

@@ -86,6 +86,7 @@ def test_a_step_moves_slots_at_right_angles(case):
     np.testing.assert_allclose((moved * state).sum(-1), 0, atol=1e-12)
 
 
+@pytest.mark.rotating
 def test_gradients_are_finite_and_those_of_a_difference(case, rng):
     op, _, x, state = case
     with jax.enable_x64(True):

@@ -129,6 +129,7 @@ def test_bfloat16_inputs_keep_float32_levels(name):
     assert all(got[n].dtype == np.float32 and rms(got[n], want[n]) < 1e-2 for n in want)
 
 
+@pytest.mark.rotating
 @one_of_each
 @members
 def test_float64_results_are_exact_from_any_position_of_each_row(rng, double, vector, erase, how):
@@ -139,6 +140,7 @@ def test_float64_results_are_exact_from_any_position_of_each_row(rng, double, ve
     assert rms(got, want) < 1e-10 and rms(last.levels, levels) < 1e-10
 
 
+@pytest.mark.rotating
 @one_of_each
 @pytest.mark.parametrize("levels", sweep([1, 3], 3))
 def test_the_topmost_level_absorbs_what_is_further_away(rng, double, levels, how):
@@ -181,6 +183,7 @@ def test_a_sequence_may_be_cut_anywhere_in_each_row(rng, double, how):
         close((np.where(early[..., None, None], first, second), last), (want, end))
 
 
+@pytest.mark.rotating
 @simplest_and_richest
 def test_one_step_decodes_at_any_position_of_each_row(rng, double, vector, erase):
     """Rows stop around powers of two, each after its own number of tokens, and go on together."""

@@ -16,6 +16,7 @@ SIZES = [(3, 4), (10, 7), (1, 40), (32, 2), (8, 4)]
 CASES = [(*size, at_once) for size in SIZES for at_once in (2**24, 0)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("bits", "tables", "at_once"), sweep(CASES, (10, 7, 2**24), (10, 7, 0)))
 def test_codes_collide_where_all_sides_of_a_table_are_the_same(rng, bits, tables, at_once, monkeypatch):
     monkeypatch.setattr(lsh, "AT_ONCE", at_once)
@@ -36,6 +37,7 @@ def test_hyperplanes_belong_to_their_seed():
     assert one.shape == (4, 15) and (one == hyperplanes(4, 3, 5, 0)).all() and (one != two).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("bits", "tables"), sweep([(10, 150), (1, 2), (4, 3), (16, 4096)], (10, 150), (4, 3))
 )

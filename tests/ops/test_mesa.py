@@ -73,11 +73,13 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert all(rms(got[n], want[n]) < 1e-2 for n in want)
 
 
+@pytest.mark.rotating
 @forms
 def test_packed_rows_are_the_equation_from_any_state(rng, form):
     rows.check_packed_rows(op_of(FORMS[form]), row, draw(rng), draw_state(rng))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("form", sweep(["chunked", "conjugate gradients"], "chunked"))
 def test_a_sequence_may_be_cut_anywhere(rng, form):
     rows.check_cuts(op_of(FORMS[form]), row, draw(rng), draw_state(rng))

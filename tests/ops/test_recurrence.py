@@ -57,6 +57,7 @@ def test_bfloat16_inputs_keep_a_float32_state(name):
 MEMBERS = [(vector, erase) for vector in (False, True) for erase in (False, True)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("vector, erase", sweep(MEMBERS, MEMBERS[0], MEMBERS[3]))
 def test_float64_results_are_exact_in_every_form(rng, vector, erase):
     with jax.enable_x64(True):
@@ -96,6 +97,7 @@ def test_what_is_read_may_be_taken_away_along_another_key(rng, vector):
     both_forms_are_the_equation(rng, tokens, segments)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("cut", sweep([1, 16, 30], 30))
 def test_a_sequence_may_be_cut_anywhere(rng, cut):
     tokens = draw(rng)
@@ -114,6 +116,7 @@ def test_packed_segments_are_each_alone(rng, vector):
     both_forms_are_the_equation(rng, tokens, segments)
 
 
+@pytest.mark.rotating
 def test_masked_tokens_leave_the_state_unchanged(rng):
     q, k, v, g, *_ = draw(rng)
     beta = jnp.asarray(rng.random((B, T, H)), jnp.float32)
@@ -124,6 +127,7 @@ def test_masked_tokens_leave_the_state_unchanged(rng):
     np.testing.assert_allclose(got[1:], want, atol=2e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(["gla_strong_decay", "kda_strong_decay"], "kda_strong_decay"))
 def test_gradients_stay_finite_under_strong_decay_and_agree(name):
     inputs = jax.tree.map(jnp.asarray, oracle(name)[0])

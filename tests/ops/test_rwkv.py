@@ -68,6 +68,7 @@ def close(got, want, tolerance=1e-6):
         assert got[key].shape == x.shape and rms(got[key], x) < tolerance, key
 
 
+@pytest.mark.rotating
 @FORMS
 def test_float64_results_are_those_of_the_equation(name, recurrent, rng):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -87,6 +88,7 @@ def test_bfloat16_inputs_keep_a_float32_state(name):
     close(got, want, 1e-2)
 
 
+@pytest.mark.rotating
 def test_it_starts_from_zeros_and_o_is_multiplied_by_the_scale(name, rng):
     x = draw(rng, name)
     want = by_hand(name, x | {"initial_state": jnp.zeros_like(x["initial_state"])})
@@ -94,6 +96,7 @@ def test_it_starts_from_zeros_and_o_is_multiplied_by_the_scale(name, rng):
     close(got, want | {"o": 0.25 * want["o"]})
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("at", sweep([16, 21], 21))
 def test_a_sequence_may_be_cut_anywhere(name, at, rng):
     x = draw(rng, name)
@@ -113,6 +116,7 @@ def test_single_steps_are_the_whole(name, rng):
     close({"o": np.concatenate(out, 1), "final_state": state}, by_hand(name, x))
 
 
+@pytest.mark.rotating
 @CHUNKED
 def test_packed_segments_are_each_alone(name, recurrent, rng):
     x = draw(rng, name)
@@ -129,6 +133,7 @@ def test_packed_segments_are_each_alone(name, recurrent, rng):
         assert rms(got["final_state"][row : row + 1], want["final_state"]) < 1e-6
 
 
+@pytest.mark.rotating
 @CHUNKED
 def test_masked_tokens_change_nothing(name, recurrent, rng):
     """Three tokens in the middle of a row and its last ones; another row starts a segment at a masked one."""
@@ -148,6 +153,7 @@ def test_masked_tokens_change_nothing(name, recurrent, rng):
         assert rms(got["final_state"][row : row + 1], want["final_state"]) < 1e-6
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("strongest", sweep([2.5, 100.0], 2.5))
 def test_gradients_stay_finite_under_strong_decay_and_agree(name, strongest, rng):
     """RWKV-6 forgets up to e^-12 in a token, or more than a float holds; the decay of RWKV-7 is bounded."""

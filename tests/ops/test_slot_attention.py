@@ -97,6 +97,7 @@ def test_packed_segments_with_tokens_left_out_are_each_alone(rng, case, recurren
     check_packed_rows(functools.partial(op, recurrent=recurrent), row, x, state)
 
 
+@pytest.mark.rotating
 @CASES
 def test_a_sequence_may_be_cut_anywhere(rng, case):
     op, row, x, state = case(rng)

@@ -69,6 +69,7 @@ def lower(size, rng):
     return below, b, system, np.linalg.solve(system, b)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("size", [1, 6, pytest.param(64, marks=pytest.mark.rotating)])
 def test_lower_systems_are_solved_as_substitution_does(size, rng):
     below, b, _, want = lower(size, rng)
@@ -76,6 +77,7 @@ def test_lower_systems_are_solved_as_substitution_does(size, rng):
     assert rms(x, want) < 1e-6
 
 
+@pytest.mark.rotating
 def test_slopes_of_lower_systems_are_those_of_the_equations(rng):
     """Of sum(c x): c' dx = -u' dL x + u' db with u = (I + L)^-T c."""
     below, b, system, want = lower(6, rng)
@@ -104,6 +106,7 @@ CALLERS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="later jaxlib does not split LAPACK's work")
 @pytest.mark.parametrize("name", CALLERS)
 def test_lapack_is_given_one_matrix_at_a_time_on_cpus(name):

@@ -108,6 +108,7 @@ def close(found, want):
 CASES = [(over, way, window) for over in OVER for way in WAYS for window in (None, 3, 7)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("over, way, window", sweep(CASES, ("heads and rows, too", "ring", None)))
 def test_it_is_attention_over_all_keys_and_counts_what_they_receive(over, way, window, rng, monkeypatch):
     mesh, rules = OVER[over]
@@ -160,6 +161,7 @@ def test_the_way_is_the_one_of_the_fewest_bytes():
     assert ways.WHOLE not in {way.kind for way in (few.of_past(), many.of_past())}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("parts, way, most", [(4, KEYS, 4), (4, HELPED, 3), (8, KEYS, 8), (8, HELPED, 5)])
 def test_devices_that_help_each_other_have_less_to_do(parts, way, most, rng, monkeypatch):
     """How often each device attends to the keys of one: its own, and those of the devices before it."""

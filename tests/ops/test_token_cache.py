@@ -102,6 +102,7 @@ def test_query_heads_share_the_keys_of_their_group(rng):
     assert rms(s, want) < 1e-6 and rms(out, np.einsum("bnts,bsnv->btnv", want, v)) < 1e-6
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("t", [1, 4, 5, 8, 11])
 def test_chunks_of_any_length_are_one_scan(t):
     x = jnp.arange(1.0, 1.0 + 2 * t).reshape(2, t)

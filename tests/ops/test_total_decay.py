@@ -60,6 +60,7 @@ def test_what_follows_a_total_decay_is_a_text_of_its_own(rng, heads):
         np.testing.assert_allclose(whole[:, :11], first, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_a_gate_without_a_lower_bound_closes_without_nan(rng):
     f = jnp.asarray(rng.normal(size=(1, 6, 1, 3)), jnp.float32).at[0, 2:4].set(-1e4)
     q, v, low = f + 1, 2 * f[..., :2].clip(-3, 3), jnp.zeros((1, 3))

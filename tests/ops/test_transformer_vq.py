@@ -106,6 +106,7 @@ def test_a_row_of_nothing_but_padding_is_finite_and_stays_empty(rng):
         assert not np.any(g[0]) and np.isfinite(g).all()
 
 
+@pytest.mark.rotating
 def test_it_is_attention_over_quantised_keys(rng):
     with jax.enable_x64(True):
         x = jax.tree.map(jnp.asarray, draw(rng))
@@ -125,6 +126,7 @@ def test_the_nearest_code_is_found_and_its_vector_is_exact(rng):
     np.testing.assert_array_equal(vectors, np.asarray(book)[np.arange(H), codes])
 
 
+@pytest.mark.rotating
 def test_gradients_go_straight_through_the_codes_of_two_blocks(rng):
     """The reference moves the key of every token of the two newest blocks, and no other key."""
     with jax.enable_x64(True):

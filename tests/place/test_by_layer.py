@@ -115,6 +115,7 @@ def test_what_gpus_cannot_change_in_host_memory_is_refused(monkeypatch):
         kvjax.prefill(small(), [[1, 2, 3, 4, 5, 6, 7]], method=merging, room=2)
 
 
+@pytest.mark.rotating
 @needs_host
 def test_keys_and_values_lie_in_host_memory_and_all_else_on_the_device(both):
     cache = both[1][1]
@@ -261,6 +262,7 @@ def test_rows_that_a_tpu_cannot_bring_are_refused(monkeypatch):
     assert by_layer.far(Slots(jnp.zeros((*shape, 128), jnp.bfloat16), None, pos)).far
 
 
+@pytest.mark.rotating
 def test_where_there_is_one_memory_layers_lie_there_and_are_read_alike(rng, monkeypatch):
     k, v = (jnp.asarray(rng.normal(size=(2, 1, 2, 6, 4)), jnp.float32) for _ in range(2))
     slots = Slots(k, v, jnp.zeros((2, 1, 2, 6), jnp.int32))

@@ -202,6 +202,7 @@ def test_neither_a_fork_nor_its_source_is_lost_with_the_other(model):
 # --- what it costs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_a_prompt_counts_once_and_every_copy_for_its_room(model):
     cache = read(model, METHODS["full"]())
     per_slot = CONFIG.layers * CONFIG.kv_heads * (2 * CONFIG.head_dim * 4 + 4)

@@ -100,6 +100,7 @@ def equations(jaxpr, name):
                 yield from equations(inner, name)
 
 
+@pytest.mark.rotating
 @needs_host
 def test_a_step_moves_pages_alone_between_the_memories_and_keeps_those_of_the_cache(both):
     _, (_, cache) = both
@@ -133,6 +134,7 @@ def drawn(rng, places=3):
     return in_host_memory(Host(places / 6), READ, Slots(k, v, jnp.asarray(pos, jnp.int32)))
 
 
+@pytest.mark.rotating
 def test_the_device_holds_the_pages_that_were_read_last_and_fetches_no_other(rng):
     body, fetch = drawn(rng), jax.jit(fetched, static_argnums=4)
     before, last = jax.tree.map(np.asarray, body), {}
@@ -187,6 +189,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("change", sweep(CHANGES, "rows emptied"))
 def test_a_changed_cache_goes_on_as_on_the_device_and_stays_where_it_lies(both, change):
     caches = [CHANGES[change](cache) for _, cache in both]

@@ -94,6 +94,7 @@ def q(rng):
     return jnp.asarray(rng.normal(size=(B, N, T, H)), jnp.float32)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("page, spare", sweep([(1, 0), (3, 5), (16, 2)], (3, 5)))
 def test_attention_over_pages_equals_dense_attention(rng, q, page, spare):
     views, kept = make_views(rng), make_kept(rng)
@@ -104,6 +105,7 @@ def test_attention_over_pages_equals_dense_attention(rng, q, page, spare):
     assert (got[1][1][1, : N // K] == -jnp.inf).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_a_layer_may_be_walked_in_blocks_of_any_size(rng, q, monkeypatch, tokens):
     views, kept = make_views(rng), make_kept(rng)
@@ -111,6 +113,7 @@ def test_a_layer_may_be_walked_in_blocks_of_any_size(rng, q, monkeypatch, tokens
     close(attend(q, *build(kept, views, 3, spare=5)), attend_dense(q, views, kept))
 
 
+@pytest.mark.rotating
 def test_a_pool_of_one_layer_is_read_at_once(rng, q, monkeypatch):
     views, kept = make_views(rng, bias=False), make_kept(rng)
     pages = pool_pages(int(kept[1].sum()), B * K, 3) + 1
@@ -175,6 +178,7 @@ def test_bytes_follow_the_slots_that_are_kept(rng):
     assert nbytes(tables) == lists * (4 + 4)
 
 
+@pytest.mark.rotating
 def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
     views, kept, copies = make_views(rng), make_kept(rng), 3
     tables, pool = build(kept, views, 3, spare=5)
@@ -190,6 +194,7 @@ def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
         np.testing.assert_array_equal(mine, np.repeat(original, copies, axis=0))
 
 
+@pytest.mark.rotating
 def test_a_row_with_more_than_its_share_is_taken_whole_where_the_data_sized_the_pool(rng):
     kept = tuple(jnp.zeros((n, B, K, S), bool).at[:, 0].set(True) for n in GROUPS)
     tables, pool = build(kept, make_views(rng), 3)
@@ -276,6 +281,7 @@ def test_the_kernel_reads_forked_rows(rng):
     close(got, [tuple(np.repeat(x, copies, axis=0) for x in pair) for pair in want])
 
 
+@pytest.mark.rotating
 def test_pages_that_the_kernel_cannot_read_say_why(rng, q):
     views, kept = make_views(rng), make_kept(rng)
     (table, _), pool = build(kept, views, 8)

@@ -73,6 +73,7 @@ def test_unequal_heads_in_host_memory_answer_as_on_the_device(label):
     assert all(pool.far and all(jax.tree.leaves(lies_far((pool,))[0].v)) for pool in far.pools)
 
 
+@pytest.mark.rotating
 @needs_host
 def test_keys_and_values_lie_in_host_memory_and_all_else_on_the_device():
     cache = both()[1][1]

@@ -69,6 +69,7 @@ def test_what_is_left_is_what_the_other_tokens_alone_would_have_left(name):
     same(after, next_left)
 
 
+@pytest.mark.rotating
 def test_a_step_behind_tokens_taken_back_is_that_of_float64():
     label, m = "snapkv", model("4/2")
     cache = started(m, BY_LABEL[label].method())
@@ -120,6 +121,7 @@ def test_a_window_gives_tokens_back_until_it_has_lost_a_slot():
         rollback(cache, 1)
 
 
+@pytest.mark.rotating
 def test_everything_may_be_taken_back_where_nothing_is_chosen():
     m = model("4/2")
     cache = rollback(started(m, "full"), [len(row) for row in MAIN.first])
@@ -166,6 +168,7 @@ def test_a_context_stays_as_it_is():
 # --- refusals -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("label", "why"),
     [

@@ -90,6 +90,7 @@ def test_rows_are_taken_inside_jit_too(model):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.rotating
 def test_a_fork_leaves_its_source_usable_and_one_copy_changes_nothing(model):
     cache = filled(model, PROMPT, METHODS["adakv, a pool per layer"]())
     same = fork(cache, 1)

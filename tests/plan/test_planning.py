@@ -100,6 +100,7 @@ def test_the_last_that_fits_is_found():
         assert last(lambda n: n <= 0, 10**6, guess=guess) == 0
 
 
+@pytest.mark.rotating
 def test_what_is_largest_fits_by_sizes_and_the_next_does_not():
     topology = topology_of("v5e:4x4")._replace(memory=40 * MIB)
     on = abstract(topology, {"data": 8, "model": 2}, as_rules("tensor", ("data", "model")))
@@ -114,6 +115,7 @@ def test_what_is_largest_fits_by_sizes_and_the_next_does_not():
     assert search.needs(8, tokens) <= 40 * MIB < search.needs(8, int(tokens * 1.02))
 
 
+@pytest.mark.rotating
 def test_an_answer_that_the_compiler_refuses_is_looked_for_again():
     topology = topology_of("v5e:4x4")._replace(memory=40 * MIB)
     on = abstract(topology, {"data": 8, "model": 2}, as_rules("tensor", ("data", "model")))

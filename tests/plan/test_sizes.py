@@ -47,6 +47,7 @@ def on_first(tree):
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "text", [pytest.param(t, marks=[pytest.mark.rotating] if t != "full" else []) for t in SENTENCES]
 )
@@ -76,6 +77,7 @@ def test_rows_scale_what_one_row_takes(text):
         assert sizes.cache(on, rows, 256) == tree_bytes(direct)
 
 
+@pytest.mark.rotating
 def test_the_best_mesh_splits_slots_only_where_memory_is_short():
     method = Method()
     config = dataclasses.replace(named("llama-3-70b").config, layers=3)

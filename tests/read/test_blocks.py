@@ -34,6 +34,7 @@ def asked(q, q_pos, k, pos, group=GROUP, within=WITHIN):
     return found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_what_slots_are_asked_is_the_sum_of_the_logits_of_the_tokens_behind_them(rng, tokens):
     q, k = rng.normal(size=(ROWS, HEADS * GROUP, tokens, H)), rng.normal(size=(ROWS, HEADS, S, H))
@@ -182,6 +183,7 @@ def test_every_query_head_has_representatives_of_its_own_where_a_keep_selects_fo
     assert blocks > 4 * 4 * 2
 
 
+@pytest.mark.rotating
 def test_what_the_method_cannot_do_is_refused_with_the_reason():
     method = kvjax.method("infllm", budget=0.5, page=4, newest=8, sinks=4, keys=2)
     for name, why in (("mla", "the model stores latents"), ("yoco", "several layers read the slots")):

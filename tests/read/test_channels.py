@@ -82,6 +82,7 @@ def test_all_channels_give_the_logits_themselves(drawn):
     np.testing.assert_allclose(got[:, :, :, 0], want, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_the_slots_of_the_largest_guesses_are_chosen_and_no_empty_one(drawn):
     q, body, tail = drawn
     slots, counts = WORD.select(q, body, 1, jnp.asarray([14, 9]))
@@ -176,6 +177,7 @@ def test_a_saved_cache_answers_as_before(tmp_path):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("store", [None, "int8"])
 def test_what_a_step_leaves_unread_is_counted_in_channels_and_slots(store):
     m, method = model("4/2"), kvjax.method("sparq", budget=0.25, channels=5, newest=4)
@@ -274,6 +276,7 @@ def test_what_the_method_cannot_do_is_refused_with_the_reason():
         kvjax.prefill(conversation.model("lckv"), conversation.TEXTS[:2, :13], method=method, room=8)
 
 
+@pytest.mark.rotating
 def test_a_rest_of_another_shape_names_the_word():
     @dataclasses.dataclass(frozen=True)
     class OneHead(LargestChannels):

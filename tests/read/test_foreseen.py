@@ -28,6 +28,7 @@ def half(slots):
     return max(1, slots // 2)
 
 
+@pytest.mark.rotating
 def test_alpha_and_the_budget_bound_what_each_head_reads():
     """Three layers over rows of several lengths: of some lists alpha decides, of others the budget."""
     m, seen = model(layers=3), []
@@ -47,6 +48,7 @@ def body_of(cache, layer):
     return cache.groups[layer].bodies[0]
 
 
+@pytest.mark.rotating
 def test_what_a_layer_brings_from_host_memory_is_known_before_the_layer_below_has_attended():
     """The output map of layer 1 is NaN: layer 2 brings the same slots, and computes NaN with them."""
     m = kvjax.prepare(model(layers=3), FAR)
@@ -62,6 +64,7 @@ def test_what_a_layer_brings_from_host_memory_is_known_before_the_layer_below_ha
     assert (brought[0] >= 0).sum() > 2 * B
 
 
+@pytest.mark.rotating
 def test_slots_in_host_memory_are_read_as_those_of_the_device():
     m, found = model(layers=2), []
     for method in (METHOD, FAR):

@@ -58,6 +58,7 @@ def sampled(word, q, body, length):
     return [np.asarray(x) for x in found]
 
 
+@pytest.mark.rotating
 def test_heads_draw_the_slots_that_collide_and_know_how_likely_that_was(rng):
     word = HashSampling(Budget(1.0), **HASH)
     q, body = held(word, rng, rows=1)
@@ -77,6 +78,7 @@ def test_heads_draw_the_slots_that_collide_and_know_how_likely_that_was(rng):
         assert drawn.any(0).sum() > drawn.sum(1).max() > 0
 
 
+@pytest.mark.rotating
 def test_where_more_collide_than_fit_some_are_chosen_by_chance_and_weigh_more(rng):
     """Over many tokens, what is drawn and visited weighs in the mean as much as what is drawn."""
     word = HashSampling(Budget(3), **HASH)

@@ -38,6 +38,7 @@ def both():
     return m, talked(NEAR, m), talked(FAR, m)
 
 
+@pytest.mark.rotating
 def test_steps_read_outliers_and_the_best_landmarks_of_rebuilt_keys(both):
     m, (logits, _), _ = both
     seen, rows = [], []
@@ -50,6 +51,7 @@ def test_steps_read_outliers_and_the_best_landmarks_of_rebuilt_keys(both):
     assert {old for _, old in seen} >= {8, 16, 24} and all(read < old for read, old in seen if old > 8)
 
 
+@pytest.mark.rotating
 def test_values_in_host_memory_change_no_number_and_keys_lie_on_the_device_in_few_directions(both):
     _, (want, near), (got, far) = both
     np.testing.assert_array_equal(want, got)
@@ -62,6 +64,7 @@ def test_values_in_host_memory_change_no_number_and_keys_lie_on_the_device_in_fe
     assert nbytes(near.groups[-1].bodies[0].k) == nbytes(body.k)
 
 
+@pytest.mark.rotating
 def test_two_turns_and_taken_rows_are_those_of_the_device(both):
     m, *caches = both
     found = []
@@ -72,6 +75,7 @@ def test_two_turns_and_taken_rows_are_those_of_the_device(both):
     np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
+@pytest.mark.rotating
 def test_short_prompts_stay_as_computed():
     m, long = model(layers=2), kvjax.method("shadowkv", budget=1)
     (a, _), (b, _) = talked(long, m, TOKENS[:2]), talked(kvjax.method("full"), m, TOKENS[:2])

@@ -90,6 +90,7 @@ def test_rows_take_turns_by_their_own_tokens(small):
         at = at + append
 
 
+@pytest.mark.rotating
 def test_a_stride_of_one_is_full_attention(small):
     every = kvjax.method("recycled-attention", budget=0.25, stride=1, newest=NEWEST)
     assert off(written(small, every)[0], written(small, None)[0]) < 1e-5

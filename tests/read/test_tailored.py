@@ -28,6 +28,7 @@ def talked(method, m, turns=(MAIN.first,)):
     return np.stack(found), cache
 
 
+@pytest.mark.rotating
 def test_each_layer_does_what_its_own_method_does():
     """Two layers: KIVI's codes below the read alone, over two turns."""
     m, turns = model(layers=2), (MAIN.first, MAIN.second)
@@ -39,6 +40,7 @@ def test_each_layer_does_what_its_own_method_does():
     assert nbytes(a) == nbytes(b)
 
 
+@pytest.mark.rotating
 def test_layers_that_read_few_tokens_lie_in_host_memory_and_those_of_few_bits_do_not():
     m = model(layers=2)
     (want, _), (got, cache) = (

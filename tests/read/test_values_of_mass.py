@@ -42,6 +42,7 @@ def test_each_layer_reads_as_few_values_as_hold_the_mass():
     assert len({read for read, old in seen if old == 29}) > 1
 
 
+@pytest.mark.rotating
 def test_all_of_the_mass_is_attention_to_the_codes():
     m, more = model(layers=2), dict(bits=4, group=16, newest=3)
     codes = Method(store=Store(Affine(4, group=16), None, residual=3))
@@ -51,6 +52,7 @@ def test_all_of_the_mass_is_attention_to_the_codes():
     assert off(got, want) < 1e-5
 
 
+@pytest.mark.rotating
 def test_values_in_host_memory_change_no_number():
     m, more = model(layers=2), dict(budget=0.25, bits=4, group=16, **HYPER)
     found = [talked(kvjax.method("hcattention", **more, **at), m) for at in ({}, dict(resident=0.0))]

@@ -37,6 +37,7 @@ def place(engine):
     return words
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "methods",
     [

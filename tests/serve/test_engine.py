@@ -154,6 +154,7 @@ def test_pages_that_rows_share_are_read_once_by_the_device(monkeypatch):
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in range(2, 200))]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_legal_schedule_gives_the_tokens_of_generate_alone(seed, monkeypatch):
     """Random rows, chunks, preemptions and returns, with NaN in every page that nobody holds."""
