@@ -44,6 +44,17 @@ def test_requests_get_the_tokens_of_one_device(name, arenas):
         assert [one.data.nbytes for one in pool.addressable_shards] == [pool.nbytes // 2] * 2
 
 
+def test_prefill_and_decoding_have_a_slice_of_the_devices_each(arenas):
+    prompts = crowd((None, BY_LABEL["keydiff"].method()))
+    system = System(words.Blocks(PAGE), batch=words.PrefillFirst(8, 64), split=words.Apart(1, 1))
+    split = kvjax.spread(battery.model("4/2"), "model=2", "tensor")
+    done = run(split, prompts, system, pages=3 * PAGES, watch=clean)
+    check_alone(done, prompts)
+    on = [{one.id for one in arena.words[0].sharding.device_set} for arena in arenas]
+    assert sorted(map(sorted, on)) == [[0, 1], [2, 3]]
+    assert "4 of" in done.outcome.costs
+
+
 @pytest.mark.parametrize(
     "mesh, method, said",
     [

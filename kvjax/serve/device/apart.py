@@ -2,7 +2,7 @@
 
 DistServe (Zhong et al., 2024, arXiv:2401.09670), section 4. Every engine runs in a thread of its own. When a
 prompt has been read, its pages are copied through host memory to a decoding engine, which gives them pages of
-its own pool.
+its own pool. An instance is one device or, for a model on a mesh, as many as that has.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.base.errors import InputError
+from kvjax.io.load import spread
 from kvjax.models.model import Model
 from kvjax.serve.device.engine import Engine, KnownRequests
 from kvjax.serve.device.jobs import Job, Token
@@ -84,19 +86,17 @@ def run_apart(
     """
     split = system.split
     assert isinstance(split, Apart)
-    devices = _devices(system)
+    places = _places(system, model)
     source, live = [KnownRequests() for _ in range(split.prefill)], [Live() for _ in range(split.decode)]
     count, rows, most = sizes
     first, after = roles(system)
 
-    def engine(kind: type[Engine], how: System, at: Any, source: Any) -> Any:
-        here = dataclasses.replace(model, params=jax.device_put(model.params, at))
-        return kind(here, how, count, rows, most, source)
+    def engine(kind: type[Engine], how: System, at: list[Any], source: Any) -> Any:
+        return kind(_model_at(model, at), how, count, rows, most, source)
 
-    readers = [engine(Prefiller, first, at, one) for at, one in zip(devices, source, strict=False)]
-    writers = [
-        engine(Decoder, after, at, one) for at, one in zip(devices[split.prefill :], live, strict=True)
-    ]
+    readers = [engine(Prefiller, first, at, one) for at, one in zip(places, source, strict=False)]
+    writers = [engine(Decoder, after, at, one) for at, one in zip(places[split.prefill :], live, strict=True)]
+    devices = [at[0] for at in places]
     for one, writer in zip(live, writers, strict=True):
         one.accept = writer.accept
     turns = cycle(range(split.decode))
@@ -120,14 +120,25 @@ def run_apart(
     return _outcome(system, jobs, arrived, readers, writers), readers[0]
 
 
-def _devices(system: System) -> list[Any]:
-    found = jax.devices()
-    if len(found) < system.devices:
+def _places(system: System, model: Model) -> list[list[Any]]:
+    """The devices of every instance: one, or as many as the model's mesh has."""
+    size = 1 if model.on_mesh is None else model.on_mesh.mesh.size
+    found, need = jax.devices(), system.devices * size
+    if len(found) < need:
         raise InputError(
-            f"{system.split!r} takes {system.devices} devices, and there are {len(found)}: run on more, "
-            f"or, for CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count={system.devices}"
+            f"{system.split!r} takes {need} devices, and there are {len(found)}: run on more, "
+            f"or, for CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
-    return found[: system.devices]
+    return [found[i : i + size] for i in range(0, need, size)]
+
+
+def _model_at(model: Model, devices: list[Any]) -> Model:
+    """The model on one device, or split over a mesh of these as it was over its own."""
+    on = model.on_mesh
+    if on is None:
+        return dataclasses.replace(model, params=jax.device_put(model.params, devices[0]))
+    mesh = Mesh(np.array(devices).reshape(on.mesh.axis_sizes), on.mesh.axis_names)
+    return spread(model, mesh, on.rules)
 
 
 def _together(
@@ -182,5 +193,7 @@ def _outcome(
     engines = (*readers, *writers)
     ends = np.concatenate([np.array(engine.ends) for engine in engines])
     moved, computed = (sum(getattr(one, name) for one in engines) for name in ("moved", "computed"))
-    by = f"measured on {len(engines)} of {jax.devices()[0].device_kind}"
+    on = engines[0].model.on_mesh
+    count = len(engines) * (1 if on is None else on.mesh.size)
+    by = f"measured on {count} of {jax.devices()[0].device_kind}"
     return Outcome([entries[job.id] for job in jobs], ends, moved, computed, system, by)

@@ -57,7 +57,8 @@ def run(
         model: a model.
         requests: the requests.
         system: a system, whose policies schedule, or its text, such as "sarathi(tokens=256)". `distserve`
-            takes a device for every instance, and all requests must lie in pages.
+            takes a device for every instance, or as many as the model's mesh has, and all requests must lie
+            in pages.
         method: the method of requests that name none.
         pages: the size of the pool, on each device (default: enough for all requests that may run at once).
             Lanes are not in the pool; for them it only limits how many requests run.
