@@ -19,8 +19,9 @@ def distserve(
 ) -> System:
     """DistServe (Zhong et al., 2024, arXiv:2401.09670), section 4: prefill and decoding on other devices.
 
-    `kvjax.serve.run` takes a device, or a model's mesh of them, for every instance. Deviation: instances take requests in turn, slots
-    move through host memory, all at once and pushed, and parallelism and placement are not searched.
+    `kvjax.serve.run` takes a device, or a model's mesh of them, for every instance. Deviation: instances take
+    requests in turn, slots move through host memory, all at once and pushed, and parallelism and placement
+    are not searched.
     """
     return System(place=Blocks(page), batch=PrefillFirst(rows, tokens), split=Apart(prefill, decode))
 
