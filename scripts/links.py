@@ -59,7 +59,7 @@ def wrong_id(arxiv: str) -> str:
 def wrong_address(address: str) -> str:
     """Why this is no address that can be asked for, or "".
 
-    >>> wrong_address("https://github.com/NVIDIA/kvpress"), wrong_address("http://github")
+    >>> wrong_address("https://github.com/NVIDIA/kvpress"), wrong_address("github.com/NVIDIA")
     ('', 'no host')
     """
     host = urlsplit(address).netloc

@@ -39,12 +39,6 @@ def written(model, method):
     return np.concatenate(out), cache
 
 
-def test_pages_that_neither_divide_nor_hold_what_is_encoded_together_are_refused():
-    kvjax.chain(kvjax.method("kivi", group=32), kvjax.method("quest", budget=0.5, page=64))
-    with pytest.raises(ValueError, match="pages of 24 tokens, and 32 tokens are encoded .* give pages of 32"):
-        kvjax.chain(kvjax.method("kivi", group=32), kvjax.method("quest", budget=0.5, page=24))
-
-
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     "name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.rotating) for n in READS]
