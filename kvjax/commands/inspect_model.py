@@ -25,12 +25,14 @@ from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
+from kvjax.models.feed_forward import NoMLP, mlp_of
 from kvjax.models.files import read_json
 from kvjax.models.gguf.load import config_of_gguf
 from kvjax.models.gguf.reader import is_gguf, open_gguf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.mixers.rwkv import ChannelMix
 from kvjax.models.quantised.settings import beside, quantisation_of
 from kvjax.plan.cache_sizes import abstract_params, sizes_of
 
@@ -133,18 +135,20 @@ def _block_rows(config: BlockConfig, dtype: str) -> list[tuple[str, str]]:
 
 
 def _shape_rows(config: Config) -> list[tuple[str, str]]:
-    still = sum(
-        type(word) is Attention and not word.rotates
-        for word in (mixer_of(config, i) for i in range(config.layers))
-    )
+    """Sizes of the layers; without attention no heads and no rotation, without an MLP no width of it."""
+    layers = range(config.layers)
+    words = [mixer_of(config, i) for i in layers]
+    wide = any(not isinstance(mlp_of(config, i), NoMLP) or isinstance(words[i], ChannelMix) for i in layers)
+    shape = f"{config.layers} of width {config.d_model}{f', MLP {config.d_ff}' if wide else ''}"
+    if all(word.slots(config) is None for word in words):
+        return [("layers", shape), ("positions", str(config.max_positions))]
+    still = sum(type(word) is Attention and not word.rotates for word in words)
     without = f", none in {_layers(still)}" if still else ""
+    rope = f"rope {config.rope.kind}, theta {config.rope.theta:g}{without}"
     return [
-        ("layers", f"{config.layers} of width {config.d_model}, MLP {config.d_ff}"),
+        ("layers", shape),
         ("heads", f"{config.heads} query, {config.kv_heads} KV, {config.head_dim} channels each"),
-        (
-            "positions",
-            f"{config.max_positions}, rope {config.rope.kind}, theta {config.rope.theta:g}{without}",
-        ),
+        ("positions", f"{config.max_positions}, {rope}"),
     ]
 
 

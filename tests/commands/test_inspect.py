@@ -27,6 +27,7 @@ from kvjax.models.hf_config import config_from_hf
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.plan.cache_sizes import CacheSizes
+from kvjax.plan.named import named
 from kvjax.state.cache import nbytes
 from kvjax.steps import Run
 from tests.models import architectures
@@ -104,6 +105,13 @@ def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
     assert rows["windows"] == "4 layers of the newest 64 tokens only, 256 B each"
     assert rows["KV per token"] == "0 B in bfloat16: no layer keeps every token"
     assert rows["parameters"] == "815.74 k, 1.6 MiB in bfloat16"
+
+
+def test_a_model_of_states_alone_has_no_heads_and_no_rotation():
+    rows = dict(model_rows(config_from_hf(CASES["mamba2"]), None, "float32"))
+    assert rows["layers"] == "3 of width 20" and rows["positions"] == "1048576" and "heads" not in rows
+    rows = dict(model_rows(named("rwkv-7-2.9b").config, None, "float32"))
+    assert rows["layers"] == "64 of width 2560, MLP 10240" and "heads" not in rows
 
 
 @pytest.mark.rotating
