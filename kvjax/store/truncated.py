@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -47,7 +48,9 @@ class Truncated:
         if s % self.tokens:
             raise ValueError(f"{s} tokens cannot be encoded {self.tokens} at a time")
         blocks = x.astype(jnp.float32).reshape(*batch, s // self.tokens, self.tokens, h)
-        gram = jnp.einsum("...th,...tj->...hj", blocks, blocks, precision="highest")
+        # The gradient of eigenvectors need not be finite, so that of a projection on a given basis is taken.
+        fixed = jax.lax.stop_gradient(blocks)
+        gram = jnp.einsum("...th,...tj->...hj", fixed, fixed, precision="highest")
         # Eigenvalues are in ascending order.
         vectors = one_by_one(lambda a: jnp.linalg.eigh(a)[1], gram)[..., ::-1]
         basis = vectors[..., : min(self.rank, self.tokens, h)]
