@@ -32,6 +32,7 @@ KNOWN = {
         "less": TAKEN, "qserve": DECODED, "skvq": DECODED,
         "int4": DECODED, "intactkv": DECODED, "prefixquant": DECODED, "think": DECODED, "mikv": DECODED,
         "zipcache": DECODED, "adakv-int4": DECODED, "magicpig": RELAID, "zdc": PADDED,
+        "hcattention": DECODED, "shadowkv": DECODED,
     } | POOLED,
     "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED, "zdc": PADDED} | POOLED,
 }  # fmt: skip

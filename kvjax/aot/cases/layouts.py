@@ -166,6 +166,9 @@ SENTENCES = {
     "magicpig": _one("magicpig", budget=1024, skip_layers=0),
     "loki": _one("loki", budget=1024),
     "rocketkv": _one("rocketkv", budget=256),
+    "hcattention": _one("hcattention", budget=1024),
+    "shadowkv": _one("shadowkv", budget=1024),
+    "tailorkv": _one("tailorkv", apart=True, budget=1024),
 }
 
 
