@@ -236,7 +236,8 @@ def group_method(
     method = method.at(first)
     keep, store, read = method.keep, method.store, method.read
     codecs = _codecs(method, first, size)
-    granule = max((codec.granule for codec in codecs if codec is not None), default=1)
+    # One for all encoded layers, since a layer may be decoded over the one below.
+    granule = 1 if store is None or codecs == (None, None) else store.granule
     residual = 0 if store is None else store.residual
     if kind == "reads":
         return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)

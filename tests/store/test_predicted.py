@@ -55,6 +55,26 @@ def test_steps_and_turns_encode_as_one_prompt_does():
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize("room", [9, pytest.param(10, marks=pytest.mark.rotating), 11])
+def test_bodies_of_other_sizes_lie_over_each_other(room):
+    """The first layer's codec takes tokens one by one, and it encodes as many together as the others do."""
+    m, sides = model("4/2"), []
+    for each in (room, 8):  # 8: sizes are equal
+        logits, cache = kvjax.prefill(m, [ROW[:6]], room=each, method=AQUA)
+        sides.append([logits])
+        for token in ROW[6:]:
+            logits, cache = kvjax.step(m, cache, np.array([token], np.int32))
+            sides[-1].append(logits)
+    np.testing.assert_allclose(*sides, atol=1e-5)
+
+
+def test_a_prompt_of_which_nothing_is_encoded_answers_as_without_a_method():
+    method = kvjax.method("aqua-kv", tokens=4, residual=16, fitted=MAPS)
+    found, plain = (kvjax.prefill(model("4/2"), [ROW], room=1, method=x) for x in (method, None))
+    step = lambda pair: kvjax.step(model("4/2"), pair[1], np.array([3], np.int32))[0]  # noqa: E731
+    np.testing.assert_allclose(step(found), step(plain), atol=1e-5)
+
+
 def test_without_codes_between_them_layers_predict_no_difference():
     """At 4 bits everywhere the answer is near the uncompressed one, whatever is predicted."""
     m = model("4/2")
