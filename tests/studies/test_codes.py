@@ -6,10 +6,13 @@ import scipy.special
 
 import kvjax
 from kvjax.eval.tasks.recall import WORDS
+from kvjax.grammar.fitted import as_fitted
 from kvjax.methods.parse import parse_method
 from kvjax.state.codes import dense
 from scripts.studies import codes
 from scripts.studies.runner import Data
+
+FILE = "CacheGen's coder, middle"
 
 
 @pytest.mark.parametrize("name", codes.ROWS)
@@ -31,6 +34,8 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(codes, "DATA", Data(tmp_path / "codes.json", {"about": {}, "rows": {}}))
     for name, value in (("START", 0), ("LENGTH", 64), ("AFTER", 16), ("ROWS", ("int8", "mxfp4"))):
         monkeypatch.setattr(codes, name, value)
+    monkeypatch.setattr(codes, "CODERS", {FILE: ("cachegen", {}, 1)})
+    monkeypatch.setattr(codes, "prose", lambda model, rows, tokens: [[*range(3, 90)]] * 2)
     return kvjax.load("recall-tiny")
 
 
@@ -56,11 +61,41 @@ def test_bits_errors_and_kl_are_those_of_a_cache_in_codes(small):
     assert found["bits"] == 4.25 and found["coded"] < 4.25
 
 
+@pytest.mark.parametrize("name", ["qserve", "kvquant", "aqua-kv"])
+def test_fitted_codecs_are_measured_as_a_prefill_encodes(small, name):
+    """In a basis; keys before rotation after a first token as it is; over the layer below."""
+    read, fitted = codes.reading(small), as_fitted(f"recall-tiny/{name}")
+    found = codes.measured(name, read, fitted)
+    ids = codes.window(small)
+    _, cache = kvjax.prefill(small, [ids[:64]], room=16, method=kvjax.method(name, fitted=fitted))
+    logits, _ = kvjax.verify(small, cache, [ids[64:80]])
+    p, q = (np.asarray(x, np.float64) for x in (read.logp, scipy.special.log_softmax(logits[0], -1)))
+    # There, new tokens are in codes, too, and AQUA-KV leaves the newest ones as they are.
+    assert found["kl"] == pytest.approx(
+        (np.exp(p) * (p - q)).sum(-1).mean(), rel=1.0 if "aqua" in name else 0.5
+    )
+    assert 0 < found["keys"] < 0.15 and 0 < found["values"] < 0.15 and 1 < found["bits"] < 6
+
+
+def test_a_fitted_coder_of_files_is_measured_as_what_comes_back(small, tmp_path):
+    coders = {}
+    found = codes.coded_file(FILE, codes.reading(small), coders)
+    _, cache = kvjax.prefill(small, [codes.window(small)[:64]], room=16)
+    sent = list(kvjax.send_cache(cache, *coders.values(), quality=1))
+    assert found["coded"] == pytest.approx(8 * sum(map(len, sent[1:])) / (2 * 4 * 2 * 64 * 32), abs=1e-3)
+    assert 0 < found["values"] < 0.2 and found["kl"] > 0
+
+
+def test_a_step_is_compared_with_one_without_a_method(small, monkeypatch):
+    monkeypatch.setattr(codes, "REPEATS", 4)
+    assert 0.1 < codes.step_time(small, kvjax.method("int4")) < 10
+
+
 def test_a_run_adds_the_rows_that_are_missing(small):
     codes.run(small, ["int8"])
     first = codes.DATA.read()["rows"]["int8"]
     codes.run(small, None)
     found = codes.DATA.read()
-    assert {*found["rows"]} == {"int8", "mxfp4"} and found["rows"]["int8"] == first
+    assert {*found["rows"]} == {"int8", "mxfp4", FILE} and found["rows"]["int8"] == first
     assert found["about"]["tokens"] == 64
     assert all(first[name] < found["rows"]["mxfp4"][name] for name in ("keys", "values", "kl"))
