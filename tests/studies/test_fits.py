@@ -31,10 +31,10 @@ def test_a_run_adds_a_row_of_seconds(tmp_path, monkeypatch):
 
 
 def test_kl_of_what_is_fitted_is_that_of_a_prefill_by_the_method(small):  # noqa: F811
-    read, fitted = codes.reading(small), as_fitted("recall-tiny/q-filters")
-    found = fits.measured("q-filters", read, fitted)
+    read, fitted = codes.reading(small), as_fitted("recall-tiny/chai")
+    found = fits.measured("chai", read, fitted)
     ids = codes.window(small)
-    method = kvjax.method("q-filters", budget=fits.BUDGET, fitted=fitted)
+    method = kvjax.method("chai", fitted=fitted)
     _, cache = kvjax.prefill(small, [ids[:64]], room=16, method=method)
     q = scipy.special.log_softmax(np.asarray(kvjax.verify(small, cache, [ids[64:80]])[0][0], np.float64), -1)
     p = np.asarray(read.logp, np.float64)
