@@ -110,6 +110,7 @@ def test_none_read_again_is_the_joined_past():
             np.testing.assert_array_equal(a[0], b[0])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -62,6 +62,7 @@ def lengths(monkeypatch):
     return asked
 
 
+@pytest.mark.rotating
 def test_many_tokens_take_few_slices(lengths):
     new = 2 * SLICE + 6
     tokens, logprobs, after = said([0, 3], new, [-1])

@@ -121,6 +121,7 @@ def test_what_cannot_be_looked_at_says_why(found):
         kvjax.draw_scores("x.png", found["snapkv"][1], row=2)
 
 
+@pytest.mark.rotating
 def test_a_picture_that_cannot_be_written_is_said_in_one_sentence(found, tmp_path):
     with pytest.raises(InputError, match="x.png cannot be written .* expected a file in a writable folder"):
         kvjax.draw_scores(tmp_path / "no" / "x.png", found["snapkv"][1])

@@ -222,6 +222,7 @@ def test_what_is_no_method_is_no_part_of_a_chain(part):
         chain(kvjax.method("knorm", budget=0.5), part)
 
 
+@pytest.mark.rotating
 def test_what_generate_returned_is_no_cache(model):
     out = kvjax.generate(model, [[1, 2]], max_new_tokens=1)
     with pytest.raises(

@@ -103,6 +103,7 @@ def test_a_merge_is_told_where_it_acts():
     assert [len(told(m, part)) for m in (d2o, cam) for part in (prompt, at_each_step)] == [1, 1, 0, 1]
 
 
+@pytest.mark.rotating
 def test_the_budget_that_is_told_is_the_number_of_slots_that_stay():
     method = kvjax.method("snapkv", budget=0.3, window=7)
     _, cache = kvjax.prefill(model("4/2"), [list(range(50))], method=method)

@@ -60,6 +60,7 @@ def test_a_script_that_the_font_lacks_is_no_warning() -> None:
     frontier_png(panels_of(summarise(scored([1, 1], method="模型", budget=0.25))))
 
 
+@pytest.mark.rotating
 def test_the_dark_frontier_has_a_dark_ground() -> None:
     cells = summarise(comparison())
     light, dark = (pixels(frontier_png(panels_of(cells), dark=flag))[0, 0, :3] for flag in (False, True))

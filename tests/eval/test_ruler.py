@@ -254,6 +254,7 @@ def test_coded_words_follow_a_zeta_law(suite):
     assert rest[2][1] > rest[3][1]
 
 
+@pytest.mark.rotating
 def test_documents_hold_the_question_s_own_first(suite):
     made = suite.draft("qa_1", 4)
     numbers = re.findall(r"Document (\d+):\nArticle (\d), part (\d)", context(suite, "qa_1", 4))
@@ -321,6 +322,7 @@ def test_wrong_options_are_one_sentence(model, tasks, said):
         make_suite(model, tasks, length=LENGTH)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "task, data, said",
     [

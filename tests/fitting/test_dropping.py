@@ -39,6 +39,7 @@ def read_of(row):
     return Prompt(decoder("4/2"), row, hides=learned.dcp_hides)
 
 
+@pytest.mark.rotating
 def test_a_cache_weighs_the_longest_list_of_each_layer_and_room():
     m = model("4/2")
     _, cache = kvjax.prefill(m, MAIN.first, method=DCP, room=5)

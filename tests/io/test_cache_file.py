@@ -508,6 +508,7 @@ def test_a_method_that_no_longer_exists_is_named(saved):
         kvjax.load_cache(saved)
 
 
+@pytest.mark.rotating
 def test_codes_of_another_codec_are_refused(model, saved):
     kvjax.save_cache(saved, filled(model, kvjax.method("int8")))
     rewrite(saved, method='["int4", [["group", 8]]]')

@@ -30,6 +30,7 @@ def test_a_drawn_score_is_the_score_with_gumbel_noise(rng):
     np.testing.assert_allclose(GumbelTopK(KeyNorm(), 3)(view, seen)[0], want[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.rotating
 def test_slots_are_drawn_in_proportion_to_the_exponential_of_their_scores(rng):
     """Over many layers, the first of 20 tokens drawn is j with chance (1 + j) / 210."""
     view = slots(rng)

@@ -168,6 +168,7 @@ def test_tokens_are_chosen_by_keys_as_they_meet_queries_where_they_lie_unrotated
     assert off(logits, want) < 1e-5 and positions(cache) == positions(plain)
 
 
+@pytest.mark.rotating
 def test_nothing_gets_narrower_where_nothing_is_compressed():
     logits, cache = kvjax.prefill(model("deep"), MAIN.first, method=FASTKV, room=ROOM, compress=False)
     want, full = kvjax.prefill(model("deep"), MAIN.first, room=ROOM)

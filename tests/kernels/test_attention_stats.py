@@ -180,6 +180,7 @@ def test_groups_of_every_size_fill_their_blocks(group):
     check(call(q, k, lse, q_pos, k_pos), want, 2e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "implementation, kind",
     sweep(itertools.product(FORMS, [jnp.bfloat16, jnp.float32]), (FORMS[1], jnp.bfloat16)),
@@ -296,6 +297,7 @@ def test_the_causal_order_leaves_half_of_the_blocks():
     assert first.tolist() == [[1] * 4] and final.tolist() == [[0] * 4]
 
 
+@pytest.mark.rotating
 def test_only_the_last_queries_are_visited_where_nothing_else_is_wanted():
     """Queries before the last ones are no numbers, and so is their lse."""
     drawn = draw(5, t=40)

@@ -303,6 +303,7 @@ def test_late_positions_turn_exactly_in_the_kernel():
     check(call(*inputs), by_hand(*inputs, phase=phase, **how), 1e-3)
 
 
+@pytest.mark.rotating
 def test_what_cannot_run_says_why():
     q, pool, table, lengths, pos = draw(0)
     how = dict(scale=1.0)

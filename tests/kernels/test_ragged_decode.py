@@ -190,6 +190,7 @@ def test_two_cores_share_the_lists():
 RACED = ("plain", "empty lists first and last", "biases")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case, dma", sweep([(case, dma) for case in RACED for dma in ("on_wait", "eager")], (RACED[1], "on_wait"))
 )

@@ -223,6 +223,7 @@ def test_both_forms_are_the_equation(case, block):
     check(kernel(inputs, options, block, True), want, bar)
 
 
+@pytest.mark.rotating
 def test_blocks_in_front_of_a_window_are_never_read():
     q, k, v, _, _ = draw(2)
     lengths, pos = jnp.asarray([64, 50]), jnp.asarray([[63], [49]])
@@ -263,6 +264,7 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
     assert not races
 
 
+@pytest.mark.rotating
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
     monkeypatch.setattr(streaming, "wait", lambda copy: None)

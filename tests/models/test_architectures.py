@@ -67,6 +67,7 @@ def test_bytes_are_those_of_the_formula(name):
     assert len(kvjax.kept_positions(cache)) == TABLE[name].config.layers
 
 
+@pytest.mark.rotating
 @EVERY
 def test_the_gradient_reaches_every_parameter_and_is_the_slope_of_the_loss(name):
     gradient, params, config = whole(name).gradient, model(name).params, TABLE[name].config

@@ -360,6 +360,7 @@ def test_a_model_type_that_is_no_text(value, folder):
         load(folder)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("value", [None, "x", 5, [], [5]])
 def test_a_checkpoint_whose_config_is_no_object(value, checkpoint):
     head = json.loads((checkpoint / "kvjax.json").read_text())

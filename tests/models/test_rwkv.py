@@ -85,6 +85,7 @@ def test_rwkv6_is_its_equation_token_by_token(rng):
     close(run(mixer, p, x), finch(p, x, 3, 4))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("v_rank", [None, 2])
 def test_rwkv7_is_its_equation_token_by_token(rng, v_rank):
     mixer = Rwkv7(heads=3, head_dim=4, decay_rank=2, rate_rank=3, gate_rank=5, v_rank=v_rank)

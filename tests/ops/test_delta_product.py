@@ -66,6 +66,7 @@ def test_without_decay_without_a_state_and_with_shared_keys(rng):
     close(run(*inputs, scale=0.25), by_hand((0.25 * q, k, v, None, beta), 0 * state))
 
 
+@pytest.mark.rotating
 def test_one_sub_step_is_the_gated_delta_rule(rng):
     inputs, state = draw(rng, n=1)
     want = jax.jit(lambda x, s: gated_delta_rule(*x, scale=1.0, initial_state=s))(inputs, state)

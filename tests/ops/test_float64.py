@@ -11,6 +11,7 @@ from tests.parity.ops_table import OPS
 from tests.sweep import sweep
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", sweep(OPS, "mla", "tpa"))
 def test_float64_results_are_those_that_are_stored(name):
     inputs, want = oracle(name)

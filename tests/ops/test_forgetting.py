@@ -67,6 +67,7 @@ def test_gradients_are_finite_under_strong_decay_and_agree(rng, monkeypatch):
     sequences.gradients_agree(run, draw(rng, strongest=100.0))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("recurrent", [False, True], ids=["chunked", "recurrent"])
 def test_what_was_forgotten_long_ago_costs_no_precision(tokens, recurrent):
     tokens["g"][:, : T - 10], tokens["g"][:, T - 10 :] = -1000.0, 0.05 * tokens["g"][:, T - 10 :]

@@ -99,12 +99,14 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert all(got[n].dtype == np.float32 and rms(got[n], want[n]) < 1e-2 for n in want)
 
 
+@pytest.mark.rotating
 @FORMS
 def test_packed_documents_with_tokens_left_out_are_each_alone(case, recurrent):
     op, row, x, state = case
     check_packed_rows(functools.partial(op, recurrent=recurrent), row, x, state)
 
 
+@pytest.mark.rotating
 def test_rows_at_different_places_of_their_segments_may_be_cut_anywhere(case):
     op, row, x, state = case
     check_cuts(op, row, x, state, functools.partial(op, recurrent=True))
@@ -116,6 +118,7 @@ def test_gradients_are_finite_and_those_of_the_other_form(case):
     check_gradients(op, functools.partial(op, recurrent=True), x, state)
 
 
+@pytest.mark.rotating
 @DELTA
 def test_the_memory_knows_nothing_of_the_open_segment(rng, delta):
     """A gate of one leaves the memory alone: 0 in the first segment, and later blind to its own segment."""

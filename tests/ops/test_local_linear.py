@@ -72,6 +72,7 @@ def test_bfloat16_inputs_are_computed_in_float32(name):
     assert got["o"].dtype == np.float32 and rms(got["o"], want["o"]) < 1e-2
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("strip", sweep([4, 128], 4))
 def test_float64_results_are_exact_with_grouped_heads(rng, strip):
     with jax.enable_x64(True):
@@ -140,6 +141,7 @@ def test_masked_keys_change_nothing(rng, how):
     assert rms(lla(q, *noisy, mask=real, **how), want[0]) < 1e-6
 
 
+@pytest.mark.rotating
 def test_a_large_ridge_is_softmax_attention(rng):
     q, r, k, v = draw(rng)
     want = by_hand(q, 0 * r, k, v, causal())[1]

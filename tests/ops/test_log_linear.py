@@ -263,6 +263,7 @@ def test_masks_and_segments_go_together(rng, double):
     assert chunks[1].next.tolist() == [24, 0] and not chunks[1].levels[1].any()
 
 
+@pytest.mark.rotating
 def test_scales_of_one_are_the_plain_member_without_erasing(rng, double):
     (q, k, v, g, *_), scales = draw(rng)
     out, state = attention(q, k, v, g, np.ones_like(scales))
@@ -270,6 +271,7 @@ def test_scales_of_one_are_the_plain_member_without_erasing(rng, double):
     assert rms(out, want) < 1e-10 and rms(np.asarray(state.levels).sum(1), final) < 1e-10
 
 
+@pytest.mark.rotating
 def test_scales_of_one_are_the_plain_member_with_erasing(rng, double):
     (q, k, v, g, *_), scales = draw(rng, vector=False)
     beta = rng.random((B, T, H))

@@ -53,6 +53,7 @@ def test_chances_have_gradients_at_every_angle():
     assert np.isfinite(slopes).all() and (slopes[1:-4] > 0).all()
 
 
+@pytest.mark.rotating
 def test_estimates_by_chance_come_out_right_in_the_mean(rng):
     """What is drawn and weighed by 1 / u is, over many hyperplanes, the sum over all: softmax's two sums."""
     draws, bits, tables = 4000, 3, 4

@@ -230,6 +230,7 @@ def test_low_precision_inputs_keep_their_dtype_and_turn_in_float32(rng):
     np.testing.assert_array_equal(np.asarray(out), np.asarray(exact.astype(jnp.bfloat16)))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rope", sweep(KINDS, KINDS[2]), ids=lambda r: r.kind + str(r.rotary_dim or ""))
 def test_positions_of_any_shape_and_jit_give_the_same(rope, rng):
     pos = jnp.asarray(rng.integers(0, 100, (2, 3, 4)), jnp.int32)

@@ -81,6 +81,7 @@ def test_many_queries_go_in_strips(tokens, monkeypatch):
     assert rms(out, by_hand(tokens)) < 1e-6
 
 
+@pytest.mark.rotating
 def test_ordinary_attention_takes_a_sink_and_a_bias_afterwards(tokens, rng):
     k, v = rng.normal(size=(N, K)), rng.normal(size=(N, V))
     want = np.zeros((B, T, N, V))

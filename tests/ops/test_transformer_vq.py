@@ -74,6 +74,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert all(rms(got[n], want[n]) < 1e-2 for n in want)
 
 
+@pytest.mark.rotating
 @forms
 def test_packed_rows_are_the_equation_from_any_state(rng, recurrent):
     rows.check_packed_rows(partial(op, recurrent=recurrent), row, draw(rng), draw_state(rng))
@@ -117,6 +118,7 @@ def test_it_is_attention_over_quantised_keys(rng):
         assert rms(jax.jit(op)(x)[0], want) < 1e-10
 
 
+@pytest.mark.rotating
 def test_the_nearest_code_is_found_and_its_vector_is_exact(rng):
     k = jnp.asarray(rng.normal(size=(B, T, H, K)), jnp.float32)
     book = jnp.asarray(BOOK, jnp.float32)

@@ -108,6 +108,7 @@ def test_what_changes_slots_while_decoding_changes_them_in_host_memory(name):
     assert parts_of(far) and (host_nbytes(far) > 0) == memory.offers_host()
 
 
+@pytest.mark.rotating
 def test_what_gpus_cannot_change_in_host_memory_is_refused(monkeypatch):
     monkeypatch.setattr(segments, "platform", lambda: "gpu")
     merging = kvjax.chain(kvjax.method("compressive-transformer", budget=4, rate=2), FAR)

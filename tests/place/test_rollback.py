@@ -131,6 +131,7 @@ def test_everything_may_be_taken_back_where_nothing_is_chosen():
     close(logits, kvjax.prefill(m, DRAFT[:, :1], room=1)[0])
 
 
+@pytest.mark.rotating
 def test_taken_and_copied_rows_know_what_they_have_added():
     m = model("4/2")
     _, cache = kvjax.verify(m, started(m, BY_LABEL["snapkv"].method()), DRAFT, lengths=UNEVEN)

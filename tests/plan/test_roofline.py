@@ -90,6 +90,7 @@ def test_slots_that_other_layers_read_are_read_again():
     assert (hbm, mxu) == milliseconds(moved, products)
 
 
+@pytest.mark.rotating
 def test_latents_that_every_device_has_whole_meet_its_own_queries_alone():
     latent = dataclasses.replace(CONFIG, kv_heads=4, mixers=(Latent(96, 32, 16, 16),) * 4)
     (whole, _, _), (split, _, _) = least(latent, data=8, model=1), least(latent, data=8, model=2)

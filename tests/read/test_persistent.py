@@ -94,6 +94,7 @@ def test_layers_with_a_window_neither_pick_nor_take():
     assert np.isfinite(kvjax.step(m, cache, MAIN.steps[0])[0]).all()
 
 
+@pytest.mark.rotating
 def test_what_cannot_share_picks_is_refused():
     stacked = model()
     params = init(stacked.config, jax.random.key(4), groups=plan(stacked.config, stacked=True))
