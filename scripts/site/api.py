@@ -12,7 +12,7 @@ GROUPS = {
     ),
     "running": (
         "Prompts, steps and texts",
-        "prefill step generate speculate Lookup verify likelihood shorten chat Sampler "
+        "prefill step generate speculate Lookup verify likelihood shorten LongText chat Sampler "
         "RepetitionPenalty FrequencyPenalty InputError",
     ),
     "methods": (
@@ -26,7 +26,7 @@ GROUPS = {
     ),
     "measuring": (
         "Comparing and fitting",
-        "compare scores draw_scores fit fit_coder save_fitted load_fitted",
+        "compare scores draw_scores fit fit_classifier fit_coder save_fitted load_fitted",
     ),
     "devices": ("Devices and hosts", "Rules shardings start_hosts fetch"),
 }

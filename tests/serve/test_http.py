@@ -69,7 +69,8 @@ def service(**more):
 @contextlib.contextmanager
 def door(one, started=True, **more):
     """A client of a server on a free port of this machine; at the end the server drains."""
-    how = dict(port=0, log_level="warning", ws="none", lifespan="on" if started else "off")
+    # uvicorn's configuration of logging closes all handlers, and that of absl closes pytest's standard error.
+    how = dict(port=0, log_config=None, log_level="warning", ws="none", lifespan="on" if started else "off")
     server = uvicorn.Server(uvicorn.Config(app_of(one, "small", **more), **how))
     thread = threading.Thread(target=server.run)
     thread.start()
