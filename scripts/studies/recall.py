@@ -46,7 +46,8 @@ ROWS = {
     "retroinfer": "sinks=4, newest=32", "magicpig": "skip_layers=0, newest=32", "recycled-attention": "",
     "tidaldecode": "", "top-theta": "", "retrievalattention": "sinks=4, newest=32",
     "a2ats": "sinks=4, newest=32", "em-llm": "sinks=4, newest=32",
-    "reattention": "page=16, newest=32, sinks=16",
+    "reattention": "page=16, newest=32, sinks=16", "infinigen": "", "hcattention": "",
+    "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32",
 }  # fmt: skip
 
 
