@@ -9,7 +9,7 @@ import numpy as np
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11], [7, 8, 9, 4, 4, 4, 4, 4, 4], [1, 1, 3, 3, 3, 3]]
 TOKENS = [1, 2, 3, 4]
 # Of dense lists, and of pages in a pool.
-METHODS = ("snapkv:budget=0.6,window=2", "adakv:budget=0.6,window=2")
+METHODS = ("snapkv:budget=0.6,window=1", "adakv:budget=0.6,window=1")
 
 
 def conversation(model, method, folder: Path | None = None, onto=None) -> dict[str, np.ndarray]:

@@ -95,7 +95,7 @@ def rows_of(folder):
 
 def test_a_comparison_is_split_and_goes_on_after_a_process_was_killed(tmp_path):
     words = ["--methods", "snapkv", "adakv", "int8", "--budgets", "0.5", "--tasks", "get", "--samples", "4"]
-    words += ["--length", "64", "--protocol", "agnostic", "aware"]
+    words += ["--length", "128", "--protocol", "agnostic", "aware"]
     command = ["-m", "kvjax", "compare", *words, "--out", str(tmp_path / "two")]
     first = Processes(tmp_path / "first", command)
     first.until(lambda: any(p.stat().st_size for p in (tmp_path / "two").glob("units-*-1.jsonl")))
@@ -107,19 +107,19 @@ def test_a_comparison_is_split_and_goes_on_after_a_process_was_killed(tmp_path):
     assert "wrote" in second.out(0) and second.out(1) == ""
     assert [p.name for p in (tmp_path / "two").glob("units*")] == ["units.jsonl"]
     kvjax.compare(
-        methods=["snapkv", "adakv", "int8"], budgets=[0.5], tasks=["get"], samples=4, length=64,
+        methods=["snapkv", "adakv", "int8"], budgets=[0.5], tasks=["get"], samples=4, length=128,
         protocols=("agnostic", "aware"), out=tmp_path / "one",
     )  # fmt: skip
     assert rows_of(tmp_path / "two") == rows_of(tmp_path / "one")
 
 
 def test_a_comparison_of_a_model_on_both_is_made_together(tmp_path):
-    words = ["--methods", "snapkv", "--budgets", "0.5", "--tasks", "get", "--samples", "4", "--length", "64"]
+    words = ["--methods", "snapkv", "--budgets", "0.5", "--tasks", "get", "--samples", "4", "--length", "128"]
     words = ["-m", "kvjax", "compare", *words, "--protocol", "agnostic", "--mesh", "data=4,model=2"]
     ran = well(Processes(tmp_path / "ran", [*words, "--out", str(tmp_path / "two")]))
     assert "wrote" in ran.out(0) and ran.out(1) == ""
     kvjax.compare(
-        methods=["snapkv"], budgets=[0.5], tasks=["get"], samples=4, length=64, protocols=("agnostic",),
+        methods=["snapkv"], budgets=[0.5], tasks=["get"], samples=4, length=128, protocols=("agnostic",),
         out=tmp_path / "one",
     )  # fmt: skip
     assert rows_of(tmp_path / "two") == rows_of(tmp_path / "one")
@@ -184,6 +184,7 @@ def test_a_host_that_never_joins_is_named_by_the_address(tmp_path):
 
 def test_what_is_wrong_on_both_is_said_by_both_without_waiting(tmp_path):
     began = time.monotonic()
-    ran = Processes(tmp_path, ["-m", "kvjax", "generate", "--tokens", "1,2", "--mesh", "model=8"], flags=True)
+    words = ["-m", "kvjax", "generate", "--tokens", "1,220", "--mesh", "model=8"]
+    ran = Processes(tmp_path, words, flags=True)
     assert ran.codes(60) == [2, 2] and time.monotonic() - began < 60
-    assert all("220 tokens of the vocabulary" in ran.err(i) for i in range(2))
+    assert all("token id 220 is outside the vocabulary" in ran.err(i) for i in range(2))
