@@ -39,6 +39,7 @@ def layer_norm(x, p, name, eps=1e-5):
     return norm * p[f"{name}_norm"] + p[f"{name}_norm_bias"]
 
 
+@pytest.mark.rotating
 def test_finch_c2_is_its_equation_token_by_token(rng):
     mixer = FinchC2(heads=HEADS, head_dim=WIDTH, mix_rank=3, decay_rank=2, second_rank=4)
     p, x = drawn(mixer, rng), rng.standard_normal((T, D))

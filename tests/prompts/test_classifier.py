@@ -44,6 +44,7 @@ def test_labels_are_the_tokens_of_the_largest_kvzip_scores(model):
     assert min(np.array(largest)[kept]) >= max(np.array(largest)[~kept])
 
 
+@pytest.mark.rotating
 def test_the_tokens_of_the_largest_odds_stay_and_agree_with_kvzip(model, classifier):
     short = kvjax.shorten(model, TEXTS[:2], keep=0.3, by="llmlingua2", classifier=classifier)
     odds = [(outputs_of(model, t) - classifier.mean) @ classifier.weight + classifier.bias for t in TEXTS[:2]]

@@ -48,6 +48,7 @@ def test_a_step_reads_exactly_what_the_token_before_ranked_best_and_copies_of_al
     assert share[: 4 * B // 2] == [1.0] * (2 * B) and 0.2 < np.mean(share[4 * B :]) < 0.95
 
 
+@pytest.mark.rotating
 def test_with_all_slots_read_no_copy_answers():
     m = model(layers=2)
     whole = kvjax.method("specache", **HYPER | dict(budget=1.0))

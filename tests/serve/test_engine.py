@@ -487,6 +487,7 @@ def test_in_bfloat16_answers_differ_at_ties_alone():
     assert compared(half, [*prompts[:2], prompts[0]], wrong) == (0, 0, 3)
 
 
+@pytest.mark.rotating
 def test_a_stop_token_ends_a_request_and_its_pages_are_free():
     text = texts()[1]
     want = alone(text)

@@ -31,6 +31,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["chunks and a tree", *OTHERS])
 def test_requests_get_the_tokens_of_one_device(name, arenas):
     """Under the full cache, a method that selects, and codes; moved to the host and back, too."""

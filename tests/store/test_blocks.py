@@ -30,6 +30,7 @@ def rows_of(rng, scale=1.0):
     return x
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", sweep(TYPES, "e2m1", "e2m3"))
 def test_every_code_is_the_number_of_the_format(kind):
     """Subnormal ones, too; what lies halfway between two, and next to that, is rounded as by a cast."""

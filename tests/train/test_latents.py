@@ -83,6 +83,7 @@ def related_heads(key):
     return params
 
 
+@pytest.mark.rotating
 def test_heads_that_are_related_become_one_without_loss():
     params = related_heads(jax.random.key(0))
     made, smaller = pool_by_values(params, CONFIG, 1)

@@ -42,6 +42,7 @@ def test_a_layer_reads_what_its_attention_read_where_all_blocks_are_selected():
         assert jnp.array_equal(made.params["layers"][0][name], model.params["layers"][0][name])
 
 
+@pytest.mark.rotating
 def test_shares_of_blocks_are_those_of_dense_attention_in_float64():
     model = sharp(1)
     made, config = to_native_sparse(model.params, CONFIG, WORD, (), 0)
