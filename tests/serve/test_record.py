@@ -24,17 +24,18 @@ def test_an_iteration_counts_tokens_slots_and_pairs_as_by_hand():
 
 
 def test_a_recorded_run_has_every_iteration_that_compiled_nothing(tmp_path):
-    prompts, one = crowd(), SYSTEMS["iterations"]
+    # A pool of a size that no other test has, so that the first run compiles.
+    prompts, one, pages = crowd(), SYSTEMS["iterations"], PAGES + 1
     model = battery.model("4/2")
-    first, done = (run(model, prompts, one, pages=PAGES, record=True) for _ in range(2))
+    first, done = (run(model, prompts, one, pages=pages, record=True) for _ in range(2))
     rows = np.array(done.measured["iterations"])
     assert len(first.measured["iterations"]) < len(rows)
     assert rows[:, 0].min() >= 1 and (rows[:, 1] <= rows[:, 2]).all() and (rows[:, 3] > 0).all()
-    assert done.measured["memory"] == PAGES * done.page_bytes == PAGES * PAGE * done.measured["slot_bytes"]
+    assert done.measured["memory"] == pages * done.page_bytes == pages * PAGE * done.measured["slot_bytes"]
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(done.measured))
     assert read_costs(file).seconds(1, 1, 1) > 0 and f"{len(rows)} measured" in read_costs(file).by
-    assert run(model, prompts, one, pages=PAGES).measured is None
+    assert run(model, prompts, one, pages=pages).measured is None
     with pytest.raises(kvjax.InputError, match="record measures one device"):
         run(model, prompts, distserve(), record=True)
 
