@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.models.gguf.reader import is_gguf
 
     args.what = _directory_of(args.what)
-    if Path(args.what).is_file() and not is_gguf(Path(args.what)):
+    path = Path(args.what)
+    if path.is_file() and path.suffix != ".json" and not is_gguf(path):
         from kvjax.commands.inspect_cache import print_cache
 
         print_cache(args.what)
@@ -63,11 +64,5 @@ def run(args: argparse.Namespace) -> None:
 
 def _directory_of(what: str) -> str:
     """The directory of a config.json, whose shapes need no weights; anything else as given."""
-    from kvjax.base.errors import InputError
-
     path = Path(what)
-    if path.suffix != ".json" or not path.is_file():
-        return what
-    if path.name != "config.json":
-        raise InputError(f"{what} is no config.json: give it this name, in a directory of its own")
-    return str(path.parent)
+    return str(path.parent) if path.name == "config.json" and path.is_file() else what

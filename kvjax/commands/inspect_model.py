@@ -64,8 +64,10 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
     """A model's config and, if it is on disk, its directory or GGUF file; reads no weights.
 
-    Raises InputError if there is no such model.
+    name: also that of a config.json under another name. Raises InputError if there is no such model.
     """
+    if name.endswith(".json") and Path(name).is_file():
+        return config_from_hf(read_json(Path(name))), None
     folder = None
     if os.path.lexists(name) or "/" not in name:
         folder = model_path(name)

@@ -123,8 +123,12 @@ def test_a_config_alone_is_inspected_as_its_directory_is(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "config.json"), "--context", "64"]) == 0
     assert capsys.readouterr().out == whole != ""
     (tmp_path / "mine.json").write_text(text)
-    assert main(["inspect", str(tmp_path / "mine.json")]) != 0
-    assert "mine.json is no config.json: give it this name" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "mine.json"), "--context", "64"]) == 0
+    assert capsys.readouterr().out.split()[2:] == whole.split()[2:]
+    (tmp_path / "list.json").write_text("[1]")
+    for name, error in (("list.json", "expected an object"), ("none.json", "does not exist")):
+        assert main(["inspect", str(tmp_path / name)]) == 2
+        assert error in capsys.readouterr().err
 
 
 @pytest.mark.rotating
