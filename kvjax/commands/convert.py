@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.io.load import load
     from kvjax.models.files import check_replaceable
     from kvjax.plan.cache_sizes import sizes_of
-    from kvjax.train.conversion.conversions import convert, difference
+    from kvjax.train.conversion.conversions import convert
+    from kvjax.train.conversion.difference import difference
     from kvjax.train.trained import check_finite
 
     keep_programs()

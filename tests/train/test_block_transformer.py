@@ -17,7 +17,8 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
 from kvjax.models.params import init as init_one
 from kvjax.models.transformer import forward as decoder
-from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert
+from kvjax.train.conversion.difference import difference
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import training

@@ -17,7 +17,8 @@ from kvjax.models.encoder import encode
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
-from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert
+from kvjax.train.conversion.difference import difference
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.loop import train
 from kvjax.train.settings import Loop, training

@@ -16,7 +16,8 @@ from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import hidden
-from kvjax.train.conversion.conversions import CONVERSIONS, convert, difference
+from kvjax.train.conversion.conversions import CONVERSIONS, convert
+from kvjax.train.conversion.difference import difference
 from kvjax.train.conversion.linear import attention_changes
 
 CONFIG = Config(vocab=32, d_model=16, layers=4, heads=4, kv_heads=4, head_dim=4, d_ff=24)

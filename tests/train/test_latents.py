@@ -13,7 +13,8 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.ops.base.rope import Rope
-from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert
+from kvjax.train.conversion.difference import difference
 from kvjax.train.conversion.latents import input_moments, pool_by_values, to_latents
 from tests.sweep import sweep
 

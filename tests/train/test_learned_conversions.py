@@ -17,8 +17,9 @@ from kvjax.models.params import init
 from kvjax.ops.base.rope import Rope
 from kvjax.train.conversion import fusion, low_rank
 from kvjax.train.conversion.by_predictions import learn
-from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert
 from kvjax.train.conversion.convert import Grouping
+from kvjax.train.conversion.difference import difference
 from kvjax.train.conversion.recur import of_heads, recency
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=4, kv_heads=4, head_dim=4, d_ff=24)

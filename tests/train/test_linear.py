@@ -16,7 +16,8 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import run_layers
 from kvjax.train.conversion import linear
-from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert
+from kvjax.train.conversion.difference import difference
 from kvjax.train.conversion.linear import WORDS, started, to_linear
 from tests.sweep import sweep
 

@@ -13,7 +13,8 @@ from kvjax.commands.texts import read_texts
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan, regroup
-from kvjax.train.conversion.conversions import convert, difference
+from kvjax.train.conversion.conversions import convert
+from kvjax.train.conversion.difference import difference
 from kvjax.train.conversion.linear import seen_by
 from kvjax.train.conversion.native_sparse import _masses, divergence, to_native_sparse
 from tests.float64.reference import Decoder, rope, softmax
