@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row that ended in an earlier chunk is compressed again", "kvjax/steps/prefilling/settle.py",
-        "kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}",
+        "kept = {i: jnp.where(idle[None, :, None, None], before[i], stay) for i, stay in kept.items()}",
         "kept = {i: stay for i, stay in kept.items()}",
         "tests/state/test_cache.py::test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed",
         made=True,
