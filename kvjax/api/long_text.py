@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
 
 class LongText:
-    """A text of any length, of which memory holds the newest tokens: InfLLM (arXiv:2402.04617) over files.
+    """Reads a text of any length and keeps its newest tokens in memory: InfLLM (arXiv:2402.04617) over files.
 
     Chunks of `chunk` tokens attend to the first `sinks` tokens, to the `newest` ones (and up to two chunks
     more) and, in every layer and KV head, to the `blocks` older blocks that match best: those with the
@@ -156,7 +156,7 @@ class LongText:
             self.read_tokens += len(chunk)
 
     def answer(self, prompt: Iterable[int], max_new_tokens: int) -> list[int]:
-        """The most likely tokens after a prompt, of which the text then has nothing.
+        """The most likely tokens after a prompt; neither becomes part of the text.
 
         Raises InputError if prompt and answer are longer than two chunks, and for wrong ids. A stop id ends
         it early.
@@ -291,7 +291,7 @@ def _read(
     k, v, old, fresh = (jnp.stack([one[j][0] for one in ran.collected]) for j in range(4))
 
     def put(to: Array, x: Array) -> Array:
-        # Padding falls behind the last place.
+        # Padding is written past the end, and dropped.
         where = jnp.where(new[0] < length, count + new[0], room)
         return to.at[:, :, where].set(x.astype(to.dtype), mode="drop")
 

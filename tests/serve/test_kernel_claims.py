@@ -243,7 +243,7 @@ def step_over(layers, mesh):
 
 
 def test_a_step_on_a_mesh_has_two_all_reduces_per_layer_and_a_share_of_the_bytes():
-    """Counted in what the compiler makes: behind attention and behind the feed-forward, as Megatron-LM."""
+    """Counted in the compiled program: one after attention and one after the MLP, as in Megatron-LM."""
 
     def reduces(compiled):
         return len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text()))

@@ -13,7 +13,7 @@ from kvjax.grammar.protocols import Observation, Seen, View
 
 # Frequencies that are computed at a time.
 STRIP = 128
-# (-1)^i / (2 i + 1)!, of which the first one left out, times (pi / 2)^15, is 7e-10.
+# (-1)^i / (2 i + 1)!; the first term that is left out is at most (pi / 2)^15 / 15! = 7e-10.
 SERIES = tuple((-1) ** i / math.factorial(2 * i + 1) for i in range(7))
 
 
