@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from kvjax.base.kind import Kind
 
 
 class PairRule(NamedTuple):
@@ -51,34 +54,28 @@ class PairRotation(NamedTuple):
         return left if self.reach is None else self.reach if left is None else min(left, self.reach)
 
 
-@runtime_checkable
-class Phase(Protocol):
-    """A rule for rotating keys and queries; other code uses its properties, never its type.
+class Phase(Kind):
+    """The base class of rules for rotating keys and queries; other code uses its properties, never its type.
 
     `steady`: a key is always rotated by its own position, so it is stored rotated. `alike`: a key is rotated
     the same way for all queries that attend to it at once. `first_alike`: a prompt over no cache is read as
     if all were rotated by position. `name`: what layouts call it. `counts`: what `most_behind` counts.
-    Optional: `one_turn`: a single query attends to all slots under one rotation.
+    `one_turn`: a single query attends to all slots under one rotation. `shared`: by how much a text's tokens
+    exceed its positions.
 
     >>> isinstance(ByRank(), Phase)
     True
     """
 
-    @property
-    def steady(self) -> bool: ...
+    name: str
+    counts: str
+    steady: bool = False
+    alike: bool = False
+    first_alike: bool = False
+    one_turn: bool = False
+    shared: int = 0
 
-    @property
-    def alike(self) -> bool: ...
-
-    @property
-    def first_alike(self) -> bool: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def counts(self) -> str: ...
-
+    @abstractmethod
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
@@ -90,19 +87,21 @@ class Phase(Protocol):
         single query has one `PairRotation`, or several that differ in their `rule` alone; in the first
         one, sharpness and weight are 1.
         """
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def most_behind(self, slots: int) -> int:
         """The largest integer of a past with at most `slots` slots, from 1; new tokens get later ones."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def bounded(self, positions: int) -> bool:
         """Whether the integers stay within `positions` as long as the slots do, for texts of any length."""
-        ...
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class ByPosition:
+class ByPosition(Phase):
     """Rotation by the position of the token in its text, as in training.
 
     >>> ByPosition().steady
@@ -129,7 +128,7 @@ class ByPosition:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByRank:
+class ByRank(Phase):
     """Rotation by rank, the number of older live slots in the KV head (StreamingLLM, arXiv:2309.17453, 3.2).
 
     If slots are evicted at the end of prompts or chunks, this is what FINCH (arXiv:2408.00167) and InfiniPot
@@ -140,7 +139,6 @@ class ByRank:
     False
     """
 
-    steady = False
     one_turn = True
     alike = True
     first_alike = True
@@ -166,7 +164,7 @@ class ByRank:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clamped:
+class Clamped(Phase):
     """Rotation with distances clamped to `distance` tokens (LM-Infinite, arXiv:2308.16137, section 4).
 
     The logit of query i and key j is q_i R(min(i - j, distance)) k_j. Near pairs are rotated by their
@@ -182,10 +180,7 @@ class Clamped:
 
     distance: int
 
-    steady = False
     one_turn = True
-    alike = False
-    first_alike = False
     name = "clamped distance"
     counts = "tokens"
 
@@ -219,7 +214,7 @@ class Clamped:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedRanges:
+class SharedRanges(Phase):
     """Contexts after a prefix that start at one position and do not see each other (arXiv:2502.05431).
 
     This is APE. The first `prefix` tokens are followed by contexts of `contexts` tokens each, then by the
@@ -242,9 +237,6 @@ class SharedRanges:
     scale: float
     together: int = 1
 
-    steady = False
-    alike = False
-    first_alike = False
     name = "shared ranges"
     counts = "tokens"
 

@@ -29,6 +29,7 @@ from kvjax.grammar.validate import (
     check_read_prompt,
     check_reread,
     check_stack,
+    check_when,
     check_words,
 )
 from kvjax.grammar.when import PREFILL_END, When
@@ -144,6 +145,7 @@ class Keep(KeepFacts):
     def __post_init__(self):
         check_words(self.score, self.allocate, self.protect, self.merge)
         check_phase(self.phase)
+        check_when(self.when)
         check_narrow(self.narrow)
         if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
             raise ValueError(f"reuse is a number of layers that keep alike, at least 1, got {self.reuse!r}")
@@ -280,7 +282,7 @@ class Method:
     @property
     def shared_positions(self) -> int:
         """By how much a text's tokens exceed its positions, because some tokens share positions."""
-        return 0 if self.keep is None else getattr(self.keep.phase, "shared", 0)
+        return 0 if self.keep is None else self.keep.phase.shared
 
     def at(self, layer: int) -> Method:
         """The method of a layer."""

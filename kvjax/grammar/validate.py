@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvjax.base.kind import Kind, undefined
+from kvjax.grammar.phase import Phase
+from kvjax.grammar.when import When
+
 # The protocols of kvjax.grammar: the attributes that a word of each must have.
 SCORE, MERGE = ("needs", "traces", "__call__"), ("needs", "__call__")
 TRACE = ("needs", "start", "grow")
@@ -14,7 +18,6 @@ CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "stages", "phase_in", "all_layers", "first_turn_only")
 REREAD = ("reads", "most", "count")
-PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
 PROMPT_READ = ("segment", "block", "skip_layers", "read_whole", "pick")
 STACK = ("most", "first", "codecs", "apart", "merge")
 
@@ -64,7 +67,12 @@ def check_reread(reread: Any) -> None:
 
 def check_phase(phase: Any) -> None:
     """ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
-    _check(phase, "phase", PHASE, "see kvjax.grammar.phase")
+    _check_kind(phase, "phase", Phase)
+
+
+def check_when(when: Any) -> None:
+    """ValueError if `when` does not say when slots are evicted, or is not a frozen dataclass."""
+    _check_kind(when, "when", When)
 
 
 def check_make(make: Any) -> None:
@@ -93,11 +101,31 @@ def check_codecs(*codecs: Any) -> None:
             _check(codec, "codec", CODEC, how)
 
 
-def _check(word: Any, kind: str, parts: tuple[str, ...], how: str) -> None:
+def _check_kind(word: Any, called: str, kind: type[Kind], base: str = "") -> None:
+    """Raises ValueError unless a word is of a kind, frozen, and defines what its kind expects.
+
+    base: the name in `kvjax.words` of what to subclass, if that is not the kind itself.
+    """
+    name, base = type(word).__name__, f"kvjax.words.{base or kind.__name__}"
+    _check_no_class(word, called)
+    if not isinstance(word, kind):
+        raise ValueError(
+            f"{name} is no {called}: every {called} is a frozen dataclass that subclasses {base}"
+        )
+    _check_frozen(word)
+    if lacks := undefined(type(word)):
+        raise ValueError(f"{name} is a {called} without `{lacks[0]}`: define it as {base} says")
+
+
+def _check_no_class(word: Any, called: str) -> None:
     if isinstance(word, type):
         raise ValueError(
-            f"the {kind} is the class {word.__name__}, not one of its words: write {_call(word)}"
+            f"the {called} is the class {word.__name__}, not one of its words: write {_call(word)}"
         )
+
+
+def _check(word: Any, kind: str, parts: tuple[str, ...], how: str) -> None:
+    _check_no_class(word, kind)
     name = type(word).__name__
     for part in parts:
         if not hasattr(word, part):

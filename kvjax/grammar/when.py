@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, TypeVar, runtime_checkable
+from abc import abstractmethod
+from typing import TypeVar
 
 from jaxtyping import Array
+
+from kvjax.base.kind import Kind
 
 Count = TypeVar("Count", int, Array)
 
 
-@runtime_checkable
-class When(Protocol):
-    """When a method evicts; all of them evict at the end of a prefill.
+class When(Kind):
+    """The base class of when a method evicts; all of them evict at the end of a prefill.
 
     `in_steps`: whether slots are evicted while decoding, too. `at_once`: whether after every token, inside
     the layer, so that the attention of its query decides.
@@ -21,30 +23,25 @@ class When(Protocol):
     True
     """
 
-    @property
-    def in_steps(self) -> bool: ...
+    in_steps: bool = False
+    at_once: bool = False
 
-    @property
-    def at_once(self) -> bool: ...
-
+    @abstractmethod
     def due_at(self, n: Count) -> Count | int:
         """How many slots a KV head holds when it evicts down to `n`; more than n."""
-        ...
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillEnd:
+class PrefillEnd(When):
     """At the end of every prefill, and never while decoding."""
-
-    in_steps = False
-    at_once = False
 
     def due_at(self, n: Count) -> Count | int:
         return 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Every:
+class Every(When):
     """While decoding too, after every `tokens` tokens: KV heads grow by as many slots, then evict them.
 
     Args:
@@ -74,7 +71,7 @@ class Every:
 
 
 @dataclasses.dataclass(frozen=True)
-class WhenFull:
+class WhenFull(When):
     """While decoding too, whenever a KV head holds `slots` slots; its budget is smaller.
 
     Args:
@@ -86,7 +83,6 @@ class WhenFull:
 
     slots: int
     in_steps = True
-    at_once = False
 
     def __post_init__(self):
         _check("WhenFull(slots)", self.slots)

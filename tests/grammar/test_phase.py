@@ -150,7 +150,7 @@ REFUSED = {
         "its score depends on keys or on attention",
     ),
     "a class": (lambda: keep(ByRank), "the phase is the class ByRank, not one of its words: write ByRank"),
-    "no phase": (lambda: keep(3), "int is no phase, it has no `steady`: see kvjax.grammar.phase"),
+    "no phase": (lambda: keep(3), "int is no phase: every phase is .* subclasses kvjax.words.Phase"),
     "no distance": (lambda: keep(Clamped(0)), "the largest distance must be a whole number .* got 0"),
     "a read": (
         lambda: chain(kvjax.method("quest", budget=0.5), kvjax.method("renumbered")),

@@ -103,6 +103,7 @@ BAD = {
         dict(allocate=Aimless()),
         r"^Aimless is no allocation with preferences, it has no `preference`: see kvjax\.grammar\.protocols",
     ),
+    "a number for when": (dict(when=4), r"^int is no when: every when is .* subclasses kvjax\.words\.When$"),
     "a merge": (dict(merge=0.8), r"^float is no merge, it has no `needs`"),
     "a number for a budget": (
         dict(budget=0.5),

@@ -57,7 +57,7 @@ class LayerPlan(NamedTuple):
 @lru_cache(maxsize=1024)
 def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
     """The plan of a group's layers."""
-    one_turn = run.phase.steady or getattr(run.phase, "one_turn", False)
+    one_turn = run.phase.steady or run.phase.one_turn
     before = chosen(
         (facts.new, append_token),
         (gm.hiding is not None and gm.at_once, hooks.evict_what_token_hides),
