@@ -152,6 +152,7 @@ def run_http(args: argparse.Namespace) -> None:
         import uvicorn
 
         from kvjax.serve.http.app import app_of
+        from kvjax.serve.http.draining import Draining
     except ImportError as error:
         raise InputError(
             f"kvjax serve http needs {error.name}, which is not installed: pip install 'kvjax[serve]'"
@@ -159,15 +160,10 @@ def run_http(args: argparse.Namespace) -> None:
     with _socket(args.host, args.port) as listening:
         service = _service(args)
         app = app_of(service, args.name or args.model, key=api_key(args), most_bytes=args.max_bytes)
-        config = uvicorn.Config(
-            app,
-            log_level="info",
-            ws="none",
-            timeout_graceful_shutdown=args.drain,
-        )
+        config = uvicorn.Config(app, log_level="info", ws="none")
         host, port, *_ = listening.getsockname()
         print(f"running on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-        uvicorn.Server(config).run(sockets=[listening])
+        Draining(config, service, args.drain).run(sockets=[listening])
 
 
 def _socket(host: str, port: int) -> socket.socket:

@@ -87,13 +87,15 @@ def test_the_openai_client_gets_what_generate_writes_in_whole_and_in_pieces(clie
     stream = client.chat.completions.create(messages=turns, stream=True, **how)
     parts = [part.choices[0].delta.content or "" for part in stream]
     assert "".join(parts) == chat.choices[0].message.content and len(parts) > 2
-    assert [one.id for one in client.models.list()] == [NAME]
+    assert [one.id for one in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
+    several = client.completions.create(prompt=TEXT[:60], n=3, **how)
+    assert [choice.text for choice in several.choices] == want.texts * 3
 
 
 def test_the_openai_client_raises_its_own_errors(client, url):
-    with pytest.raises(openai.BadRequestError, match="n is 2"):
-        client.completions.create(model=NAME, prompt="The", n=2)
-    with pytest.raises(openai.BadRequestError, match="expected 'tiny'"):
+    with pytest.raises(openai.BadRequestError, match="n is 0"):
+        client.completions.create(model=NAME, prompt="The", n=0)
+    with pytest.raises(openai.NotFoundError, match="expected 'tiny'"):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "a"}])
     with (
         contextlib.closing(openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)) as stranger,

@@ -33,6 +33,7 @@ uvicorn, httpx = pytest.importorskip("uvicorn"), pytest.importorskip("httpx")
 
 from kvjax.serve.http.answers import AnswerText  # noqa: E402
 from kvjax.serve.http.app import app_of  # noqa: E402
+from kvjax.serve.http.draining import Draining  # noqa: E402
 from kvjax.serve.http.service import Closed, Full, Limits, Service  # noqa: E402
 
 NEW, PAGES, LIMITS = 8, 24, Limits(48, 32, 4)
@@ -103,7 +104,9 @@ def test_completions_and_chats_are_what_generate_writes():
     with door(one) as client:
         got = client.post("/v1/completions", json=GREEDY | {"model": "small", "logprobs": 0}).json()
         (choice,) = got["choices"]
-        assert (choice["token_ids"], choice["text"]) == alone() and choice["finish_reason"] == "length"
+        # The text continues that of the prompt, of which this tokenizer's decoder parts it by a space.
+        assert (choice["token_ids"], choice["text"]) == (alone()[0], " " + alone()[1])
+        assert choice["finish_reason"] == "length"
         assert got["usage"] == {
             "prompt_tokens": len(ids()), "completion_tokens": NEW, "total_tokens": len(ids()) + NEW,
         }  # fmt: skip
@@ -113,7 +116,7 @@ def test_completions_and_chats_are_what_generate_writes():
         assert both["choices"][0]["token_ids"] == alone()[0] != both["choices"][1]["token_ids"]
 
         streamed = events(client.post("/v1/completions", json=GREEDY | {"stream": True}).text)
-        assert "".join(e["choices"][0]["text"] for e in streamed) == alone()[1]
+        assert "".join(e["choices"][0]["text"] for e in streamed) == " " + alone()[1]
         assert streamed[-1]["choices"][0]["finish_reason"] == "length"
 
         chat = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": NEW, "temperature": 0}
@@ -128,6 +131,7 @@ def test_completions_and_chats_are_what_generate_writes():
         assert parts[-1]["usage"]["completion_tokens"] == NEW
 
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 48
+        assert client.get("/v1/models/small").json() == client.get("/v1/models").json()["data"][0]
         page = client.get("/metrics").text
         assert "kvjax_requests_ended_total 6" in page and f"kvjax_pages_free {PAGES}" in page
         assert client.get("/health").text == "ok"
@@ -144,6 +148,41 @@ def test_a_seed_draws_the_same_text_and_none_draws_others():
     sampler, key = kvjax.Sampler(2.0), jax.random.key(3)
     want = kvjax.generate(model(), [[*ids()]], max_new_tokens=NEW, sampler=sampler, key=key, stop=[])
     assert texts[0] == texts[1] == want.tokens[0].tolist() and texts[2] != texts[3]
+
+
+def test_n_answers_are_drawn_by_keys_one_apart_and_their_prompt_counts_once():
+    body = GREEDY | {"temperature": 2.0, "ignore_eos": True, "prompt": [[*ids()], [*ids()][:9]], "n": 2}
+    with door(service()) as client:
+        got = client.post("/v1/completions", json=body | {"seed": 3, "best_of": 2}).json()
+        long = [
+            client.post("/v1/completions", json=GREEDY | {"temperature": 2.0, "seed": seed}).json()["choices"]
+            for seed in (2**40 + 3, 2**41 + 3, -3)
+        ]
+    assert [choice["index"] for choice in got["choices"]] == [0, 1, 2, 3]
+    assert got["usage"]["prompt_tokens"] == len(ids()) + 9 and got["usage"]["completion_tokens"] == 4 * NEW
+    how = dict(max_new_tokens=NEW, sampler=kvjax.Sampler(2.0), stop=[])
+    for i, choice in enumerate(got["choices"]):
+        want = kvjax.generate(model(), [body["prompt"][i // 2]], key=jax.random.key(3 + i), **how)
+        assert choice["token_ids"] == want.tokens[0].tolist()
+    assert len({str(choices) for choices in long}) == 3
+
+
+def test_offsets_say_where_tokens_begin_in_whole_answers_and_in_pieces():
+    body = GREEDY | {"logprobs": 1, "echo": True}
+    with door(service()) as client:
+        (whole,) = client.post("/v1/completions", json=body).json()["choices"]
+        parts = events(client.post("/v1/completions", json=body | {"stream": True}).text)
+        (plain,) = client.post("/v1/completions", json=body | {"echo": False}).json()["choices"]
+    said = whole["logprobs"]
+    # Spaces stand between the words of this tokenizer.
+    assert whole["text"] == model().tokenizer.decode([*ids(), *alone()[0]], skip_special_tokens=False)
+    assert len(said["text_offset"]) == len(said["tokens"])
+    for at, word in zip(said["text_offset"], said["tokens"], strict=True):
+        assert whole["text"][at:].lstrip(" ").startswith(word)
+    pieces = [e["choices"][0]["logprobs"]["text_offset"] for e in parts]
+    assert sum(pieces, []) == said["text_offset"]
+    first = said["text_offset"][-NEW]
+    assert plain["logprobs"]["text_offset"] == [at - first for at in said["text_offset"][-NEW:]]
 
 
 @pytest.mark.rotating
@@ -215,8 +254,20 @@ REFUSED = [
     ({"json": GREEDY | {"max_tokens": True}}, 400, "max_tokens is True"),
     ({"json": GREEDY | {"temperature": -1}}, 400, "temperature is -1"),
     ({"json": GREEDY | {"top_p": 0}}, 400, "top_p"),
-    ({"json": GREEDY | {"n": 2}}, 400, "n is 2"),
-    ({"json": GREEDY | {"model": "gpt"}}, 400, "model is 'gpt', expected 'small'"),
+    ({"json": GREEDY | {"n": 0}}, 400, "n is 0, expected a whole number from 1 to 128"),
+    ({"json": GREEDY | {"n": 2, "best_of": 3}}, 400, "best_of is 3 and n is 2"),
+    ({"json": GREEDY | {"n": 33}}, 400, "33 answers are asked at once, expected at most 32"),
+    ({"json": GREEDY | {"model": "gpt"}}, 404, "model is 'gpt', expected 'small'"),
+    ({"json": GREEDY | {"max_token": 3}}, 400, "max_token is no field that this server knows: did you mean"),
+    ({"json": GREEDY | {"guided_json": {}}}, 400, "guided_json is no field that this server knows: leave"),
+    ({"json": GREEDY | {"repetition_penalty": 1.2}}, 400, "repetition_penalty is 1.2, which this server"),
+    ({"json": GREEDY | {"seed": 2**63}}, 400, "seed is 9223372036854775808, expected"),
+    ({"json": GREEDY | {"top_p": 2}}, 400, "top_p is 2, expected a number from 0 to 1"),
+    ({"json": GREEDY | {"temperature": 1e308}}, 400, "temperature is 1e+308, expected a number from 0 to 1e"),
+    ({"json": GREEDY | {"stream_options": 5}}, 400, "stream_options is 5, expected an object"),
+    ({"content": b"\xff\xfe{}"}, 400, "the body is no JSON ('utf-8' codec"),
+    ({"json": GREEDY | {"stop": 0}}, 400, "stop is 0"),
+    ({"json": GREEDY | {"stop": ""}}, 400, "stop is ''"),
     ({"json": GREEDY | {"logprobs": 21}}, 400, "logprobs is 21, expected at most 20"),
     ({"json": GREEDY | {"stop": [""]}}, 400, "stop is"),
     ({"json": GREEDY | {"stream": 1}}, 400, "stream is 1"),
@@ -230,6 +281,9 @@ def test_what_cannot_be_answered_is_refused_in_openais_form():
                 sent = {"content": json.dumps(sent["json"]).encode()}
             got = client.post("/v1/completions", **sent)
             assert got.status_code == status and said in got.json()["error"]["message"], said
+        for sent, status in (("/v1/completions", 405), ("/v1/embeddings", 404), ("/v1/models/gpt", 404)):
+            got = client.get(sent)
+            assert got.status_code == status and "expected" in got.json()["error"]["message"]
 
 
 def test_keys_full_servers_small_pools_and_ended_ones_are_answered_so():
@@ -263,7 +317,8 @@ def test_a_stop_text_ends_an_answer_and_frees_its_pages():
         for stream in (False, True):
             got = client.post("/v1/completions", json=GREEDY | {"stop": stop, "stream": stream})
             parts = events(got.text) if stream else [got.json()]
-            assert "".join(e["choices"][0]["text"] for e in parts) == text[: text.index(stop)]
+            said = "".join(e["choices"][0]["text"] for e in parts)
+            assert said == " " + text[: text.index(stop)]
             assert parts[-1]["choices"][0]["finish_reason"] == "stop"
     clean(one)
 
@@ -396,6 +451,40 @@ def test_clients_that_go_away_during_an_iteration_leave_when_it_ends(monkeypatch
         go.set()
         assert until(client, lambda page: page[0] == 0) == (0, 0, PAGES)
         assert one.counts["requests_gone"] == 3 and one.counts["generated_tokens"] < 60
+    clean(one)
+
+
+def test_what_drains_too_long_ends_with_an_error_and_frees_its_pages(monkeypatch):
+    run = Engine._run
+
+    def slow(self, effect):
+        time.sleep(0.1)
+        return run(self, effect._replace(steps=1))
+
+    monkeypatch.setattr(Engine, "_run", slow)
+    one, found = service(), []
+    config = uvicorn.Config(app_of(one, "small"), port=0, log_config=None, log_level="warning", ws="none")
+    server = Draining(config, one, 0.2)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1/completions"
+    body = GREEDY | {"max_tokens": 30, "ignore_eos": True}
+    whole = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, timeout=300)))
+    whole.start()
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as got:
+        lines = got.iter_lines()
+        next(lines)
+        while len(one.jobs) < 2:
+            time.sleep(0.01)
+        server.should_exit = True
+        rest = [line.removeprefix("data: ") for line in lines if line]
+    thread.join(300)
+    whole.join(300)
+    assert "the server is ending" in json.loads(rest[-2])["error"]["message"] and rest[-1] == "[DONE]"
+    assert found[0].status_code == 503 and "the server is ending" in found[0].json()["error"]["message"]
+    assert one.counts["generated_tokens"] < 58
     clean(one)
 
 

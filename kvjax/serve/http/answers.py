@@ -25,11 +25,12 @@ class Piece(NamedTuple):
 class AnswerText:
     """The text of generated tokens, up to the first occurrence of a stop text.
 
-    Text that may be the beginning of a stop text is held back. over: whether a stop text has occurred.
+    Text that may be the beginning of a stop text is held back. before: the ids of the prompt that the text
+    continues. over: whether a stop text has occurred.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self.decoding = None if tokenizer is None else Decoding(tokenizer)
+    def __init__(self, tokenizer: Any, stops: Sequence[str], before: Sequence[int] = ()):
+        self.decoding = None if tokenizer is None else Decoding(tokenizer, before)
         self.stops, self.over = tuple(stops), False
         self.held, self.longest = "", max(map(len, stops), default=1)
 
@@ -53,11 +54,14 @@ class AnswerText:
 
 
 class Answering:
-    """One request of a coroutine to a service: its pieces, and then why it ended (`reason`)."""
+    """One request of a coroutine to a service: its pieces, and then why it ended (`reason`).
 
-    def __init__(self, service: Service, given: Prompt, stops: Sequence[str]):
+    continues: whether its text continues that of the prompt, and does not answer it.
+    """
+
+    def __init__(self, service: Service, given: Prompt, stops: Sequence[str], continues: bool):
         self.service, self.reason, self.written = service, "", 0
-        self.text = AnswerText(service.model.tokenizer, stops)
+        self.text = AnswerText(service.model.tokenizer, stops, [*given.tokens] if continues else ())
         loop, self.queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def put(thing: Any) -> None:

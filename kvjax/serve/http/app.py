@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvjax.api.streamed_text import CONTEXT
 from kvjax.base.errors import InputError
-from kvjax.serve.device.jobs import Token
-from kvjax.serve.device.scored import Scored, scored
 from kvjax.serve.http.answers import Answering, Failed, Piece
+from kvjax.serve.http.choices import Choice, Head, choice_of, head_of, part_of
 from kvjax.serve.http.metrics_page import metrics_page
-from kvjax.serve.http.schema import CheckedBody, asked, read_json
+from kvjax.serve.http.schema import CheckedBody, UnknownModel, asked, read_json
 from kvjax.serve.http.service import Closed, Full, Service
 
 
@@ -33,18 +34,6 @@ class AppState(NamedTuple):
     name: str
     key: str | None
     most_bytes: int
-
-
-class Choice(NamedTuple):
-    """One answer, or a part of it."""
-
-    text: str
-    tokens: list[Token]
-    reason: str
-
-    @property
-    def ids(self) -> list[int]:
-        return [token.id for token in self.tokens]
 
 
 def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: int = 2**20) -> Starlette:
@@ -68,10 +57,12 @@ def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: i
         return _answered(door, request, chat=True)
 
     async def models(_: Request) -> Response:
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "kvjax"}
-        about["vocab_size"] = service.model.config.vocab
-        limits = {"max_model_len": service.limits.context, "method": str(service.method or "full")}
-        return JSONResponse({"object": "list", "data": [about | limits]})
+        return JSONResponse({"object": "list", "data": [_about(door)]})
+
+    async def model(request: Request) -> Response:
+        if (wanted := request.path_params["name"]) != name:
+            raise UnknownModel(wanted, name)
+        return JSONResponse(_about(door))
 
     async def metrics(_: Request) -> Response:
         return PlainTextResponse(metrics_page(service), media_type="text/plain; version=0.0.4")
@@ -83,10 +74,32 @@ def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: i
         Route("/v1/completions", _guarded(door, completion), methods=["POST"]),
         Route("/v1/chat/completions", _guarded(door, chat), methods=["POST"]),
         Route("/v1/models", _guarded(door, models)),
+        Route("/v1/models/{name:path}", _guarded(door, model)),
         Route("/metrics", _guarded(door, metrics)),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, lifespan=life)
+    paths = ", ".join(route.path for route in routes)
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        what = f"{request.method} {request.url.path:.80} is no request to this server"
+        return refused(status, f"{what}, expected one of {paths}", "not_found")
+
+    async def fault(_: Request, error: Exception) -> Response:
+        return refused(500, f"the server failed: {error!r:.200}", "failed")
+
+    handlers: dict[Any, Any] = {HTTPException: no_route, Exception: fault}
+    return Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
+
+
+def _about(door: AppState) -> dict[str, Any]:
+    """The entry of the served model."""
+    service = door.service
+    return {
+        "id": door.name, "object": "model", "created": 0, "owned_by": "kvjax",
+        "vocab_size": service.model.config.vocab, "max_model_len": service.limits.context,
+        "method": str(service.method or "full"),
+    }  # fmt: skip
 
 
 def refused(status: int, message: str, code: str) -> JSONResponse:
@@ -107,6 +120,8 @@ def _guarded(
             return refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "api_key")
         try:
             return await inner(request)
+        except UnknownModel as error:
+            return refused(404, str(error), "model_not_found")
         except InputError as error:
             return refused(400, str(error), "invalid_value")
         except Full:
@@ -114,7 +129,8 @@ def _guarded(
         except Closed:
             return refused(503, "this server is ending: ask another", "closed")
         except Failed as error:
-            return refused(500, str(error), "failed")
+            closed = door.service.source.closed
+            return refused(503 if closed else 500, str(error), "closed" if closed else "failed")
 
     return route
 
@@ -143,7 +159,9 @@ async def _answered(door: AppState, request: Request, chat: bool) -> Response:
     jobs: list[Answering] = []
     try:
         jobs = await _started(service, given)
-        heads = [await run_in_threadpool(_head, service, given, i) for i in range(len(jobs))]
+        # The answers to one prompt have one head.
+        once = [await run_in_threadpool(head_of, service, given, i) for i in range(0, len(jobs), given.n)]
+        heads = [head for head in once for _ in range(given.n)]
     except BaseException:
         _leave(jobs)
         raise
@@ -158,16 +176,18 @@ async def _answered(door: AppState, request: Request, chat: bool) -> Response:
         _leave(jobs)
     if choices is None:
         return Response(status_code=499)
-    each = [_choice(service, given, i, one, heads[i]) for i, one in enumerate(choices)]
+    each = [choice_of(service, given, i, one, heads[i]) for i, one in enumerate(choices)]
     return JSONResponse(_frame(door, given, jobs) | {"choices": each, "usage": _usage(given, jobs)})
 
 
 async def _started(service: Service, given: CheckedBody) -> list[Answering]:
     """Submits all prompts of a body; if one is refused, none is submitted."""
+    if len(given.prompts) > (most := service.limits.waiting):
+        raise InputError(f"{len(given.prompts)} answers are asked at once, expected at most {most}: ask less")
     jobs: list[Answering] = []
     try:
         for prompt in given.prompts:
-            jobs.append(Answering(service, prompt, given.stops))
+            jobs.append(Answering(service, prompt, given.stops, not given.chat))
     except BaseException:
         _leave(jobs)
         raise
@@ -192,7 +212,10 @@ async def _unless_gone(request: Request, answers: asyncio.Future[list[Choice]]) 
         return answers.result() if answers.done() else None
     finally:
         watch.cancel()
-        answers.cancel()
+        if answers.cancel():
+            # A cancelled future whose result nobody asks for would be logged as an error.
+            await asyncio.wait({answers})
+            answers.cancelled() or answers.exception()
 
 
 async def _whole(job: Answering) -> Choice:
@@ -201,86 +224,7 @@ async def _whole(job: Answering) -> Choice:
         text += piece.text
         if piece.token is not None:
             tokens.append(piece.token)
-    return Choice(text, tokens, job.reason)
-
-
-class _Head(NamedTuple):
-    """An echoed prompt: its text, its ids, and their log-probabilities if they are asked for."""
-
-    text: str
-    ids: list[int]
-    scored: Scored | None
-
-
-def _head(service: Service, given: CheckedBody, index: int) -> _Head | None:
-    if not given.echo:
-        return None
-    model, ids = service.model, [*given.prompts[index].tokens]
-    text = "" if model.tokenizer is None else model.tokenizer.decode(ids, skip_special_tokens=False)
-    return _Head(text, ids, None if given.logprobs is None else scored(model, ids, given.logprobs))
-
-
-def _choice(
-    service: Service, given: CheckedBody, index: int, one: Choice, head: _Head | None
-) -> dict[str, Any]:
-    """A choice of a response that is not streamed."""
-    if given.most == 0:
-        one = Choice("", [], "length")
-    found: dict[str, Any] = {"index": index, "finish_reason": one.reason, "token_ids": one.ids}
-    if given.chat:
-        said = None if given.logprobs is None else _chat_logprobs(service, one)
-        return found | {"message": {"role": "assistant", "content": one.text}, "logprobs": said}
-    text = one.text if head is None else head.text + one.text
-    said = None if given.logprobs is None else _logprobs(service, given, one, head)
-    return found | {"text": text, "logprobs": said}
-
-
-def _token(service: Service, id: int) -> str:
-    tokenizer = service.model.tokenizer
-    return str(id) if tokenizer is None else tokenizer.decode([id], skip_special_tokens=False)
-
-
-def _logprobs(service: Service, given: CheckedBody, one: Choice, head: _Head | None) -> dict[str, Any]:
-    """Log-probabilities in the format of completions; the first token of a prompt has none."""
-    found = [*one.tokens]
-    if head is not None and head.scored is not None:
-        rows = zip(head.ids[1:], *(x.tolist() for x in head.scored), strict=True)
-        prompt = [Token(id, own, [*zip(top, best, strict=True)]) for id, own, top, best in rows]
-        found = prompt + found
-    ids, known = [token.id for token in found], [token.logprob for token in found]
-    top: list[dict[str, float] | None] = [_named(service, token) for token in found]
-    if head is not None and head.scored is not None:
-        ids, known, top = head.ids[:1] + ids, [None, *known], [None, *top]
-    tokens, offsets, at = [_token(service, id) for id in ids], [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return {
-        "tokens": tokens, "token_logprobs": known, "text_offset": offsets,
-        "top_logprobs": top if given.logprobs else None,
-    }  # fmt: skip
-
-
-def _named(service: Service, token: Token) -> dict[str, float]:
-    """The likeliest tokens and the drawn one, by text; of two with one text, the likelier one."""
-    found: dict[str, float] = {}
-    for id, logprob in (*token.top, token[:2]):
-        found.setdefault(_token(service, id), logprob)
-    return found
-
-
-def _chat_logprobs(service: Service, one: Choice) -> dict[str, Any]:
-    """Log-probabilities as chats have them."""
-
-    def said(id: int, logprob: float) -> dict[str, Any]:
-        text = _token(service, id)
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
-
-    return {
-        "content": [
-            said(*token[:2]) | {"top_logprobs": [said(*top) for top in token.top]} for token in one.tokens
-        ]
-    }
+    return Choice(text, tokens, job.reason, job.job.tokens.tolist())
 
 
 def _frame(door: AppState, given: CheckedBody, jobs: list[Answering], chunk: bool = False) -> dict[str, Any]:
@@ -290,13 +234,14 @@ def _frame(door: AppState, given: CheckedBody, jobs: list[Answering], chunk: boo
 
 
 def _usage(given: CheckedBody, jobs: list[Answering]) -> dict[str, int]:
-    prompt, written = sum(len(job.job.tokens) for job in jobs), sum(job.written for job in jobs)
+    prompt = sum(len(job.job.tokens) for job in jobs[:: given.n])
+    written = sum(job.written for job in jobs)
     written = 0 if given.most == 0 else written
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
 async def _events(
-    door: AppState, given: CheckedBody, jobs: list[Answering], heads: list[_Head | None]
+    door: AppState, given: CheckedBody, jobs: list[Answering], heads: list[Head | None]
 ) -> AsyncIterator[str]:
     """Yields the server-sent events of all choices; if the client disconnects, cancels the requests."""
     frame, queue = _frame(door, given, jobs, True), asyncio.Queue()
@@ -315,19 +260,25 @@ async def _events(
             if given.chat:
                 yield _event(frame, [{"index": i, "delta": {"role": "assistant", "content": ""}}])
             elif head is not None:
-                yield _event(frame, [_part(door.service, given, i, Choice("", [], ""), head)])
+                yield _event(frame, [part_of(door.service, given, i, Choice("", [], ""), head)])
+        seen = [job.job.tokens.tolist()[-CONTEXT:] for job in jobs]
+        at = [0 if head is None else sum(head.widths) for head in heads]
         left = len(jobs)
         while left:
             index, thing = await queue.get()
             if isinstance(thing, Piece):
                 if given.most:
-                    one = Choice(thing.text, [] if thing.token is None else [thing.token], "")
-                    yield _event(frame, [_part(door.service, given, index, one, None)])
+                    tokens = [] if thing.token is None else [thing.token]
+                    one = Choice(thing.text, tokens, "", seen[index][-CONTEXT:], at[index])
+                    yield _event(frame, [part_of(door.service, given, index, one, None)])
+                    if given.logprobs is not None:
+                        at[index] += sum(one.widths(door.service))
+                        seen[index] += one.ids
                 continue
             left -= 1
             if thing is None:
                 one = Choice("", [], jobs[index].reason)
-                yield _event(frame, [_part(door.service, given, index, one, None)])
+                yield _event(frame, [part_of(door.service, given, index, one, None)])
             else:
                 yield _data({"error": {"message": str(thing), "type": "server_error", "code": "failed"}})
         if given.usage:
@@ -337,19 +288,6 @@ async def _events(
         for one in pumps:
             one.cancel()
         _leave(jobs)
-
-
-def _part(
-    service: Service, given: CheckedBody, index: int, one: Choice, head: _Head | None
-) -> dict[str, Any]:
-    """The entry of a choice in a server-sent event."""
-    reason = one.reason or None
-    if not given.chat:
-        whole = _choice(service, given._replace(most=1), index, one, head)
-        return whole | {"finish_reason": reason}
-    delta = {"content": one.text} if one.text or not reason else {}
-    said = None if given.logprobs is None else _chat_logprobs(service, one)
-    return {"index": index, "delta": delta, "logprobs": said, "finish_reason": reason}
 
 
 def _event(frame: dict[str, Any], choices: list[dict[str, Any]]) -> str:

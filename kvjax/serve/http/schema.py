@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-import math
 import secrets
 from typing import Any, NamedTuple
 
@@ -18,9 +18,12 @@ from kvjax.serve.device.jobs import TOP, Prompt
 
 # Fields that are not supported: by name, the only values that are accepted.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
     "suffix": (None, ""),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "stop_token_ids": (None, []),
+    "use_beam_search": (None, False),
+    "tool_choice": (None, "none", "auto"),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -28,17 +31,37 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
 }
+READ = (
+    "model", "prompt", "messages", "n", "best_of", "max_tokens", "max_completion_tokens", "temperature",
+    "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "logprobs", "top_logprobs", "echo", "stream",
+    "stream_options",
+)  # fmt: skip
+# Fields that change no answer.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "parallel_tool_calls",
+)  # fmt: skip
+# The most answers to one prompt.
+SAMPLES = 128
+
+
+class UnknownModel(InputError):
+    """A request names a model that is not served."""
+
+    def __init__(self, given: Any, served: str):
+        super().__init__(f"model is {given!r:.80}, expected {served!r}: this server has no other")
 
 
 class CheckedBody(NamedTuple):
     """A checked request body: prompts that run in parallel, and how their answers are returned.
 
-    texts: the prompts as text, if they are echoed. stops: the stop texts. logprobs: how many of the likeliest
-    tokens are returned beside each token; None returns no log-probabilities. most: the most tokens of an
-    answer; 0 asks for the prompts alone.
+    prompts: `n` in a row for each given one, which differ in their keys. stops: the stop texts. logprobs: how
+    many of the likeliest tokens are returned beside each token; None returns no log-probabilities. most: the
+    most tokens of an answer; 0 asks for the prompts alone.
     """
 
     prompts: list[Prompt]
+    n: int
     most: int
     chat: bool
     stream: bool
@@ -51,7 +74,7 @@ class CheckedBody(NamedTuple):
 def read_json(body: bytes) -> dict[str, Any]:
     """The JSON object of a body; InputError if it is none."""
     try:
-        found = json.loads(body)
+        found = json.loads(body.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"the body is no JSON ({error}): send an object") from error
     if not isinstance(found, dict):
@@ -65,20 +88,21 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
     name: of the served model. context: the most tokens of a prompt and its answer.
     """
     if body.get("model", name) != name:
-        raise InputError(f"model is {body['model']!r:.80}, expected {name!r}: this server has no other")
-    for field, values in ONLY.items():
-        if body.get(field) not in values:
-            raise InputError(f"{field} is {body[field]!r:.80}, which this server does not do: leave it out")
+        raise UnknownModel(body["model"], name)
+    _check_fields(body)
     stream = _flag(body, "stream")
     echo, logprobs = _flag(body, "echo"), _logprobs(body, chat)
     if chat and echo:
         raise InputError("echo is of completions, not of chats: leave it out")
     texts = [_chat(model, body)] if chat else _prompts(model, body)
     sampler = Sampler(
-        _number(body, "temperature", 1.0, 0.0), top_k=_whole(body, "top_k", None, -1) or None,
+        _number(body, "temperature", 1.0, 0.0, 1e6), top_k=max(_whole(body, "top_k", 0, -1) or 0, 0) or None,
         top_p=_number(body, "top_p", None, 0.0, 1.0), min_p=_number(body, "min_p", None, 0.0, 1.0),
     )  # fmt: skip
-    seed = _whole(body, "seed", None, 0)
+    n = _whole(body, "n", 1, 1, SAMPLES) or 1
+    if _whole(body, "best_of", n, n) != n:
+        raise InputError(f"best_of is {body['best_of']} and n is {n}: this server returns all that it draws")
+    seed = _whole(body, "seed", None, -(2**63), 2**63 - 1)
     seed = secrets.randbits(31) if seed is None else seed
     most = _whole(body, "max_completion_tokens", None, 1) if chat else None
     most = _whole(body, "max_tokens", None, 0 if echo else 1) if most is None else most
@@ -89,12 +113,39 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
     # max_tokens=0 asks for the log-probabilities of the prompt alone; the engine generates one token all the
     # same.
     prompts = [
-        Prompt(ids, max(most, 1), sampler=sampler, key=jax.random.key(seed + i), stop=stop, top=logprobs or 0)
-        for i, ids in enumerate(texts)
+        Prompt(ids, max(most, 1), sampler=sampler, key=_key(seed + i), stop=stop, top=logprobs or 0)
+        for i, ids in enumerate(ids for ids in texts for _ in range(n))
     ]
-    options = body.get("stream_options") or {}
-    usage = isinstance(options, dict) and options.get("include_usage") is True
-    return CheckedBody(prompts, most, chat, stream, usage, _stops(body), logprobs, echo)
+    return CheckedBody(prompts, n, most, chat, stream, _usage(body), _stops(body), logprobs, echo)
+
+
+def _check_fields(body: dict[str, Any]) -> None:
+    """InputError for a field that would change the answer, and that this server does not know."""
+    for field, values in ONLY.items():
+        if body.get(field) not in values:
+            raise InputError(f"{field} is {body[field]!r:.80}, which this server does not do: leave it out")
+    for field in body:
+        if field not in {*ONLY, *READ, *IGNORED}:
+            near = difflib.get_close_matches(field, READ, 1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            raise InputError(f"{field:.40} is no field that this server knows: {hint}")
+
+
+def _key(seed: int) -> jax.Array:
+    """The PRNG key of a seed; jax.random.key would drop the bits of long ones."""
+    if 0 <= seed < 2**31:
+        return jax.random.key(seed)
+    return jax.random.fold_in(jax.random.key(seed % 2**31), seed // 2**31 % 2**32)
+
+
+def _usage(body: dict[str, Any]) -> bool:
+    """Whether a stream ends with the counts of tokens."""
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise InputError(
+            f"stream_options is {options!r:.80}, expected an object, as {{'include_usage': true}}"
+        )
+    return _flag(options or {}, "include_usage")
 
 
 def _prompts(model: Model, body: dict[str, Any]) -> list[list[int]]:
@@ -157,14 +208,16 @@ def _is_text(part: Any) -> bool:
 
 
 def _stops(body: dict[str, Any]) -> list[str]:
-    given = body.get("stop") or []
-    found = [given] if isinstance(given, str) else given
+    given = body.get("stop")
+    found = [given] if isinstance(given, str) else [] if given is None else given
     if (
         not isinstance(found, list)
         or not all(isinstance(one, str) and one for one in found)
         or len(found) > 16
     ):
-        raise InputError(f"stop is {given!r:.80}, expected a text or a list of at most 16")
+        raise InputError(
+            f"stop is {given!r:.80}, expected a text or a list of at most 16, none of them empty"
+        )
     return found
 
 
@@ -189,23 +242,23 @@ def _flag(body: dict[str, Any], name: str) -> bool:
     return bool(found)
 
 
-def _whole(body: dict[str, Any], name: str, default: int | None, least: int) -> int | None:
+def _whole(
+    body: dict[str, Any], name: str, default: int | None, least: int, most: int = 2**31 - 1
+) -> int | None:
     found = body.get(name, default)
     if found is None:
         return default
-    if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 2**31:
-        raise InputError(f"{name} is {found!r:.80}, expected a whole number from {least} up")
-    return max(found, 0)
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+        raise InputError(f"{name} is {found!r:.80}, expected a whole number from {least} to {most}")
+    return found
 
 
-def _number(
-    body: dict[str, Any], name: str, default: float | None, least: float, most: float = math.inf
-) -> Any:
+def _number(body: dict[str, Any], name: str, default: float | None, least: float, most: float) -> Any:
     found = body.get(name, default)
     if found is None:
         return default
     good = isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most
-    if not good or not math.isfinite(found):
-        raise InputError(f"{name} is {found!r:.80}, expected a number from {least:g} up")
+    if not good:
+        raise InputError(f"{name} is {found!r:.80}, expected a number from {least:g} to {most:g}")
     # top_p = 1 and min_p = 0 let every token pass, so they are no filter.
     return None if default is None and found == (1.0 if name == "top_p" else 0.0) else float(found)

@@ -118,6 +118,16 @@ class Service:
             self.thread.join(seconds)
         return not self.thread.is_alive()
 
+    def stop(self) -> None:
+        """Accepts no more requests, and ends the running ones with an error."""
+        self.source.close()
+        for id, job in [*self.jobs.items()]:
+            ended = self.ended.get(id)
+            job.error = job.error or "the server is ending and had no time for the rest: ask another"
+            self.engine.gone.add(id)
+            if ended is not None:
+                ended(job)
+
     def _renew(self) -> None:
         self.source = Live()
         limits = self.limits
