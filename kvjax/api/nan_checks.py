@@ -15,7 +15,7 @@ from kvjax.base.errors import InputError
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import Inputs, Observation
 from kvjax.hosts.arrays import fetch
 from kvjax.models.model import Model
 from kvjax.steps import Run
@@ -24,7 +24,7 @@ _observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Broken:
+class _Broken(Observation):
     """Whether any token's input to a layer is NaN."""
 
     def __call__(self, inputs: Inputs) -> Bool[Array, ""]:

@@ -24,16 +24,44 @@ class Kind:
 
 
 @cache
-def undefined(cls: type[Kind]) -> tuple[str, ...]:
-    """The names of what the kinds of a class of words expect, and it does not define.
+def expected(kind: type[Kind]) -> tuple[str, ...]:
+    """The names that a kind itself, not those it inherits from, expects its words to define.
 
     >>> class Even(Kind):
     ...     most: int
-    >>> undefined(Even)
+    ...     least: int = 0
+    >>> expected(Even)
     ('most',)
     """
-    own = getattr(cls, "__dataclass_fields__", {})
-    names = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
-    absent = [name for name in names if name not in own and not hasattr(cls, name)]
-    abstract = [name for name in dir(cls) if getattr(getattr(cls, name), "__isabstractmethod__", False)]
-    return (*absent, *abstract)
+    own = vars(kind)
+    annotated = [name for name in own.get("__annotations__", ()) if name not in own]
+    return (*annotated, *(name for name, x in own.items() if getattr(x, "__isabstractmethod__", False)))
+
+
+@cache
+def undefined(cls: type[Kind]) -> tuple[str, ...]:
+    """The names of what the kinds of a class of words expect, and it does not define."""
+    kinds = [base for base in cls.__mro__ if issubclass(base, Kind) and not dataclasses.is_dataclass(base)]
+    return tuple(name for kind in kinds for name in expected(kind) if not _defines(cls, name))
+
+
+@cache
+def unstated(cls: type[Kind], kind: type[Kind]) -> type[Kind] | None:
+    """A special case of a kind, in its module, of which a class defines everything and which it is not."""
+    for special in kind.__subclasses__():
+        if special.__module__ == kind.__module__ and not dataclasses.is_dataclass(special):
+            if issubclass(cls, special):
+                found = unstated(cls, special)
+            else:
+                names = expected(special)
+                found = special if names and all(_defines(cls, name) for name in names) else None
+            if found is not None:
+                return found
+    return None
+
+
+def _defines(cls: type[Kind], name: str) -> bool:
+    """Whether a class of words has a field, an attribute or a method of its own of this name."""
+    found = getattr(cls, name, None)
+    fields = getattr(cls, "__dataclass_fields__", {})
+    return name in fields or (hasattr(cls, name) and not getattr(found, "__isabstractmethod__", False))

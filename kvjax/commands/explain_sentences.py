@@ -165,12 +165,12 @@ def _kept(keep: Keep, tokens: int) -> list[Statement]:
 
 def _counted(keep: Keep, tokens: int) -> Statement:
     """How many slots are kept."""
-    if hasattr(keep.allocate, "threshold") and getattr(keep.budget, "amount", 0) == 1.0:
+    if keep.allocate.threshold is not None and keep.budget.amount == 1.0:
         return Statement("How many slots stay follows from the scores.", (keep.allocate,))
     n = keep.budget.capacity(tokens)
     who = "a query head" if keep.per_query_head else "a KV head"
     share = f"{100 * n / tokens:.3g}%"
-    mean = "" if keep.allocate.uniform else getattr(keep.allocate, "of_budget", ", in the mean of all")
+    mean = "" if keep.allocate.uniform else keep.allocate.of_budget
     return Statement(f"The budget is n = {n} of {tokens} tokens ({share}) for {who}{mean}.", (keep.allocate,))
 
 

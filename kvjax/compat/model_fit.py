@@ -106,7 +106,7 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -
     """InputError if slots cannot be scored, chosen or merged as a keep does it."""
     if facts.clipped and not keep.allocate.uniform:
         refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
-    looks = keep.score is not None and getattr(keep.score, "looks", True)
+    looks = keep.score is not None and keep.score.looks
     looks = looks and not (all(s.expands or not s.factors for s in facts.slots) and _scores_heads(keep))
     if facts.factors and (looks or not keep.phase.steady or keep.per_query_head):
         refuse(method, *_STORES_FACTORS)
@@ -115,13 +115,12 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -
         refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
     if learned and len({s.key for s in facts.slots}) > 1:
         refuse(method, "it was fitted to heads of one size, and layers have heads of several", "h2o")
-    if getattr(keep.score, "weights", False):
+    if keep.score is not None and keep.score.weights:
         if facts.latent or any(s.factors and not s.expands for s in facts.slots):
             refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
         if facts.lent:
             refuse(method, "it weighs values by the output matrix, and several layers read them", "snapkv")
-    at_once = keep.when.at_once and not getattr(keep.score, "carried", False)
-    if facts.lent and keep.when.in_steps and not at_once:
+    if facts.lent and keep.when.in_steps and not keep.when.at_once:
         refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
     if facts.chunked and not (keep.phase.steady and keep.phase.alike):
         why = "it rotates keys by other places than their positions, and layers attend within chunks of these"
@@ -317,9 +316,9 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     score = None if method.keep is None else method.keep.score
     traces = {*(() if score is None else score.traces)}
     traces |= method.read.marks if isinstance(method.read, Tracing) else set()
-    if any(getattr(t, "behind_layers", False) for t in traces):
+    if any(t.behind_layers for t in traces):
         refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
-    if any(getattr(t, "by_ids", False) for t in traces):
+    if any(t.by_ids for t in traces):
         refuse(method, "it chooses by the ids of tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:
         refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")

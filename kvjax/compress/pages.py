@@ -172,8 +172,8 @@ def page_of(gms: Sequence[GroupMethod], slots: int, tokens: int) -> int:
     assert keep is not None
     if keep.page is not None:
         return _whole_granules(gms, keep.page)
-    n = getattr(keep.allocate, "mean", int)(min(keep.budget.capacity(tokens), slots))
-    n = n // 4 if hasattr(keep.allocate, "threshold") else n
+    n = keep.allocate.mean(min(keep.budget.capacity(tokens), slots))
+    n = n if keep.allocate.threshold is None else n // 4
     n = n if keep.lower is None else min(n, slots - n)
     page = min(2 ** ((n // _ONE_IN + 1).bit_length() - 1), _LARGEST) if n > 0 else 1
     if platform() != "tpu":
@@ -193,8 +193,7 @@ def _whole_granules(gms: Sequence[GroupMethod], page: int) -> int:
 
 def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
     """The most slots in the second tier of all heads of a row of at most `tokens` tokens, per layer."""
-    rest = getattr(keep.allocate, "layer_rest", None)
-    return [heads * tokens] * layers if rest is None else rest(keep.budget, tokens, layers, heads)
+    return keep.allocate.layer_rest(keep.budget, tokens, layers, heads)
 
 
 def _newest(

@@ -135,7 +135,7 @@ def score_slots(
     n = keep.budget.count(length)
     numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
 
-    weighs, met = getattr(score, "weights", False), met if getattr(score, "looks", True) else None
+    weighs, met = score.weights, met if score.looks else None
     mine = weights if weighs or met is not None else None
 
     def one(layer: Array, view: View, observed: dict[str, Any], mine: Any) -> Float[Array, "B K S"]:

@@ -58,7 +58,7 @@ def select(
     """
     assert keep.score is not None
     given, back = view if stored is None else view._replace(k=stored), None
-    if not keep.when.at_once or getattr(keep.score, "ordered", False):
+    if not keep.when.at_once or keep.score.ordered:
         order, back = orders(view.pos)
         view, seen = _in_order(view, seen, order)
         stored = None if stored is None else taken(stored, order)
@@ -126,7 +126,7 @@ def _worst(
     If slots are merged, only the first one below a threshold: the others are merged after later tokens.
     """
     live = pos >= 0
-    threshold = getattr(keep.allocate, "threshold", None)
+    threshold = keep.allocate.threshold
     if threshold is not None:
         below = live & (score < threshold)
         return below if keep.merge is None else below & (jnp.cumsum(below, -1) == 1)

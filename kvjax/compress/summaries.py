@@ -109,7 +109,7 @@ def sums_without(
         return body.sums
     own, pos = lent(body, gm.taught).layer(layer).keys(), jnp.where(gone, body.pos[layer], -1)
     held = [own.k, own.v, pos, {n: x[layer] for n, x in body.traces.items()}]
-    if gm.at_once and getattr(gm.keep and gm.keep.allocate, "threshold", None) is None:
+    if gm.at_once and gm.keep is not None and gm.keep.allocate.threshold is None:
         # At most one slot per KV head is evicted.
         one = jnp.argmax(gone, -1)[..., None]
         at = lambda x: one.reshape(*one.shape, *(1,) * (x.ndim - 3))  # noqa: E731

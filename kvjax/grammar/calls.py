@@ -14,10 +14,7 @@ from jaxtyping import Array, Float, Int
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import CarryingMerge, Hiding, Preferring, SlotObservation, View
-
-# When an observation exists: while many new tokens are read, or in the step of one token.
-IN_PREFILL, IN_STEP = "prefill", "step"
+from kvjax.grammar.protocols import CarryingMerge, Hiding, SlotObservation, View
 
 
 def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
@@ -51,17 +48,17 @@ def spared(view: View, seen: Any) -> Any:
 
 def written(merge: Any) -> tuple[str, ...]:
     """The names of what a merge changes in the slots that stay; empty without a merge."""
-    return () if merge is None else getattr(merge, "writes", ("k", "v", "bias"))
+    return () if merge is None else merge.writes
 
 
 def merges_prompts(merge: Any) -> bool:
     """Whether a merge also merges slots evicted from a prompt, not only those evicted while decoding."""
-    return merge is not None and getattr(merge, "at_prompts", True)
+    return merge is not None and merge.at_prompts
 
 
 def merges_unrotated(keep: Any) -> bool:
     """Whether a keep's merge takes keys before rotation, as they are stored, not as queries meet them."""
-    return keep is not None and getattr(keep.merge, "unrotated", False)
+    return keep is not None and keep.merge is not None and keep.merge.unrotated
 
 
 def merged(
@@ -89,7 +86,7 @@ def met(
     word: SlotObservation, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
     """The numbers that slots get from new queries (`SlotObservation`); layer: its index in the stack."""
-    return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
+    return word.of(q, q_pos, k, pos, **({"layer": layer} if word.by_layer else {}))
 
 
 def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
@@ -98,15 +95,14 @@ def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
     in_steps: those of a decode step, if another score ranks slots there.
     """
     score = step_score(keep.score) if in_steps else keep.score
-    words = [word for word in (score, keep.merge) if word is not None]
-    words += [keep.allocate] if isinstance(keep.allocate, Preferring) else []
+    words = [word for word in (score, keep.merge, keep.allocate) if word is not None]
     words += [] if keep.score is None else keep.score.traces
     return sorted({o for word in words for o in word.needs}, key=key_of)
 
 
 def step_score(score: Any) -> Any:
     """The score that ranks slots while decoding: a part of a two-stage score, or the score itself."""
-    return getattr(score, "in_steps", score)
+    return None if score is None else score.in_steps
 
 
 def hiding_of(keep: Keep | None) -> Hiding | None:
@@ -117,7 +113,7 @@ def hiding_of(keep: Keep | None) -> Hiding | None:
 
 def counts_slots(keep: Keep | None) -> bool:
     """Whether a threshold alone decides how many slots each KV head holds."""
-    if keep is None or not hasattr(keep.allocate, "threshold"):
+    if keep is None or keep.allocate.threshold is None:
         return False
     return keep.allocate.uniform and keep.budget.ratio == 1
 

@@ -79,11 +79,11 @@ def _met(keep: Keep) -> dict[Fact, str]:
         return {Fact.STORED_KEYS: f"rotates stored keys anew ({keep.phase!r})"}
     if keep.merge is not None or keep.per_query_head:
         return {Fact.STORED_KEYS: "merges stored keys" if keep.merge is not None else "repeats stored keys"}
-    if keep.score is None or not getattr(keep.score, "looks", True):
+    if keep.score is None or not keep.score.looks:
         return {}
     # If only queries are observed, the scores of a prompt's keys are computed once.
     once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
-    if once and all(getattr(o, "queries_alone", False) for o in observations(keep)):
+    if once and all(o.queries_alone for o in observations(keep)):
         return {}
     return {Fact.STORED_KEYS: "scores stored keys by what it observes of them"}
 

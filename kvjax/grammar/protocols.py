@@ -1,77 +1,105 @@
-"""Protocols: what each kind of word provides: scores, patterns, merges, observations, rewrites."""
+"""Kinds of words: the base classes of scores, patterns, merges, observations, rewrites."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.base.kind import Kind
 from kvjax.grammar.views import AttentionSpec as AttentionSpec
 from kvjax.grammar.views import Inputs, Seen, View
+from kvjax.ops.attention.union import Reduction
 from kvjax.state.codes import Codec, Codes
 
 # The arrays that patterns take: they also run on the host.
 Numbers = Array | np.ndarray
 
 
-@runtime_checkable
-class Observation(Protocol):
-    """What must be recorded while a layer attends: a function from Inputs to arrays.
+# When an observation exists: while many new tokens are read, or in the step of one token.
+IN_PREFILL, IN_STEP = "prefill", "step"
 
-    Optional: `phases`, whether it exists in "prefill", "step" or both; without it, in prefills alone.
+
+class Observation(Kind):
+    """The base class of what must be recorded while a layer attends: a function from Inputs to arrays.
+
+    `phases`: whether it exists in "prefill", "step" or both. `reduction`: how attention sums probabilities
+    for it while it runs; None if it needs none. `queries_alone`: whether it depends on queries alone, not on
+    slots.
 
     >>> from kvjax.words import Queries
     >>> isinstance(Queries(16), Observation)
     True
     """
 
-    def __call__(self, inputs: Inputs) -> Any: ...
+    phases: tuple[str, ...] = (IN_PREFILL,)
+    reduction: Reduction | None = None
+    queries_alone: bool = False
+
+    @abstractmethod
+    def __call__(self, inputs: Inputs) -> Any:
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Carried(Observation, Protocol):
+class Carried(Observation):
     """An observation of more than the newest token: in decode steps, every row carries it."""
 
+    @abstractmethod
     def start(self, inputs: Inputs) -> Any:
         """What a row carries before its first token: arrays [B, ...].
 
         Integer arrays are positions, initially -1; all others are zeros (`kvjax.api.rows.reset_rows`).
         """
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def carry(self, carried: Any, inputs: Inputs) -> Any:
         """What rows carry after new tokens; unchanged for rows without new tokens."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def read(self, carried: Any) -> Any:
         """The observation, as a call on all tokens at once would give it."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class SlotObservation(Observation, Protocol):
+class SlotObservation(Observation):
     """A number per slot, computed from slots and new queries together; a call on `Inputs` alone raises.
 
-    Optional: `by_layer`: `of` takes the layer's index in the stack as well.
+    `by_layer`: `of` takes the layer's index in the stack as well, as `layer`.
     """
 
+    by_layer: bool = False
+
+    @abstractmethod
     def of(
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"],
     ) -> Float[Array, "B K S"]:  # fmt: skip
         """A number for every slot; q and k are rotated, positions are -1 on padding and in empty slots."""
-        ...
+        raise NotImplementedError
+
+    def __call__(self, inputs: Inputs) -> NoReturn:
+        raise TypeError(f"{self!r} is known where queries and slots meet: call its `of`")
+
+
+class Joining(Observation):
+    """A per-slot observation that accumulates: `join` combines the values from earlier and new queries."""
+
+    @abstractmethod
+    def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
+        raise NotImplementedError
 
 
 # The value of `since` for a slot that is hidden from no query.
 NEVER = 2**30
 
 
-@runtime_checkable
-class Hiding(Observation, Protocol):
+class Hiding(Observation):
     """From which new token on a slot is hidden from queries, its own included; a call on `Inputs` raises.
 
     It is known before a layer attends, for a prompt's tokens and in a step, which evicts hidden slots first.
@@ -79,102 +107,125 @@ class Hiding(Observation, Protocol):
     a layer.
     """
 
-    @property
-    def traces(self) -> tuple[Trace, ...]: ...
+    traces: tuple[Trace, ...]
 
+    @abstractmethod
     def since(
         self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
     ) -> Int[Array, "B K S"]:
         """The position of the first new token that does not see a slot; `NEVER` if all do."""
-        ...
+        raise NotImplementedError
+
+    def __call__(self, inputs: Inputs) -> NoReturn:
+        raise TypeError(f"{self!r} is known where new tokens and slots meet: call its `since`")
 
 
-@runtime_checkable
-class Trace(Protocol):
-    """A number that a method keeps per slot, and that moves with the slot wherever it is stored.
+class Trace(Kind):
+    """The base class of numbers that a method keeps per slot, and that move with the slot wherever it goes.
 
-    `needs`: the observed masses or `SlotObservation`s that update it. Optional: `behind_layers`: the numbers
-    of new tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow
-    from token ids.
+    `needs`: the observed masses or `SlotObservation`s that update it. `behind_layers`: the numbers of new
+    tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow from
+    token ids.
 
     >>> from kvjax.words import AccumulatedMass
     >>> isinstance(AccumulatedMass(), Trace)
     True
     """
 
-    @property
-    def needs(self) -> frozenset[Observation]: ...
+    needs: frozenset[Observation] = frozenset()
+    behind_layers: bool = False
+    by_ids: bool = False
 
+    @abstractmethod
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         """The numbers of new tokens, before their own queries are counted."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
         """The numbers of slots, new ones included, after new queries whose masses are in `seen`."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Judging(Trace, Protocol):
+class Judging(Trace):
     """A trace that is also updated whenever slots are selected, to record the selection."""
 
+    @abstractmethod
     def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         """The numbers of a view's slots before they are scored; the view is in position order."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Score(Protocol):
-    """How much each slot matters; higher stays. `needs` and `traces` are known before attention runs.
+class Score(Kind):
+    """The base class of how much each slot matters; higher stays. `kvjax.words.Word` adds `+`, `*` and `>>`.
+
+    `needs` and `traces`: what it reads of observations and of traces, known before attention runs. `looks`:
+    whether it reads keys or values, not only positions and accumulated attention. `ordered`: whether it must
+    see slots in position order, because it compares neighbours. `weights`: whether it needs the layer's
+    weight matrices. `bounded`: whether it gives all but the best slots of a budget low scores (`UpTo`).
+    `in_steps`: the score that ranks slots while decoding.
 
     >>> from kvjax.words import KeyNorm
     >>> isinstance(KeyNorm(), Score)
     True
     """
 
-    @property
-    def needs(self) -> frozenset[Observation]: ...
+    needs: frozenset[Observation] = frozenset()
+    traces: frozenset[Trace] = frozenset()
+    looks: bool = True
+    ordered: bool = False
+    weights: bool = False
+    bounded: bool = False
 
     @property
-    def traces(self) -> frozenset[Trace]: ...
+    def in_steps(self) -> Score:
+        return self
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]: ...
+    @abstractmethod
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Merge(Protocol):
-    """Folds evicted slots into kept ones.
+class Merge(Kind):
+    """The base class of merges, which fold evicted slots into kept ones.
 
-    Optional: `writes` names what it changes of the kept slots: some of "k", "v", "bias" and "traces"; without
-    it, the first three. If it writes biases, every slot has one. `traces`: the traces that it reads
-    (`View.of`), which the score must keep. `one_by_one`: it can act after a token whose threshold evicts one
-    slot of each KV head. `ordered`: it must see slots in position order, so no token's own step evicts with
-    it. `at_prompts`: False for one that merges only while decoding; slots evicted from a prompt are then
-    dropped. `unrotated`: it merges keys before rotation, so it needs a phase that stores them so.
+    `writes`: what it changes of the kept slots, some of "k", "v", "bias" and "traces"; if it writes biases,
+    every slot has one. `traces`: the traces that it reads (`View.of`), which the score must keep.
+    `one_by_one`: it can act after a token whose threshold evicts one slot of each KV head. `ordered`: it must
+    see slots in position order, so no token's own step evicts with it. `at_prompts`: False for one that
+    merges only while decoding; slots evicted from a prompt are then dropped. `unrotated`: it merges keys
+    before rotation, so it needs a phase that stores them so.
 
     >>> from kvjax.keep.merges.merge_values import ValueBlend
     >>> isinstance(ValueBlend(), Merge)
     True
     """
 
-    @property
-    def needs(self) -> frozenset[Observation]: ...
+    needs: frozenset[Observation] = frozenset()
+    traces: frozenset[Trace] = frozenset()
+    writes: tuple[str, ...] = ("k", "v", "bias")
+    one_by_one: bool = False
+    ordered: bool = False
+    at_prompts: bool = True
+    unrotated: bool = False
 
+    @abstractmethod
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class CarryingMerge(Merge, Protocol):
+class CarryingMerge(Merge):
     """A merge for which every row carries a state from eviction to eviction; a call finds it in `seen`."""
 
+    @abstractmethod
     def start(self, view: View) -> Any:
         """What rows carry before any eviction: arrays [B, ...] of zeros; only the view's shapes matter."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def carry(
         self,
         carried: Any,
@@ -184,73 +235,97 @@ class CarryingMerge(Merge, Protocol):
         seen: Seen,
     ) -> Any:
         """What rows carry after these evictions; unchanged in rows without any. Called before the merge."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Answering(CarryingMerge, Protocol):
+class Answering(CarryingMerge):
     """A merge that lets queries attend to evicted slots, through a summary that rows carry."""
 
+    @abstractmethod
     def answer(
         self, carried: Any, q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
         """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Pattern(Protocol):
-    """Slots that stay whatever their score: a function of integer arrays, of JAX or NumPy.
+class Pattern(Kind):
+    """The base class of slots that stay whatever their score: a function of integer arrays, of JAX or NumPy.
+
+    `tokens`: how many tokens it protects, or which share of the budget; None if neither says it. `newest`:
+    whether they are the newest, which may take up half of a budget at most.
 
     >>> from kvjax.words import Sink
     >>> isinstance(Sink(4), Pattern)
     True
     """
 
+    tokens: Any = None
+    newest: bool = False
+
+    @abstractmethod
     def __call__(
         self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
-    ) -> Bool[Numbers, "B K S"]: ...
+    ) -> Bool[Numbers, "B K S"]:
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Allocation(Protocol):
-    """Turns a mean budget into one count per layer, row and head.
+class Allocation(Kind):
+    """The base class of how a mean budget is divided: into one count per layer, row and head.
 
     `uniform`: all heads have equal counts, so storage is dense; else storage is in pages. `across_layers`:
-    slots move between layers, so all layers share one pool. Optional: `threshold`: slots stay or are evicted
-    by their own score, in steps as at the end of a prefill, and how many stay follows from the data.
-    `layer_rest(budget, tokens, layers, heads)`: as `layer_slots`, for the slots that do not stay; without it
-    a second tier has slots for all tokens. An allocation that needs more than scores is `Preferring`.
+    slots move between layers, so all layers share one pool. `threshold`: slots stay or are evicted by their
+    own score, in steps as at the end of a prefill, and how many stay follows from the data. An allocation
+    that needs more than scores, such as observations (`needs`), is `Preferring`. `of_budget` and `poorest`
+    are parts of messages: whose budget is n, and which heads get fewest.
 
     >>> from kvjax.words import Uniform
     >>> isinstance(Uniform(), Allocation)
     True
     """
 
-    @property
-    def uniform(self) -> bool: ...
+    uniform: bool = False
+    across_layers: bool = False
+    threshold: float | None = None
+    needs: frozenset[Observation] = frozenset()
+    of_budget: str = ", in the mean of all"
+    poorest: str = ""
 
-    @property
-    def across_layers(self) -> bool: ...
+    @abstractmethod
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        raise NotImplementedError
 
-    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]: ...
-
+    @abstractmethod
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         """The most slots that a row of at most `tokens` tokens keeps in all its heads, per layer (static)."""
-        ...
+        raise NotImplementedError
+
+    def layer_rest(self, budget: Any, tokens: int, layers: int, heads: int) -> list[int]:
+        """As `layer_slots`, for the slots that do not stay and go to a second tier; by default all tokens."""
+        return [heads * tokens] * layers
+
+    def fewest(self, n: int, tokens: int) -> int:
+        """The number of slots of the head that gets fewest."""
+        return n
+
+    def mean(self, n: int) -> int:
+        """The mean number of slots per head."""
+        return n
+
+    def holding(self, tokens: int) -> Allocation:
+        """The allocation in which every head can keep at least so many slots."""
+        return self
 
 
-@runtime_checkable
-class Preferring(Allocation, Protocol):
+class Preferring(Allocation):
     """An allocation that needs more than scores: what a layer observed says how much its heads should get."""
 
-    @property
-    def needs(self) -> frozenset[Observation]: ...
-
+    @abstractmethod
     def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
         """How much a layer's heads should get, relative to other layers; not negative."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def counts(
         self,
         scores: Float[Array, "L B K S"],
@@ -258,7 +333,7 @@ class Preferring(Allocation, Protocol):
         preferences: Float[Array, "L B K"] | None = None,
     ) -> Int[Array, "L B K"]:
         """As in `Allocation`; preferences are those of all layers, and are always given."""
-        ...
+        raise NotImplementedError
 
 
 @runtime_checkable

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP, hiding_of, observations, probes_of, step_score
+from kvjax.grammar.calls import hiding_of, observations, probes_of, step_score
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import alike, key_of
-from kvjax.grammar.protocols import Answering, Judging
+from kvjax.grammar.protocols import IN_STEP, Answering, Judging
 from kvjax.grammar.when import WhenFull
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def _protected(keep: Keep) -> tuple[bool, str]:
 def _in_steps(keep: Keep, score: Score) -> Refusals:
     """Refusals of evictions while decoding."""
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
-    in_steps, threshold = keep.when.in_steps, hasattr(keep.allocate, "threshold")
+    in_steps, threshold = keep.when.in_steps, keep.allocate.threshold is not None
     observed = observations(keep, in_steps=True)
-    absent = [o for o in observed if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
+    absent = [o for o in observed if IN_STEP not in o.phases]
     return [
         (
             isinstance(keep.when, WhenFull) and not 0 < whole < keep.when.slots,
@@ -72,7 +72,7 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             and threshold
             and keep.allocate.uniform
             and keep.budget.ratio != 1
-            and not getattr(score, "bounded", False),
+            and not score.bounded,
             f"{keep.allocate!r} keeps all slots with high scores, and {score!r} can give "
             "high scores to more slots than fit: use a `bounded` score, such as Votes(256, 256)",
         ),
@@ -116,7 +116,7 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
             "after several tokens, as in Every(128)",
         ),
         (
-            in_steps and at_once and getattr(keep.merge, "ordered", False),
+            in_steps and at_once and keep.merge is not None and keep.merge.ordered,
             f"{keep.when!r} sees slots in any order, and {keep.merge!r} merges neighbours: evict "
             "after several tokens, as in Every(128)",
         ),
@@ -130,7 +130,7 @@ def _lower(keep: Keep) -> Refusals:
         return []
     return [
         (
-            hasattr(keep.allocate, "threshold") and keep.allocate.uniform,
+            keep.allocate.threshold is not None and keep.allocate.uniform,
             f"a second tier has as many slots as a budget evicts, and {keep.allocate!r} may evict more: "
             "use the uniform allocation",
         ),
@@ -177,8 +177,9 @@ def _per_query_head(keep: Keep, score: Score) -> Refusals:
 
 def _merged(keep: Keep, score: Score) -> Refusals:
     """Refusals of a merge."""
-    unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=key_of)
-    raw = getattr(keep.merge, "unrotated", False)
+    if keep.merge is None:
+        return []
+    unknown, raw = sorted(keep.merge.traces - score.traces, key=key_of), keep.merge.unrotated
     return [
         (
             bool(unknown),
@@ -186,7 +187,7 @@ def _merged(keep: Keep, score: Score) -> Refusals:
             "use a score that names it in `traces`, such as AccumulatedAttention()",
         ),
         (
-            keep.merge is not None and not keep.phase.steady and not raw,
+            not keep.phase.steady and not raw,
             f"{keep.merge!r} merges keys rotated by their positions, and {keep.phase!r} rotates them anew "
             "whenever they are read: leave one of both out",
         ),
@@ -201,7 +202,7 @@ def _merged(keep: Keep, score: Score) -> Refusals:
 def _phased(keep: Keep, score: Score) -> Refusals:
     """Refusals of keys that are not rotated by their positions."""
     probes = probes_of(score) - {None}
-    looks = bool(_masses(score) or score.traces or probes or getattr(score, "looks", True))
+    looks = bool(_masses(score) or score.traces or probes or score.looks)
     return [
         (
             not keep.phase.alike and looks,
@@ -226,7 +227,7 @@ def _probed(keep: Keep, score: Score) -> Refusals:
             f"{keep.probe!r}: give both the same",
         ),
         (
-            keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in score.traces),
+            keep.narrow is not None and any(t.behind_layers for t in score.traces),
             f"{keep.narrow!r} leaves tokens out of the upper layers, and its score needs their probabilities",
         ),
         (
@@ -253,7 +254,7 @@ def _restored(keep: Keep, score: Score) -> Refusals:
 
 def _masses(score: Score) -> list[Any]:
     """The received-attention observations of a score."""
-    return sorted((o for o in score.needs if hasattr(o, "reduction")), key=key_of)
+    return sorted((o for o in score.needs if o.reduction is not None), key=key_of)
 
 
 def _narrowed(keep: Keep) -> Refusals:
@@ -280,12 +281,12 @@ def _narrowed(keep: Keep) -> Refusals:
 
 def _by_one(merge: Any) -> bool:
     """Whether a merge, or none, can act if a threshold decides after every token."""
-    return merge is None or getattr(merge, "one_by_one", False)
+    return merge is None or merge.one_by_one
 
 
 def _of_tokens(pattern: Any) -> bool:
     """Whether a pattern protects a whole number of tokens."""
-    return isinstance(getattr(pattern, "tokens", None), int)
+    return isinstance(pattern.tokens, int)
 
 
 def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
@@ -298,8 +299,7 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
     """
     n, newest = keep.budget.capacity(tokens), keep.when.in_steps
     # With unequal budgets per layer, the smallest must hold the protected slots.
-    fewest = getattr(keep.allocate, "fewest", None)
-    n = n if fewest is None else fewest(n, tokens)
+    n = keep.allocate.fewest(n, tokens)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
     stays = (pos == tokens - 1) & newest
     more = 0 if keep.restore is None else keep.restore.tokens
@@ -311,7 +311,7 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
     names += [repr(keep.restore)] if more else []
     return (
         f"{stays.sum() + more} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
-        f"more than the budget of {n} slots{getattr(keep.allocate, 'poorest', '')} "
+        f"more than the budget of {n} slots{keep.allocate.poorest} "
         f"(budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
     )
@@ -319,7 +319,7 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
 
 def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
     """Why the window takes more than half of n slots; empty if it does not."""
-    windows = [getattr(p, "tokens", 0) for p in keep.protect if getattr(p, "newest", False)]
+    windows = [p.tokens for p in keep.protect if p.newest]
     widest = max((w for w in windows if isinstance(w, int)), default=0)
     if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):
         return ""

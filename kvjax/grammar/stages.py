@@ -12,7 +12,7 @@ from kvjax.grammar.sentence import Keep
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillAndDecode:
+class PrefillAndDecode(Score):
     """One score at the end of prompts, and another one while decoding, where every token evicts one slot.
 
     >>> from kvjax.words import KeyNorm, Position
@@ -38,15 +38,15 @@ class PrefillAndDecode:
 
     @property
     def looks(self) -> bool:
-        return any(getattr(score, "looks", True) for score in (self.prompt, self.later))
+        return self.prompt.looks or self.later.looks
 
     @property
     def ordered(self) -> bool:
-        return any(getattr(score, "ordered", False) for score in (self.prompt, self.later))
+        return self.prompt.ordered or self.later.ordered
 
     @property
     def weights(self) -> bool:
-        return any(getattr(score, "weights", False) for score in (self.prompt, self.later))
+        return self.prompt.weights or self.later.weights
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return scored(self.prompt if seen.query is None else self.later, view, seen)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.base.kind import Kind, undefined
+from kvjax.base.kind import Kind, expected, undefined, unstated
 from kvjax.grammar.phase import Phase
+from kvjax.grammar.protocols import Allocation, Merge, Observation, Pattern, Preferring, Score, Trace
 from kvjax.grammar.when import When
 
 # The protocols of kvjax.grammar: the attributes that a word of each must have.
-SCORE, MERGE = ("needs", "traces", "__call__"), ("needs", "__call__")
-TRACE = ("needs", "start", "grow")
-ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
-PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "stages", "phase_in", "all_layers", "first_turn_only")
@@ -34,22 +31,23 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
         right = f"({', '.join(map(repr, more))},)"
         raise ValueError(f"protect must be a tuple of patterns, got {protect!r}: write protect={right}")
     if score is not None:
-        _check(score, "score", SCORE, "inherit from kvjax.keep.algebra.Word, which needs nothing")
+        _check_kind(score, "score", Score, "Word")
         _check_needs(score)
         for trace in _frozenset(score, "traces", "frozenset({AccumulatedMass(Mass())})"):
-            _check(trace, "trace", TRACE, "see kvjax.keep.observations.trace")
+            _check_kind(trace, "trace", Trace)
             _check_needs(trace)
     if allocate is not None:
-        _check(allocate, "allocation", ALLOCATION, "see kvjax.grammar.protocols.Allocation")
-        if hasattr(allocate, "preference") or hasattr(allocate, "needs"):
-            _check(
-                allocate, "allocation with preferences", PREFERRING, "see kvjax.grammar.protocols.Preferring"
+        _check_kind(allocate, "allocation", Allocation)
+        _check_needs(allocate)
+        if allocate.needs and not isinstance(allocate, Preferring):
+            raise ValueError(
+                f"{type(allocate).__name__} has `needs` and no `preference`: subclass "
+                "kvjax.grammar.protocols.Preferring, or leave them out"
             )
-            _check_needs(allocate)
     for pattern in protect:
-        _check(pattern, "pattern", ("__call__",), "see kvjax.grammar.protocols.Pattern")
+        _check_kind(pattern, "pattern", Pattern)
     if merge is not None:
-        _check(merge, "merge", MERGE, "see kvjax.keep.merges.merge.ZipMerge")
+        _check_kind(merge, "merge", Merge)
         _check_needs(merge)
 
 
@@ -115,6 +113,11 @@ def _check_kind(word: Any, called: str, kind: type[Kind], base: str = "") -> Non
     _check_frozen(word)
     if lacks := undefined(type(word)):
         raise ValueError(f"{name} is a {called} without `{lacks[0]}`: define it as {base} says")
+    if able := unstated(type(word), kind):
+        raise ValueError(
+            f"{name} defines {' and '.join(f'`{name}`' for name in expected(able))} and is no "
+            f"{able.__name__}: subclass {able.__module__}.{able.__name__}, or give them other names"
+        )
 
 
 def _check_no_class(word: Any, called: str) -> None:
@@ -150,7 +153,7 @@ def _check_frozen(word: Any) -> None:
 
 def _check_needs(word: Any) -> None:
     for observation in _frozenset(word, "needs", "frozenset({Queries(1)})"):
-        _check(observation, "observation", ("__call__",), "see kvjax.keep.observations.observe")
+        _check_kind(observation, "observation", Observation)
 
 
 def _frozenset(word: Any, name: str, example: str) -> frozenset[Any]:

@@ -8,45 +8,23 @@ if one of them does.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored, spared
+from kvjax.grammar.protocols import Allocation, Observation, Score, Seen, Trace, View
 from kvjax.keep.select import ranks, top
 
-if TYPE_CHECKING:
-    from kvjax.grammar.protocols import Allocation, Observation, Score, Seen, Trace, View
 
-
-class Word:
-    """The base class of all scores. By default a score needs no observations and keeps no traces.
-
-    `looks`: whether the score reads keys or values, not only positions and accumulated attention.
-    `ordered`: whether it must see slots in position order, because it compares neighbours.
-    `weights`: whether it needs the layer's weight matrices.
+class Word(Score):
+    """The base class of all scores, which can be added, multiplied and chained.
 
     >>> from kvjax.words import KeyNorm, Position
     >>> KeyNorm().looks, Position().looks
     (True, False)
     """
-
-    looks: bool = True
-    ordered: bool = False
-    weights: bool = False
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
-
-    @property
-    def traces(self) -> frozenset[Trace]:
-        return frozenset()
-
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        raise NotImplementedError
 
     def __rshift__(self, pool: Pool) -> Pooled:
         return Pooled(self, pool)
@@ -67,19 +45,19 @@ class Made(Word):
     @property
     def parts(self) -> tuple[Score, ...]:
         each = (getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        return tuple(part for part in each if hasattr(part, "needs"))
+        return tuple(part for part in each if isinstance(part, Score))
 
     @property
-    def looks(self) -> bool:  # type: ignore[override]
-        return any(getattr(part, "looks", True) for part in self.parts)
+    def looks(self) -> bool:
+        return any(part.looks for part in self.parts)
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
-        return any(getattr(part, "ordered", False) for part in self.parts)
+    def ordered(self) -> bool:
+        return any(part.ordered for part in self.parts)
 
     @property
-    def weights(self) -> bool:  # type: ignore[override]
-        return any(getattr(part, "weights", False) for part in self.parts)
+    def weights(self) -> bool:
+        return any(part.weights for part in self.parts)
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -331,7 +309,7 @@ class ChunkSum(Made):
             raise ValueError(f"chunks need a whole number of tokens >= 1, got {self.tokens!r}")
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
+    def ordered(self) -> bool:
         return True
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
@@ -353,7 +331,7 @@ class Pooled(Made):
     infix = ("score", ">>", "pool")
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
+    def ordered(self) -> bool:
         return True
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:

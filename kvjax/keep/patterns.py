@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from jaxtyping import Bool, Int
 
-from kvjax.grammar.protocols import Numbers
+from kvjax.grammar.protocols import Numbers, Pattern
 
 
 @dataclasses.dataclass(frozen=True)
-class Sink:
+class Sink(Pattern):
     """The first `tokens` tokens of a row (attention sinks, arXiv:2309.17453).
 
     Args:
@@ -31,7 +31,7 @@ class Sink:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recent:
+class Recent(Pattern):
     """The newest tokens: how many (int), or which share of the budget (float in (0, 1)).
 
     Args:

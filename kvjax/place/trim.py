@@ -30,7 +30,7 @@ def counted(method: Any) -> bool:
         apart = store is not None and (store.keys, store.values) != tuple(
             at_layer(codec, 0) for codec in (store.keys, store.values)
         )
-        return hasattr(allocate, "threshold") or (apart and allocate.across_layers and not allocate.uniform)
+        return allocate.threshold is not None or (apart and allocate.across_layers and not allocate.uniform)
 
     return any(map(one, method.sentences))
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP
 from kvjax.grammar.facts import Fact, ReadFacts, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
+from kvjax.grammar.protocols import (
+    IN_PREFILL,
+    IN_STEP,
+    Inputs,
+    Joining,
+    Observation,
+    Seen,
+    SlotObservation,
+    Trace,
+)
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import summed
 from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLogits:
+class LocalLogits(SlotObservation, Joining):
     """sum_j <q_(m+j), k_m> over the `within` tokens after slot m's own, and over the heads of its group."""
 
     within: int
@@ -56,12 +63,9 @@ class LocalLogits:
         """Combines the values from earlier and from new queries."""
         return old + new
 
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        raise TypeError("what slots are asked is computed from their keys, with `of`")
-
 
 @dataclasses.dataclass(frozen=True)
-class LocalScore:
+class LocalScore(Trace):
     """How much the `within` tokens after a slot's own have attended to it: their `LocalLogits`."""
 
     within: int
@@ -70,7 +74,7 @@ class LocalScore:
     def needs(self) -> frozenset[Observation]:
         return frozenset({LocalLogits(self.within)})
 
-    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+    def start(self, inputs: Inputs, Joining, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 

@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Seen
+from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
 from kvjax.read.ranked import RankedSlots, votes_of
 from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectedBy:
+class SelectedBy(Trace):
     """A trace of selections: 1 + the position of the last token that selected a slot; 0 if none did."""
 
     needs: frozenset[Observation] = frozenset()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
+from kvjax.grammar.protocols import Inputs, Seen, Trace
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import RankedSlots, summed
 from kvjax.read.spans import each_list, in_order, numbered, span_of, summed_up
@@ -18,7 +18,7 @@ from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class SentenceStart:
+class SentenceStart(Trace):
     """A trace: the position after the last separator before a token, of those that were read with it.
 
     It is 0 if there is none, as for a generated token, whose sentence began before.
@@ -26,10 +26,6 @@ class SentenceStart:
 
     separators: Trace
     by_ids = True
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         ends = self.separators.start(inputs, 1)[:, 0] > 0

@@ -10,19 +10,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
-from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import Carried, Inputs
 from kvjax.state.code_forms import Form
 from kvjax.state.codes import LEARNT, Codec, Taught, taught
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryProducts:
+class QueryProducts(Carried):
     """The sum of q q' [B, K, H, H] over all rotated queries of a KV head's group, in float32."""
-
-    phases = (IN_PREFILL,)
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K H H"]:
         return self.carry(self.start(inputs), inputs)

@@ -14,6 +14,7 @@ from kvjax.api.chunks import plan
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import with_fitted
+from kvjax.grammar.protocols import Pattern
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.scores.score import Position
 from kvjax.models.config import Config
@@ -141,7 +142,7 @@ def test_chunks_leave_what_turns_with_room_for_the_next_leave_to_the_byte(how):
 
 
 @dataclasses.dataclass(frozen=True)
-class Middle:
+class Middle(Pattern):
     """Tokens 20 to 39."""
 
     def __call__(self, pos, length, n):

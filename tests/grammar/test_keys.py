@@ -10,6 +10,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.protocols import Observation, Trace
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
@@ -21,7 +22,7 @@ from tests.methods.battery import MAIN, model
 
 
 @dataclasses.dataclass(frozen=True)
-class Queries:
+class Queries(Observation):
     """The positions of new tokens: nothing like the library's word of this name."""
 
     last: int
@@ -46,11 +47,10 @@ class LastPosition(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class AccumulatedMass:
+class AccumulatedMass(Trace):
     """Twice the position at which a token came; no query changes it."""
 
     mass: object = SinceArrival().mass
-    needs = frozenset()
 
     def start(self, inputs, heads):
         found = 2.0 * inputs.pos.astype(jnp.float32)

@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, Store
+from kvjax.grammar.protocols import Pattern
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import Uniform
@@ -39,7 +40,7 @@ class InSteps(Position):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class Weights(Pattern):
     """A pattern of numbers."""
 
     def __call__(self, pos, length, n):
@@ -47,7 +48,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstHead:
+class FirstHead(Pattern):
     def __call__(self, pos, length, n):
         return (pos < 1)[:, :1]
 

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, chain
+from kvjax.grammar.protocols import Observation, Pattern
 from kvjax.grammar.when import STEP, Every, WhenFull
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
@@ -36,7 +37,7 @@ class OfNow(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class SinceTheMiddle:
+class SinceTheMiddle(Observation):
     """A user's own observation, which says nothing about phases."""
 
     def __call__(self, inputs):
@@ -168,7 +169,7 @@ def test_budgets_that_hold_what_is_protected_are_let_through(id, least):
 
 
 @dataclasses.dataclass(frozen=True)
-class Even:
+class Even(Pattern):
     def __call__(self, pos, length, n):
         return pos % 2 == 0
 

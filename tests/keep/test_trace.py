@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import Inputs, Observation
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
@@ -26,7 +26,7 @@ MASSES = (Mass("sum"), Mass("max"), Mass("squares"), Mass("count", 0.05))
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstChannel:
+class FirstChannel(Observation):
     """The first number of a token's hidden state, for every head of the model: what a fitted gate may say."""
 
     def __call__(self, inputs):

@@ -59,7 +59,43 @@ class Aimless(Uniform):
     needs = frozenset({Queries(2)})
 
 
+@dataclasses.dataclass(frozen=True)
+class Partial(Word):
+    """A score without `__call__`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unstated(Uniform):
+    """Says what heads should get, which only a `Preferring` is asked."""
+
+    def preference(self, view, seen):
+        return view.pos[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    def __call__(self, inputs):
+        return inputs.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Thawed):
+    needs = frozenset({Own()})
+
+
 BAD = {
+    "nothing to call": (
+        dict(score=Partial()),
+        r"^Partial is a score without `__call__`: define it as kvjax\.words\.Word says$",
+    ),
+    "an ability that is not stated": (
+        dict(allocate=Unstated()),
+        r"^Unstated defines `preference` and `counts` and is no Preferring: subclass kvjax\.grammar\.prot",
+    ),
+    "a need without a base": (
+        dict(score=Watching()),
+        r"^Own is no observation: every observation is .* subclasses kvjax\.words\.Observation$",
+    ),
     "not frozen": (
         dict(score=Thawed()),
         r"^Thawed is no frozen dataclass.*: write @dataclasses\.dataclass\(froz",
@@ -67,7 +103,7 @@ BAD = {
     "thawed": (dict(score=Melting()), r"^Melting is no frozen dataclass"),
     "no base": (
         dict(score=Baseless()),
-        r"^Baseless is no score, it has no `needs`: inherit from kvjax\.keep\.",
+        r"^Baseless is no score: every score is a frozen dataclass that subclasses kvjax\.words\.Word$",
     ),
     "a list": (
         dict(score=Listed([1])),
@@ -93,18 +129,18 @@ BAD = {
         dict(protect=[Sink(4)]),
         r"^protect must be a tuple of patterns, got \[Sink\(tokens=4",
     ),
-    "a number": (dict(protect=(4,)), r"^int is no pattern, it has no `__call__`"),
+    "a number": (dict(protect=(4,)), r"^int is no pattern: .* subclasses kvjax\.words\.Pattern$"),
     "an allocation": (dict(allocate=Uniform), r"^the allocation is the class Uniform.*: write Uniform\(\)$"),
     "a score for an allocation": (
         dict(allocate=KeyNorm()),
-        r"^KeyNorm is no allocation, it has no `uniform`",
+        r"^KeyNorm is no allocation: .* subclasses kvjax\.words\.Allocation$",
     ),
     "an allocation without a preference": (
         dict(allocate=Aimless()),
-        r"^Aimless is no allocation with preferences, it has no `preference`: see kvjax\.grammar\.protocols",
+        r"^Aimless has `needs` and no `preference`: subclass kvjax\.grammar\.protocols\.Preferring",
     ),
     "a number for when": (dict(when=4), r"^int is no when: every when is .* subclasses kvjax\.words\.When$"),
-    "a merge": (dict(merge=0.8), r"^float is no merge, it has no `needs`"),
+    "a merge": (dict(merge=0.8), r"^float is no merge: .* subclasses kvjax\.words\.Merge$"),
     "a number for a budget": (
         dict(budget=0.5),
         r"^a keep's budget must be a Budget, got 0\.5: write Budget\(",

@@ -40,11 +40,9 @@ def _counts(pattern: object) -> bool:
 def _protecting(keep: Keep, tokens: int) -> Keep:
     """The keep with these tokens protected, in an allocation that gives every list room for all protected."""
     protect, allocate = (*keep.protect, QuestionWindow(tokens)), keep.allocate
-    if (holding := getattr(allocate, "holding", None)) is not None:
-        first = sum(p.tokens for p in protect if isinstance(p, Sink))
-        newest = max(p.tokens for p in protect if isinstance(p, Recent) and isinstance(p.tokens, int))
-        allocate = holding(first + newest)
-    return dataclasses.replace(keep, protect=protect, allocate=allocate)
+    first = sum(p.tokens for p in protect if isinstance(p, Sink))
+    newest = max(p.tokens for p in protect if isinstance(p, Recent) and isinstance(p.tokens, int))
+    return dataclasses.replace(keep, protect=protect, allocate=allocate.holding(first + newest))
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:

@@ -19,7 +19,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import Inputs, Observation
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.ops.attention.union import Keys, logits
@@ -27,7 +27,7 @@ from kvjax.steps import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitsByDistance:
+class LogitsByDistance(Observation):
     """Sums max_n q_n,i k_j / sqrt(H) over pairs of a query and a key d tokens before it; counts the pairs.
 
     scale, softcap: those of the model's logits.

@@ -21,7 +21,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Inputs
+from kvjax.grammar.protocols import AttentionSpec, Inputs, Observation
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.state.codes import Codec
@@ -34,7 +34,7 @@ PAIRS = tuple(itertools.product((8, 4, 2), repeat=2))
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputErrors:
+class OutputErrors(Observation):
     """The number of queries, and for each pair of codecs the sum of |o - o'| / |o| over heads and queries.
 
     o: the output of attention, o' the same from encoded keys and values.

@@ -21,7 +21,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.prompt_reads import PromptQueries
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import Inputs, Observation
 from kvjax.models.model import Model
 from kvjax.ops.attention.block_sparse import Picks, block_attention
 from kvjax.ops.attention.union import Keys
@@ -31,7 +31,7 @@ from kvjax.steps import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class PatternErrors:
+class PatternErrors(Observation):
     """The squared error [P, N] of every head's output under each pattern of a read, summed over tokens.
 
     It is relative to the sum of the squared outputs of full attention.

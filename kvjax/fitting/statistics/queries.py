@@ -19,7 +19,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import Inputs, Observation
 from kvjax.keep.scores.trigonometric import pair_sizes
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -28,7 +28,7 @@ from kvjax.steps import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class QuerySums:
+class QuerySums(Observation):
     """The number of queries, sum q [N, H] and sum q q' [N, H, H], without the first `skip` queries of a row.
 
     rotated: whether the queries are taken after rotation.
@@ -46,7 +46,7 @@ class QuerySums:
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryLengths:
+class QueryLengths(Observation):
     """The number of queries, sum q [N, H] before rotation, and sum |q_f| [N, F] of rotation pairs."""
 
     rope: Rope

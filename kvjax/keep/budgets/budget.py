@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget
+from kvjax.grammar.protocols import Allocation
 from kvjax.keep.select import ranks
 
 
@@ -28,7 +29,7 @@ def lengths_and_means(budget: Budget, tokens: int) -> tuple[np.ndarray, np.ndarr
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(Allocation):
     """Every KV head of every layer keeps n slots.
 
     >>> Uniform().uniform
@@ -36,7 +37,6 @@ class Uniform:
     """
 
     uniform = True
-    across_layers = False
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
@@ -46,7 +46,7 @@ class Uniform:
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossHeads:
+class AcrossHeads(Allocation):
     """Ada-KV (arXiv:2407.11550): head counts come from where a layer's K * n best slots are.
 
     Args:
@@ -61,13 +61,12 @@ class AcrossHeads:
 
     floor: float = 0.2
     blend: bool = True
-    uniform = False
-    across_layers = False
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
-    layer_rest = staticmethod(rest_of_mean)
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        return rest_of_mean(budget, tokens, layers, heads)
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, k, s = scores.shape
@@ -94,20 +93,20 @@ def _blend(count: Int[Array, "L B K"], n: Int[Array, "B"], floor: float) -> Int[
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossLayers:
+class AcrossLayers(Allocation):
     """KVzip (arXiv:2505.23416), non-uniform: keeps the L * K * n best slots over all layers.
 
     >>> AcrossLayers().across_layers
     True
     """
 
-    uniform = False
     across_layers = True
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
-    layer_rest = staticmethod(rest_of_mean)
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        return rest_of_mean(budget, tokens, layers, heads)
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, k, s = scores.shape
@@ -117,7 +116,7 @@ class AcrossLayers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold:
+class Threshold(Allocation):
     """Keeps slots with a score of at least `threshold`, at least one per KV head; counts depend on the data.
 
     Args:
@@ -128,8 +127,6 @@ class Threshold:
     """
 
     threshold: float
-    uniform = False
-    across_layers = False
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * tokens] * layers
@@ -142,7 +139,7 @@ class Threshold:
 
 
 @dataclasses.dataclass(frozen=True)
-class UpTo:
+class UpTo(Allocation):
     """Keeps slots with a score of at least `threshold`, at least one and at most n per KV head.
 
     Decode steps evict by the threshold, too, so the score must give all but the n best slots of a head a
@@ -158,7 +155,6 @@ class UpTo:
 
     threshold: float
     uniform = True
-    across_layers = False
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
@@ -169,7 +165,7 @@ class UpTo:
 
 
 @dataclasses.dataclass(frozen=True)
-class PerLayer:
+class PerLayer(Allocation):
     """Given shares per layer: a layer with share s keeps max(1, floor(s * n)) slots in every KV head.
 
     Args:
@@ -181,8 +177,6 @@ class PerLayer:
     """
 
     shares: tuple[float | int | None, ...]
-    uniform = False
-    across_layers = False
     of_budget = " in a layer of share 1"
 
     def __post_init__(self):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.grammar.protocols import Allocation, Observation, Preferring, Score, Seen, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.budgets.preference import apportioned, given_away, protected_and_live
 from kvjax.keep.observations.observe import Queries
@@ -32,7 +32,7 @@ class MeanOverHeads(Made):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByUncertainty:
+class ByUncertainty(Preferring):
     """ZigZagKV (arXiv:2412.09036): layers that need more tokens get larger shares.
 
     The need u of a layer is the mean over heads of the fewest tokens before the last `window` ones that hold
@@ -44,7 +44,6 @@ class ByUncertainty:
     window: int
     mass: float = 0.9
     least: float = 0.5
-    uniform = False
     across_layers = True
 
     @property
@@ -80,7 +79,7 @@ class ByUncertainty:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByHits:
+class ByHits(Allocation):
     """DynamicKV (arXiv:2412.14838): layers get shares by how many of the stack's best slots they hold.
 
     Protected slots score infinity and are not counted. n' is the budget without them; the L * K * n' best
@@ -89,7 +88,6 @@ class ByHits:
     """
 
     most: float = 10.0
-    uniform = False
     across_layers = True
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
@@ -110,7 +108,7 @@ class ByHits:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByPrefix:
+class ByPrefix(Allocation):
     """PrefixKV (arXiv:2412.03409): every layer keeps the same share of its total importance.
 
     All heads of a layer share one score. Protected slots score infinity. Of the others a layer keeps the
@@ -119,7 +117,6 @@ class ByPrefix:
     negative score counts as 0.
     """
 
-    uniform = False
     across_layers = True
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
@@ -153,7 +150,7 @@ class ByPrefix:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByDecay:
+class ByDecay(Allocation):
     """PyramidInfer (arXiv:2405.12532): each layer keeps the fraction r_l of what the layer below keeps.
 
     After layer l the fraction is r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2, as in the authors' code.
@@ -163,7 +160,6 @@ class ByDecay:
 
     window: int
     decay: float = 0.9
-    uniform = False
     across_layers = True
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:

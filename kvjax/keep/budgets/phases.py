@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Score, Seen, Trace, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 
@@ -17,12 +17,8 @@ _STAYS = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
-class IsGenerated:
+class IsGenerated(Trace):
     """1 for a token that was appended by a decode step, 0 for a token that was read in a prompt."""
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar import Budget
+from kvjax.grammar.protocols import Observation, Preferring, Seen, View
 from kvjax.keep.budgets.budget import rest_of_mean
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older, over_queries
 
 
 @dataclasses.dataclass(frozen=True)
-class ByAttention:
+class ByAttention(Preferring):
     """CAKE (arXiv:2503.12491, section 4.1): layers get shares by the spread and variation of attention.
 
     A layer's preference is P = H^(1/tau1) V^(1/tau2). With p the attention of the last `window` queries to
@@ -28,7 +29,6 @@ class ByAttention:
     window: int
     tau1: float = 1.0
     tau2: float = 1.0
-    uniform = False
     across_layers = True
 
     @property
@@ -46,7 +46,8 @@ class ByAttention:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
-    layer_rest = staticmethod(rest_of_mean)
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        return rest_of_mean(budget, tokens, layers, heads)
 
     def counts(
         self,

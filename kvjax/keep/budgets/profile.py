@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Preferring, Seen, View
 from kvjax.grammar.when import Count
 from kvjax.keep.budgets.budget import rest_of_mean
 from kvjax.keep.budgets.preference import apportioned
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Observation):
     """How strongly every KV head retrieves (HeadKV, arXiv:2410.19258); fitted offline.
 
     fitted: "importance" [L, K], as `kvjax fit headkv` writes it; only its proportions matter.
@@ -26,7 +25,6 @@ class Profile:
     fitted: Fitted | None = None
     by = "headkv"
     of_kv_heads = True
-    phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""
@@ -99,7 +97,7 @@ class CurveProfile(Profile):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByProfile:
+class ByProfile(Preferring):
     """HeadKV (arXiv:2410.19258, section 4.2): heads get a base budget and a share of a pool by importance.
 
     Every head keeps `window` slots. Of the rest of its budget, m = n - window, it gives floor(m / beta) to a
@@ -112,7 +110,6 @@ class ByProfile:
     window: int
     beta: float = 1.2
     lost: bool = False
-    uniform = False
     across_layers = True
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
+from kvjax.grammar.protocols import Allocation
 from kvjax.keep.budgets.budget import lengths_and_means
 
 # Computed on the host with numpy or inside a program with jax.numpy, by the same code.
@@ -17,7 +18,7 @@ Counts = Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Pyramid:
+class Pyramid(Allocation):
     """PyramidKV (arXiv:2406.02069, section 4.2): counts fall linearly from the first layer to the last.
 
     "paper": every layer keeps `window` slots and a share of the rest. The last layer's share is (n - window)
@@ -41,8 +42,6 @@ class Pyramid:
     window: int = 0
     variant: str = "paper"
     budget: Budget | None = None
-    uniform = False
-    across_layers = False
     poorest = " in the last layer"
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import NEVER, Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import NEVER, Hiding, Inputs, Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import AtArrival
@@ -19,7 +18,7 @@ from kvjax.keep.scores.score import STRIP
 
 
 @dataclasses.dataclass(frozen=True)
-class InteractionKey:
+class InteractionKey(Observation):
     """One channel of a token's interaction key, computed from the layer's input; all heads share it."""
 
     fitted: Fitted
@@ -38,7 +37,7 @@ class InteractionKey:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropping:
+class Dropping(Hiding):
     """The first token n > j that drops slot j in a layer: the first with a_n' b_j / sqrt(R) + c < 0.
 
     a_n = W_a' x_n and b_j = W_b' x_j are R channels of the layer's inputs (Dynamic Context Pruning,
@@ -84,9 +83,6 @@ class Dropping:
             return jnp.minimum(first, jnp.where(drops, new, NEVER).min(2))
 
         return jax.lax.fori_loop(0, -(-t // size), sooner, jnp.full(pos.shape, NEVER, jnp.int32))
-
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        raise TypeError("what is dropped is known where new tokens and slots meet")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import AtArrival
 
 
 @dataclasses.dataclass(frozen=True)
-class Gate:
+class Gate(Observation):
     """The base class of gates: one number per KV head and token, from what its layer computed for the token.
 
     A subclass declares the arrays it is fitted to and computes the number (`of`). looks: whether it reads
@@ -83,7 +83,7 @@ class Gated(Word):
     gate: Gate
 
     @property
-    def looks(self) -> bool:  # type: ignore[override]
+    def looks(self) -> bool:
         return self.gate.looks
 
     @property

@@ -7,12 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Answering, Seen, View
 from kvjax.keep.merges.merge import pick
 
 
 @dataclasses.dataclass(frozen=True)
-class Compensation:
+class Compensation(Answering):
     """The mean key and value of all evicted slots (RazorAttention, arXiv:2407.15891, section 3.2).
 
     After m evictions a query attends, beside the kept slots, to one more token with weight
@@ -20,10 +20,6 @@ class Compensation:
     """
 
     writes = ()
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, view: View) -> dict[str, Array]:
         """Empty sums: of keys times their scale, of values, and the count."""

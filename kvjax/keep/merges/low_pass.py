@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Seen, View
 
 # Frequencies that are computed at a time.
 STRIP = 128
@@ -18,7 +18,7 @@ SERIES = tuple((-1) ** i / math.factorial(2 * i + 1) for i in range(7))
 
 
 @dataclasses.dataclass(frozen=True)
-class LowPass:
+class LowPass(Merge):
     """The low frequencies of the slots between `sinks` first and `newest` last tokens (arXiv:2505.00570).
 
     Of N such slots n stay, and get
@@ -43,10 +43,6 @@ class LowPass:
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, int) or given < 0:
                 raise ValueError(f"{name} must be a whole number of tokens >= 0, got {given!r}")
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen

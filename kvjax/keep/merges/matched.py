@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Observation, Seen, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.matched import reference_logits
 from kvjax.ops.base.solve import one_by_one
@@ -24,7 +24,7 @@ _TWICE = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionMatching:
+class AttentionMatching(Merge):
     """Biases and values of kept slots by least squares over the last `last` queries (arXiv:2602.16284).
 
     With e_ij = exp(q_i k_j / sqrt(H)) for the queries i of a KV head's group and all slots j, the bias of a

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Observation, Seen, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.ops.base.largest import first_largest
 
 
 @dataclasses.dataclass(frozen=True)
-class ZipMerge:
+class ZipMerge(Merge):
     """KeepKV's merge (arXiv:2504.09936, section 4), which preserves the current attention output.
 
     An evicted slot is merged into the kept slot c with the most similar key, or dropped if their cosine is

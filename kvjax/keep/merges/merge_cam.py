@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Merge, Observation, Seen, Trace, View
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -16,7 +16,7 @@ from kvjax.keep.scores.score import RandomScore
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueMerge:
+class ValueMerge(Merge):
     """CaM's merge of values (Zhang et al., ICML 2024): with probability p_i, v_j += v_i / m.
 
     j runs over the next `following` kept slots in position order, m of them. A is the accumulated attention,

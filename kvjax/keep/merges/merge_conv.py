@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Merge, Seen, Trace, View
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.geometry import unrotated
@@ -18,7 +18,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvMerge:
+class ConvMerge(Merge):
     """The slots of a head with the least attention become mixtures of themselves and of evicted slots.
 
     The M kept slots with the least accumulated attention, not among the `newest` tokens, and all evicted
@@ -40,10 +40,6 @@ class ConvMerge:
         neighbours = self.fitted.arrays["conv"].shape[1]
         sizes = (model.layers, neighbours, 2 * model.head_dim)
         check_sizes(self, "convolutions", "layers, neighbours, channels", "conv", sizes)
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     @property
     def traces(self) -> frozenset[Trace]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observation, Score, Seen, Trace, View
+from kvjax.grammar.protocols import Merge, Score, Seen, Trace, View
 from kvjax.keep.algebra import Made, Word
 from kvjax.keep.merges.merge import nearest, pick
 from kvjax.keep.observations.observe import Mass
@@ -23,7 +23,7 @@ STAYS = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class CountedMerge:
+class CountedMerge(Merge):
     """Merges an evicted slot into the most similar slot that may absorb others, as a mean weighted by counts.
 
     If the cosine of their keys is at least `threshold`, the keys and values x of a slot and of the slots
@@ -44,10 +44,6 @@ class CountedMerge:
     fading: float = 1.0
     bonus: float = 1.0
     largest: bool = False
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     @property
     def received(self) -> Trace:
@@ -180,7 +176,7 @@ class Pivots(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class GaussianMerge:
+class GaussianMerge(Merge):
     """Merges an evicted slot into the pivot p of its run with weight exp(-|k_p - k_i|^2 / 2 sigma^2).
 
     The pivot's own weight is 1; sigma is the mean of |k_p - k_i| over the slots merged into p, divided by
@@ -192,10 +188,6 @@ class GaussianMerge:
     traces = frozenset({AccumulatedMass(Mass("sum"))})
 
     runs: Runs = Runs()
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import CarryingMerge, Seen, View
 from kvjax.keep.merges.merge import nearest, pick
 
 
 @dataclasses.dataclass(frozen=True)
-class SimilarMerge:
+class SimilarMerge(CarryingMerge):
     """D2O's merge of keys and values (arXiv:2406.13035).
 
     u_i is the cosine of an evicted key i and the nearest kept key c. If u_i >= tau, slot i is merged into c,
@@ -26,10 +26,6 @@ class SimilarMerge:
     writes = ("k", "v")
 
     beta: float = 0.7
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, view: View) -> Float[Array, "B"]:
         """The initial threshold, 0."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Merge, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
 from kvjax.keep.merges.merge import pick
@@ -81,7 +81,7 @@ class Opening(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunMerge:
+class RunMerge(Merge):
     """Merges an evicted slot into the nearest kept slot before it, as a weighted mean.
 
     Keys k, before rotation, and values v of a run of tokens become sum w_i k_i / sum w_i and sum w_i
@@ -96,10 +96,6 @@ class RunMerge:
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""
         RunWeight(self.fitted).check(model)
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     @property
     def traces(self) -> frozenset[Trace]:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Seen, View
 from kvjax.keep.merges.merge import nearest, pick
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueBlend:
+class ValueBlend(Merge):
     """v_c = (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the evicted slots e whose nearest kept slot is c.
 
     Nearest means the largest cosine of keys; w_e = max(cosine, 0) |v_e| / (|v_e| + |v_c|). A slot whose
@@ -23,10 +23,6 @@ class ValueBlend:
 
     threshold: float = 0.0
     writes = ("v",)
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Seen, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.merges.merge import pick
 
@@ -34,7 +34,7 @@ class LastOfGroup(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanOfGroup:
+class MeanOfGroup(Merge):
     """Merges every `rate` tokens of a text into the last one, as the mean of their keys and values.
 
     If the last one is evicted, too, all of them are dropped (Compressive Transformer, arXiv:1911.05507).
@@ -42,10 +42,6 @@ class MeanOfGroup:
 
     rate: int
     writes = ("k", "v")
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Answering, Seen, View
 from kvjax.keep.merges.merge import pick
 
 # Evicted slots with less total weight than this count as none, since the output is divided by it.
@@ -17,7 +17,7 @@ LEAST = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
-class Residue:
+class Residue(Answering):
     """LESS (arXiv:2402.09398, section 3): a recurrent state of evicted slots, read through feature maps.
 
     A slot evicted from a head adds psi(k) v' to H [R, V] and psi(k) to z [R]. A query q then attends to all
@@ -39,10 +39,6 @@ class Residue:
         for name, heads in (("q1", model.heads), ("k1", model.kv_heads)):
             sizes = (model.layers, heads, model.head_dim)
             check_sizes(self, "kernels", "layers, heads, channels", name, sizes)
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, view: View) -> dict[str, Array]:
         """H and z of every row before any eviction."""

@@ -7,13 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Inputs, Observation
 from kvjax.state.codes import Codec, dense, encode
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeError:
+class CodeError(Observation):
     """The relative error ||x - x'|| / ||x|| [B, K, T] of a codec: the mean of a token's key and value errors.
 
     Keys are rotated. 0 for a row of zeros. Raises ValueError for a codec that encodes several tokens

@@ -9,15 +9,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.protocols import (
+    IN_PREFILL,
+    IN_STEP,
+    Carried,
+    Inputs,
+    Joining,
+    Observation,
+    SlotObservation,
+)
 from kvjax.ops.attention.union import Reduction
 
 BOTH = (IN_PREFILL, IN_STEP)
 
 
 @dataclasses.dataclass(frozen=True)
-class Queries:
+class Queries(Carried):
     """The last `last` queries of every row, rotated, with their positions (-1 where a row is shorter).
 
     Args:
@@ -61,7 +68,7 @@ class Queries:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mass:
+class Mass(Joining):
     """The attention that every slot receives from all new queries, summed over the heads of its group.
 
     Attention records it while it runs; calling it raises TypeError.
@@ -117,7 +124,7 @@ class DecayedMass(Mass):
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryCount:
+class QueryCount(SlotObservation):
     """How many new queries can see a slot, its own token included; all heads of a token count as one query.
 
     >>> QueryCount() == QueryCount()
@@ -138,26 +145,21 @@ class QueryCount:
         count = jnp.where(pos < 0, 0, live[:, None, None] - older)
         return jnp.broadcast_to(count.astype(jnp.float32), (b, heads, slots))
 
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        raise TypeError("who sees a slot is known where queries and slots meet")
-
 
 @dataclasses.dataclass(frozen=True)
-class UnrotatedKeys:
+class UnrotatedKeys(Observation):
     """The keys before rotation, for methods that store them so.
 
     >>> UnrotatedKeys() == UnrotatedKeys()
     True
     """
 
-    phases = (IN_PREFILL,)
-
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T H"]:
         return inputs.k_raw
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryMoments:
+class QueryMoments(Carried):
     """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries without the first `skip` ones.
 
     In decode steps, rows carry the count, the mean and the sum of squared deviations of their queries
@@ -211,7 +213,7 @@ class QueryMoments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hidden:
+class Hidden(Observation):
     """The layer's normalised input [B, T, D], from which queries, keys and values are projected.
 
     >>> Hidden() == Hidden()

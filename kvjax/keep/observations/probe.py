@@ -151,9 +151,5 @@ class ProbeAttention(Word):
 
     probe: Probe
 
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
-
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return seen.observed[key_of(self.probe)]

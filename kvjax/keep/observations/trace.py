@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Inputs, Observation, Seen
+from kvjax.grammar.protocols import Inputs, Joining, Observation, Seen, Trace
 from kvjax.keep.observations.observe import DecayedMass, Mass, QueryCount
 
 
-class Joining(Observation, Protocol):
-    """A per-slot observation that accumulates: `join` combines the values from earlier and new queries."""
-
-    def join(
-        self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]
-    ) -> Float[Array, "*lists S"]: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class AccumulatedMass:
+class AccumulatedMass(Trace):
     """The attention `mass` that a slot has received from all queries since its token was read.
 
     Args:
@@ -46,7 +37,7 @@ class AccumulatedMass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Surprisal:
+class Surprisal(Trace):
     """-log p(x_j | x_<j), the surprisal of a slot's token in nats, computed when a prompt is read.
 
     It is 0 for the first token of a prompt, a turn or a chunk, and for tokens appended by decode steps, for
@@ -58,10 +49,6 @@ class Surprisal:
 
     behind_layers = True
 
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
-
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
@@ -71,7 +58,7 @@ class Surprisal:
 
 
 @dataclasses.dataclass(frozen=True)
-class AccumulatedDecayedMass:
+class AccumulatedDecayedMass(Trace):
     """The accumulated attention of a slot, where a query weighs rate^(number of newer tokens).
 
     Args:
@@ -100,7 +87,7 @@ class AccumulatedDecayedMass:
 
 
 @dataclasses.dataclass(frozen=True)
-class AtArrival:
+class AtArrival(Trace):
     """An observation of a token at the time it is read: one number per KV head [B, K, T], then constant.
 
     Args:
@@ -112,10 +99,6 @@ class AtArrival:
     """
 
     observation: Observation
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         return self.observation(inputs)

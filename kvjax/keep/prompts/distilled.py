@@ -17,7 +17,7 @@ from kvjax.keep.prompts.reread import Reread
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenScorer:
+class TokenScorer(Observation):
     """How much a token matters to all heads and layers, from one layer's input (arXiv:2503.10337).
 
     A GELU network. fitted: "in" [1, D, X], "in_bias" [1, X], "out" [1, X, 1] and "out_bias" [1, 1].
@@ -48,7 +48,7 @@ class TokenScore(Word):
     scorer: TokenScorer
 
     @property
-    def looks(self) -> bool:  # type: ignore[override]
+    def looks(self) -> bool:
         return False
 
     @property

@@ -59,7 +59,7 @@ class SelectivePropagation:
     @property
     def looks(self) -> bool:
         """Whether the score reads keys or values."""
-        return getattr(self.score, "looks", True)
+        return self.score.looks
 
     def after(self, layers: int) -> int:
         """The number of the last layer that reads all tokens, in a model of `layers` layers."""
@@ -103,13 +103,13 @@ def check_chooser(word: str, layer: int | float, score: Score) -> None:
             f"{word}'s layer must be a layer's number >= 0, or a share between 0 and 1, got {layer!r}"
         )
     check_words(score, None, (), None)
-    masses = [o for o in score.needs if hasattr(o, "reduction")]
+    masses = [o for o in score.needs if o.reduction is not None]
     for asked in (*masses, *score.traces, *(probes_of(score) - {None})):
         raise ValueError(
             f"{word} chooses while the prompt is read, and its score asks for {asked!r}, which is known "
             "later: give one of queries, keys and values, such as WindowAttention(8)"
         )
-    if getattr(score, "weights", False):
+    if score.weights:
         raise ValueError(
             f"{word}'s score sees no matrices of its layer, and {score!r} asks for them: give "
             "one of queries, keys and values, such as WindowAttention(8)"

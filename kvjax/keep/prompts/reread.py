@@ -58,7 +58,7 @@ class Reread(Stating):
     @property
     def looks(self) -> bool:
         """Whether the score reads keys or values."""
-        return getattr(self.score, "looks", True)
+        return self.score.looks
 
     def after(self, layers: int) -> int:
         """The number of the layer that selects, in a model of `layers` layers."""

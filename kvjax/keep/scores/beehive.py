@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Judging, Seen, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -18,7 +18,7 @@ _SAMPLE, _LEAVES = 1.0, -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleState:
+class SampleState(Judging):
     """1 for a sample, -1 for a slot to be evicted now, 0 for a slot that was not considered yet.
 
     The slots considered are those after the first `sinks` tokens and before the newest floor(recent * n)
@@ -30,10 +30,6 @@ class SampleState:
     stride: int = 5
     sinks: int = 4
     recent: float = 0.3
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape

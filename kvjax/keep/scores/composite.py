@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.grammar.protocols import Allocation, Score, Seen, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 
@@ -48,7 +48,7 @@ class PlusLayerMean(Made):
 
 
 @dataclasses.dataclass(frozen=True)
-class Composite:
+class Composite(Allocation):
     """KVCompose: layers share L * n slots per head by their number of the stack's best composite tokens.
 
     A layer's r-th composite token consists of the r-th best slot of each of its heads, and its score is their
@@ -56,7 +56,6 @@ class Composite:
     The best composite token of every layer stays. All heads of a layer keep equally many slots.
     """
 
-    uniform = False
     across_layers = True
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
 from kvjax.keep.algebra import Word
@@ -18,7 +17,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryStatistics:
+class QueryStatistics(Observation):
     """The mean and covariance of a model's unrotated queries, fitted offline.
 
     fitted: "mean" [L, N, H] and "covariance" [L, N, H, H], as `kvjax fit expected-attention` writes them.
@@ -26,7 +25,6 @@ class QueryStatistics:
 
     fitted: Fitted | None = None
     by = "expected-attention"
-    phases = (IN_PREFILL,)
     # Unfitted, the statistics are those of the prompt's own queries.
     fit_first = False
 

@@ -7,14 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
 from kvjax.keep.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryFilters:
+class QueryFilters(Observation):
     """The main direction of the queries of every KV head (arXiv:2503.02812), fitted offline.
 
     fitted: "filters" [L, K, H], as `kvjax fit q-filters` writes it.
@@ -23,7 +22,6 @@ class QueryFilters:
     fitted: Fitted | None = None
     by = "q-filters"
     of_kv_heads = True
-    phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""

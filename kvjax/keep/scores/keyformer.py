@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP
-from kvjax.grammar.protocols import Inputs, Seen, Trace, View
+from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Joining, Seen, SlotObservation, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.score import STRIP, probabilities
@@ -27,7 +25,7 @@ def gumbel(bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoisyMass:
+class NoisyMass(SlotObservation, Joining):
     """sum_i softmax_j((q_i k_j / sqrt(H) + z_ij) / tau_i), over a group's heads and new queries i.
 
     z_ij is drawn from the standard Gumbel distribution, independently for every query, key, head and layer,
@@ -88,9 +86,6 @@ class NoisyMass:
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
         """Combines the values from earlier and from new queries."""
         return old + new
-
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        raise TypeError("noisy attention is computed where queries and slots meet, with `of`")
 
 
 @dataclasses.dataclass(frozen=True)

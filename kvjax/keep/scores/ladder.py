@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Judging, Seen, Trace, View
 from kvjax.keep.algebra import Word
 
 # Values of a slot's trace: kept from a step that was cut in this round, or to be evicted; 0 otherwise.
@@ -28,7 +28,7 @@ class _Cut(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rungs:
+class Rungs(Judging):
     """1 for a slot kept from a step cut in this round, -1 for one to evict now, else 0 (arXiv:2507.14204).
 
     Slots in position order, after the first `sinks` and before the `newest` ones, are cut into steps of
@@ -43,10 +43,6 @@ class Rungs:
     kept: int = 1
     sinks: int = 4
     newest: int = 32
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Judging, Seen, Trace, View
 from kvjax.keep.algebra import Word
 
 # The value of a slot's trace before its partition is ranked.
@@ -16,7 +16,7 @@ _UNRANKED = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LagRank:
+class LagRank(Judging):
     """The rank of a slot in its partition, from 0 to 1 - 1 / lag; -1 until the partition is ranked.
 
     After the first `sinks` tokens and the slots ranked earlier, slots in position order are cut into
@@ -30,10 +30,6 @@ class LagRank:
 
     lag: int = 128
     sinks: int = 4
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape

@@ -43,10 +43,6 @@ class LookaheadAttention(Word):
 
     probe: Lookahead
 
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
-
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         q, q_pos = seen.observed[key_of(self.probe)]
         keys, spec = Keys(view.k, view.v, view.pos, view.bias), seen.attention

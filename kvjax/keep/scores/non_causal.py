@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.calls import IN_PREFILL, IN_STEP
-from kvjax.grammar.protocols import Inputs, Seen, Trace, View
+from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Joining, Seen, SlotObservation, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.trace import AccumulatedMass
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkMass:
+class ChunkMass(SlotObservation, Joining):
     """sum_i softmax_j(q_i k_j) over the tokens i of j's chunk, averaged over a group's heads.
 
     The new tokens of a turn are cut into chunks of `chunk`, in which every query sees every key. Older slots
@@ -55,9 +53,6 @@ class ChunkMass:
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
         """Combines the values from earlier and from new queries."""
         return old + new
-
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        raise TypeError("what the tokens of a chunk give each other is computed from their keys, with `of`")
 
 
 def _cut(x: Array, axis: int, size: int) -> Array:

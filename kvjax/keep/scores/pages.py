@@ -25,7 +25,7 @@ class WholePages(Made):
     page: int
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
+    def ordered(self) -> bool:
         return True
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:

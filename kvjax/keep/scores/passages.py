@@ -26,7 +26,7 @@ class PassageMean(Made):
     best: int = 0
 
     @property
-    def ordered(self) -> bool:  # type: ignore[override]
+    def ordered(self) -> bool:
         return True
 
     @property

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
 from kvjax.keep.algebra import Word
@@ -19,10 +18,8 @@ from kvjax.ops.attention.union import Keys, logits
 
 
 @dataclasses.dataclass(frozen=True)
-class QueriesWithNorms:
+class QueriesWithNorms(Observation):
     """All new queries, rotated, [B, N, T, H], their positions and the norms of their inputs [B, T]."""
-
-    phases = (IN_PREFILL,)
 
     def __call__(
         self, inputs: Inputs
@@ -89,10 +86,6 @@ class WeightedProbeAttention(Word):
 
     probe: Probe
     weights = True
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         asked: Repeated = seen.observed[key_of(self.probe)]

@@ -105,7 +105,7 @@ class QuestionAttention(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class NewTokens:
+class NewTokens(Observation):
     """How many tokens of every row the current chunk has."""
 
     def __call__(self, inputs: Inputs) -> Int[Array, "B"]:

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.calls import IN_PREFILL
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Inputs, Observation, Seen, View
 from kvjax.keep.algebra import Word
@@ -17,7 +16,7 @@ from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class SemanticHeads:
+class SemanticHeads(Observation):
     """How much every query head attends to the tokens that answers need, fitted offline.
 
     fitted: "attention" [L, N], as `kvjax fit compresskv` writes it; only its order in a layer matters.
@@ -25,7 +24,6 @@ class SemanticHeads:
 
     fitted: Fitted | None = None
     by = "compresskv"
-    phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""

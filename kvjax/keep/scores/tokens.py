@@ -17,7 +17,7 @@ from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class IsTokenType:
+class IsTokenType(Trace):
     """A trace of token types: 1 for a token whose id is one of `ids`, 0 for others.
 
     If `ids` is None, it is filled in from the model's tokenizer: all tokens whose text contains one of
@@ -27,10 +27,6 @@ class IsTokenType:
     ids: tuple[int, ...] | None = None
     characters: str = ".,?!;:\n\t"
     by_ids = True
-
-    @property
-    def needs(self) -> frozenset[Observation]:
-        return frozenset()
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         if inputs.tokens is None:

@@ -35,7 +35,7 @@ class LayerRecords(NamedTuple):
 def weights_of(gm: GroupMethod, layers: dict[str, Array]) -> dict[str, Array] | None:
     """The weight matrices of a group's layers, if its score needs them."""
     score = None if gm.keep is None else gm.keep.score
-    return layers if getattr(score, "weights", False) else None
+    return None if score is None or not score.weights else layers
 
 
 def carried(gm: GroupMethod, layer: Layer, state: GroupState, inputs: Inputs) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def read_with_hidden(
     )
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
-    late = [t for t in asked.traces if getattr(t, "behind_layers", False)]
+    late = [t for t in asked.traces if t.behind_layers]
     surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
