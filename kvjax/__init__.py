@@ -73,6 +73,7 @@ _HOMES = {
     "likelihood": "kvjax.api.likelihood",
     "shorten": "kvjax.prompts.shorten",
     "fit_classifier": "kvjax.prompts.classifier",
+    "parallel_contexts": "kvjax.api.parallel_contexts",
     "encode_context": "kvjax.api.contexts",
     "Sampler": "kvjax.api.sampling",
     "RepetitionPenalty": "kvjax.api.logit_processors",

@@ -125,18 +125,18 @@ def layer_of(config: Config, width: int) -> int:
 def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
     """An empty cache with room for `room` tokens whose context layer holds the given states."""
     rows, layer = held.k.shape[0], layer_of(run.config, held.k.shape[-1])
-    nothing = _nothing(run, params, rows, room)
+    empty = empty_cache(run, params, rows, room)
     gms = run.groups(params)
     at = [gm.first for gm in gms].index(layer)
     k = held.k.astype(params["embed"].dtype)[None]
     assert held.pos is not None
     view = View(k, k, held.pos[None], None, {})
-    groups = list(nothing.groups)
+    groups = list(empty.groups)
     groups[at] = build(gms[at], view, None, k.shape[3], 0)
-    return dataclasses.replace(nothing, groups=tuple(groups))
+    return dataclasses.replace(empty, groups=tuple(groups))
 
 
-def _nothing(run: Run, params: Params, rows: int, room: int) -> Cache:
+def empty_cache(run: Run, params: Params, rows: int, room: int) -> Cache:
     """The cache of rows that have read no token: a prefill's shapes, emptied."""
     # The shapes come from a prefill of one token, which takes one of the slots.
     call = partial(steps.prefill, run, tokens_bound=1, room=max(room - 1, 0), compress=False)

@@ -8,7 +8,6 @@ token stays in the cache, keys are stored before rotation, and rotated when they
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -211,126 +210,6 @@ class Clamped(Phase):
 
     def bounded(self, positions: int) -> bool:
         return self.distance < positions
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedRanges(Phase):
-    """Contexts after a prefix that start at one position and do not see each other (arXiv:2502.05431).
-
-    This is APE. The first `prefix` tokens are followed by contexts of `contexts` tokens each, then by the
-    rest of the text. Every context is rotated by the positions right after the prefix, and the rest by those
-    after the longest context. A token of a context sees the prefix and its own context. A later token sees
-    everything: with l_C the log-sum-exp of its logits over all contexts, divided by `temperature`, and l_R
-    that of the others,
-        o = (exp(S T l_C) o_C + exp(l_R) o_R) / (exp(S T l_C) + exp(l_R)),
-    where T is `temperature`, S is `scale`, and o_C and o_R are attention over these tokens alone. together:
-    how many neighbouring contexts see each other (HOMER, arXiv:2404.10308); if that is all of them and both
-    numbers are 1, tokens attend to all earlier ones as usual.
-
-    >>> SharedRanges(1, (2, 3), 1.0, 1.0).phase(jnp.arange(8)).tolist()
-    [0, 1, 2, 1, 2, 3, 4, 5]
-    """
-
-    prefix: int
-    contexts: tuple[int, ...]
-    temperature: float
-    scale: float
-    together: int = 1
-
-    name = "shared ranges"
-    counts = "tokens"
-
-    def __post_init__(self):
-        if not self.contexts or min(self.contexts) < 1 or self.prefix < 0:
-            raise ValueError(
-                f"a prefix of {self.prefix} tokens and contexts of {self.contexts} were given, expected at "
-                "least one context, of one token or more each, and a prefix of 0 or more"
-            )
-        if self.temperature <= 0 or self.scale <= 0:
-            raise ValueError(
-                f"temperature is {self.temperature} and scale is {self.scale}, expected numbers above 0"
-            )
-
-    @property
-    def one_turn(self) -> bool:
-        """Whether contexts have the weight of other tokens and see each other."""
-        return self.temperature == self.scale == 1 and self.together >= len(self.contexts)
-
-    @property
-    def shared(self) -> int:
-        """By how much the number of tokens of a text exceeds the number of its positions."""
-        return sum(self.contexts) - max(self.contexts)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first token of each context, and of the text after them."""
-        return tuple(itertools.accumulate(self.contexts, initial=self.prefix))
-
-    def number(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The part of the text that a position is in: 0 for the prefix, 1 for the first context, ..."""
-        return sum(((pos >= start).astype(jnp.int32) for start in self.starts), jnp.zeros_like(pos))
-
-    def _block(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The same, with contexts that see each other counted as one."""
-        starts = (*self.starts[: -1 : self.together], self.starts[-1])
-        return sum(((pos >= start).astype(jnp.int32) for start in starts), jnp.zeros_like(pos))
-
-    def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The integers by which tokens at these positions are rotated; 0 for empty slots."""
-        jumps = [0, *(-length for length in self.contexts[:-1]), max(self.contexts) - self.contexts[-1]]
-        moved = pos
-        for start, jump in zip(self.starts, jumps, strict=True):
-            moved = moved + jnp.where(pos >= start, jump, 0)
-        return jnp.maximum(moved, 0)
-
-    def turns(
-        self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
-    ) -> tuple[PairRotation, ...]:
-        """Rotations for text outside contexts, for a context's own tokens, and for contexts seen later.
-
-        A single query needs only one of these kinds, and has the last two in one rotation.
-        """
-        if self.one_turn:
-            return (PairRotation(self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)),)
-        last = -(-len(self.contexts) // self.together)
-        mine, ones = self._block(q_pos), jnp.ones(q_pos.shape, jnp.float32)
-        whose = [self._block(pos) for pos in sets]
-        inside = [(n > 0) & (n <= last) for n in whose]
-        behind = mine > last
-        sharpness = jnp.where(behind, 1 / self.temperature, ones)
-        weight = jnp.where(behind, self.scale * self.temperature, ones)
-        queries, keys = self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)
-
-        def turn(
-            asking: Array, held: Sequence[Array], *weighs: Array, reach: int | None = None
-        ) -> PairRotation:
-            return PairRotation(queries, keys, reach=reach, rule=PairRule(asking, tuple(held), *weighs))
-
-        def shown(pos: Array, there: Array) -> Array:
-            return jnp.where(there, pos, -1)
-
-        rest = turn(q_pos, [shown(pos, ~one) for pos, one in zip(sets, inside, strict=True)], ones, ones)
-        if q_pos.shape[1] == 1:
-            met = [
-                one & (behind[:, None] | (mine[:, None] == n)) for one, n in zip(inside, whose, strict=True)
-            ]
-            held = [shown(pos, one) for pos, one in zip(sets, met, strict=True)]
-            return rest, turn(q_pos, held, sharpness, weight)
-        # Contexts are placed further apart than any two tokens of one context, so that a window separates
-        # them.
-        apart, starts = sum(self.contexts), (*self.starts[:: self.together], self.starts[-1])
-        reach = max(b - a for a, b in itertools.pairwise(starts))
-        within = (mine > 0) & ~behind
-        spread = [shown(pos + n * apart, one) for pos, n, one in zip(sets, whose, inside, strict=True)]
-        own = turn(shown(q_pos + mine * apart, within), spread, ones, ones, reach=reach)
-        held = [shown(pos, one) for pos, one in zip(sets, inside, strict=True)]
-        return rest, own, turn(shown(q_pos, behind), held, sharpness, weight)
-
-    def most_behind(self, slots: int) -> int:
-        return 2**30
-
-    def bounded(self, positions: int) -> bool:
-        return False
 
 
 BY_POSITION = ByPosition()

@@ -18,6 +18,7 @@ from typing import Any
 
 import kvjax.grammar.phase
 import kvjax.grammar.sentence
+import kvjax.grammar.shared_ranges
 import kvjax.grammar.stages
 import kvjax.grammar.when
 import kvjax.keep
@@ -32,7 +33,10 @@ from kvjax.grammar.to_text import constructor
 from kvjax.methods.renamed import RENAMED
 
 _ROOMS = (kvjax.keep, kvjax.make, kvjax.place, kvjax.read, kvjax.store)
-_FILES = (kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.stages, kvjax.grammar.when)
+_FILES = (
+    kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.shared_ranges, kvjax.grammar.stages,
+    kvjax.grammar.when,
+)  # fmt: skip
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Mult: operator.mul,

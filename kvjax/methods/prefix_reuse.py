@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.phase import SharedRanges
+from kvjax.grammar.shared_ranges import SharedRanges
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
@@ -31,8 +31,8 @@ def ape(
     the prefix and themselves, and all begin at the position after the prefix; the text after them begins
     after the longest one. It attends to all contexts with logits divided by `temperature`, and to everything
     else as usual; the log-sum-exp of the former is multiplied by scale * temperature before both are merged
-    (`SharedRanges`). Deviations: all rows have contexts of the same lengths, which are hyper-parameters; and
-    keys are stored before rotation, so kernels cannot read them.
+    (`SharedRanges`). With `contexts=()` every row has contexts of its own, as `kvjax.parallel_contexts` is
+    told. Deviation: keys are stored before rotation, so kernels cannot read them.
     """
     phase = SharedRanges(shared_prefix, contexts, temperature, scale)
     return Method(Keep(None, Budget(1.0), Uniform(), phase=phase))

@@ -9,7 +9,8 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, chain
-from kvjax.grammar.phase import ByPosition, ByRank, Clamped, SharedRanges
+from kvjax.grammar.phase import ByPosition, ByRank, Clamped
+from kvjax.grammar.shared_ranges import SharedRanges
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge_cam import ValueMerge
@@ -134,8 +135,8 @@ def test_one_context_that_nothing_sharpens_is_a_text_like_any_other(label):
 
 REFUSED = {
     "no context": (
-        lambda: SharedRanges(2, (), 1.0, 1.0),
-        r"contexts of \(\) were given, expected at least one",
+        lambda: SharedRanges(2, (0,), 1.0, 1.0),
+        r"contexts of \(0,\) were given, expected contexts of one token or more",
     ),
     "no temperature": (
         lambda: SharedRanges(2, (3,), 0.0, 1.0),

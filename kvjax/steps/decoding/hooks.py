@@ -62,7 +62,9 @@ def bring_layers(here: AtLayer) -> AtLayer:
 def rotate_queries(here: AtLayer) -> AtLayer:
     """Rotates the queries by their positions, or as the method's phase says (then keys, too)."""
     token, past = here.token, here.past
-    rotation, *others = rotations_over(here.run, token.at, past.parts, past.index, here.pools)
+    rotation, *others = rotations_over(
+        here.run, token.at, past.parts, past.index, here.pools, here.state.rows
+    )
     q = rotated_queries(here.layer, here.x.q, rotation, token.length)
     return here._replace(q=q, past=past._replace(rotation=rotation), others=tuple(others))
 

@@ -67,7 +67,7 @@ def view_of(
     received: what the slots of all parts of the group received from that query, which updates traces.
     """
     parts = losing(gm, group)
-    rotation = rotations_over(run, length - 1, group.parts, index, pools)[0]
+    rotation = rotations_over(run, length - 1, group.parts, index, pools, group.rows)[0]
     views = []
     for i, part in zip(_which(gm, group), parts, strict=True):
         got = received[i - len(group.parts)] if received else {}

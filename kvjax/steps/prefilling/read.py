@@ -120,7 +120,7 @@ class _Reading(NamedTuple):
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
-        rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None)
+        rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None, state.rows)
         q = rotated_queries(layer, x.q, rotations[0], at.length)
         taught = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))

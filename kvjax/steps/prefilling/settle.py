@@ -45,7 +45,7 @@ from kvjax.steps.prefilling.probe import with_probe
 from kvjax.steps.prefilling.read import Prompt, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
 from kvjax.steps.shared.fitted_arrays import lend, returned, taught_groups, with_learnt
-from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges
+from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges, with_starts
 from kvjax.steps.shared.run import Run, repeated
 
 
@@ -148,7 +148,7 @@ def settled(
     for i in fresh:
         asked = _asked(run, gms[i], fresh[i], length)
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
-    new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
+    new = Cache(tuple(with_starts(groups[i], pasts[i]) for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
 
@@ -251,7 +251,7 @@ def _begun(
             continue
         spec = run.attention_spec(gm.first)
         out.views[i] = union(gm, pasts[i], old_pools, fresh, here)
-        out.shown[i] = seen_by_words(run, spec.rope, out.views[i], length)
+        out.shown[i] = seen_by_words(run, spec.rope, out.views[i], length, pasts[i].rows)
         if acting:
             out.shown[i] = judged_layers(gm, out.shown[i], length, spec)
             out.views[i] = out.views[i]._replace(traces=out.shown[i].traces)

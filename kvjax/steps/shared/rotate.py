@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import View, over_layers
+from kvjax.grammar.shared_ranges import STARTS, SharedRanges
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, attend_sets, rotary, rotated
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
@@ -16,37 +20,50 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys, Masses, Reduction
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope, angles, rotate
-from kvjax.state.cache import Paged, Pages, Segment
+from kvjax.state.cache import GroupState, Paged, Pages, Segment
 from kvjax.state.page_gather import page_positions
 from kvjax.steps.shared.run import Run
 
 
 def rotations_of(
-    run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]], layer: int | None = None
+    run: Run,
+    q_pos: Int[Array, "B T"],
+    sets: Sequence[Int[Array, "B #K _"]],
+    layer: int | None = None,
+    rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PairRotation, ...]:
     """The rotations of queries and of all sets of keys; keys that are stored rotated are not rotated again.
 
-    layer: a layer of a first prompt, if its phase differs between layers.
+    layer: a layer of a first prompt, if its phase differs between layers. rows: what the group's rows carry.
     """
+    if STARTS in rows:
+        assert isinstance(run.phase, SharedRanges)
+        return run.phase.turns_of_rows(rows[STARTS][0], q_pos, sets)
     phase = run.phase if layer is None else run.phase_in(layer)
     return phase.turns(q_pos, sets) if run.unrotated else (PairRotation(q_pos[:, None], ()),)
 
 
-def first_rotation(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> PairRotation:
-    """The first of the rotations of one query per row and of the slots."""
-    return rotations_of(run, at[:, None], sets)[0]
+def with_starts(group: GroupState, past: GroupState) -> GroupState:
+    """A group of which the rows' contexts start where those of `past` do."""
+    found = {name: x for name, x in past.rows.items() if name == STARTS}
+    return dataclasses.replace(group, rows=group.rows | found) if found else group
 
 
 def rotations_over(
-    run: Run, at: Int[Array, "B"], parts: Sequence[Segment], index: int | Array, pools: tuple[Pages, ...] = ()
+    run: Run,
+    at: Int[Array, "B"],
+    parts: Sequence[Segment],
+    index: int | Array,
+    pools: tuple[Pages, ...] = (),
+    rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PairRotation, ...]:
-    """The rotations of one query per row over one layer of some parts."""
+    """The rotations of one query per row over one layer of some parts; rows: as in `rotations_of`."""
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
         pos = page_positions(one, pools[one.pool]) if isinstance(one, Paged) else one.pos
         # Copies of a row may share the slots of a part, and then rotate them alike.
         found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
-    return rotations_of(run, at[:, None], found)
+    return rotations_of(run, at[:, None], found, rows=rows)
 
 
 def rotated_queries(
@@ -153,12 +170,15 @@ def unrotated_merges(
     return jnp.where(changed, back.astype(stored.dtype), stored)
 
 
-def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
+def seen_by_words(
+    run: Run, rope: Rope, view: View, length: Int[Array, "B"], rows: Mapping[str, Any] = MappingProxyType({})
+) -> View:
     """All layers of a view with keys as scores see them: as the newest query of every row meets them."""
     if not run.unrotated:
         return view
 
     def one(k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S H"]:
-        return rotated(rope, k, first_rotation(run, length - 1, [pos]).keys[0], length)
+        rotation, *_ = rotations_of(run, length[:, None] - 1, [pos], rows=rows)
+        return rotated(rope, k, rotation.keys[0], length)
 
     return view._replace(k=over_layers(one, view.k, view.pos))
