@@ -1,8 +1,9 @@
 """Imports for authors of methods: the parts of a method, the inputs of words, and common words.
 
-A method is a `Method` of words. A word is a frozen dataclass that implements one of the protocols:
-`Score`, `Pattern`, `Allocation`, `Merge`, `Observation`, `Read`, `Codec`. All other words are in
-`kvjax.keep`, `kvjax.store` and `kvjax.read`; docs/tutorials/write-a-method.md writes one.
+A method is a `Method` of words. A word is a frozen dataclass that subclasses its kind: `Word` (scores),
+`Pattern`, `Allocation`, `Merge`, `Observation`, `Trace`, `Read`, `Codec`. What it does not define, it
+inherits from there. All other words are in `kvjax.keep`, `kvjax.store` and `kvjax.read`;
+docs/tutorials/write-a-method.md writes one.
 
 >>> from kvjax.words import Budget, Keep, KeyNorm, Method, Uniform
 >>> Method(Keep(KeyNorm(), Budget(0.5), Uniform())).keep.budget
@@ -11,10 +12,10 @@ Budget(amount=0.5)
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.grammar.facts import Fact, ReadFacts
+from kvjax.grammar.facts import Fact
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
-from kvjax.grammar.prompt_reads import PromptQueries, PromptRead, PromptReadFacts
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.grammar.protocols import (
     Allocation,
     AttentionSpec,
@@ -90,12 +91,12 @@ __all__ = [
     # What words see: slots under choice, what is known of their row, what a layer computes, a cache's slots
     # and their plain arrays.
     "View", "Seen", "AttentionSpec", "Inputs", "Slots", "dense",
-    # What words provide, as protocols.
+    # The kinds of words, as base classes.
     "Score", "Pattern", "Allocation", "Merge", "Observation", "Trace",
-    "Read", "ReadFacts", "PromptRead", "PromptReadFacts", "PromptQueries", "Picks", "Fact",
+    "Read", "PromptRead", "PromptQueries", "Picks", "Fact",
     "Codec",
     "Phase", "When",
-    # Scores: the base class, which adds, multiplies and chains scores, and those that most methods use.
+    # Scores: their base class, which adds, multiplies and chains scores, and those that most methods use.
     "Word", "Pool", "rank", "stage", "standardised",
     "WindowAttention", "AccumulatedAttention", "DecayedAttention", "LastLogits", "KeyNorm", "ValueNorm",
     "KeyRedundancy", "OutputNorm", "Position",

@@ -51,7 +51,7 @@ def _check_host(model: Model, method: Method, rows: int, length: int, room: int)
     if method.host is None or _changes(method) or isinstance(model.config, BlockConfig) or not offers_host():
         return
     # A read keeps the newest tokens on the device.
-    newest = 0 if method.read is None else getattr(method.read, "newest", method.read.granule)
+    newest = 0 if method.read is None else method.read.newest or method.read.granule
     keys = not hasattr(method.host, "values_alone")
     needed = rows * _cache_bytes(model, max(0, length - newest), room, keys=keys)
     if needed > (free := int(psutil.virtual_memory().available) * jax.process_count()):

@@ -112,7 +112,7 @@ def _read_in_blocks(read: Any, tokens: int) -> list[Statement]:
     """What a first prompt attends to, and what share of the full attention that computes."""
     if tokens <= read.read_whole:
         return [Statement(f"A prompt of up to {read.read_whole} tokens is attended to as a whole.", (read,))]
-    share = getattr(read, "share", lambda tokens: None)(tokens)
+    share = read.share(tokens)
     known = "how many follows from the prompt" if share is None else f"{100 * share:.3g}% of full attention"
     together, block = _many(read.segment, "token"), _many(read.block, "token")
     told = [Statement(f"Every {together} together attend to selected blocks of {block}: {known}.", (read,))]
@@ -234,7 +234,7 @@ def at_each_step(method: Method) -> list[Statement]:
                 "Its query attends to the newest slots, and to those older slots that it selects.", (read,)
             )
         )
-        if getattr(read, "skip_layers", 0):
+        if read.skip_layers:
             told.append(Statement(f"The first {_many(read.skip_layers, 'layer')} read every slot."))
         if isinstance(read, Copying):
             told.append(Statement("It attends to copies, in fewer bits, of the slots that are not read."))

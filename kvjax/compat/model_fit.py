@@ -15,7 +15,6 @@ from kvjax.compat.store_fit import check_store
 from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
-from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import Answering, Preferring
 from kvjax.grammar.read_protocols import (
     Copying,
@@ -199,7 +198,8 @@ def _check_read_prompt(method: Method, facts: LayerFacts) -> None:
     ):
         if wrong:
             refuse(method, why, "the full cache")
-    if carries(method.read_prompt) and len({s.heads for s in facts.slots}) > 1:
+    read = method.read_prompt
+    if read is not None and read.carries and len({s.heads for s in facts.slots}) > 1:
         refuse(method, "layers have unequal numbers of KV heads, and mix scores of blocks", "xattention")
 
 

@@ -263,7 +263,7 @@ def group_method(
         sparse = None
     if read is not None:
         read = read_behind(keep, read)
-        granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
+        granule, residual = math.lcm(granule, read.granule), max(residual, read.newest)
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
     # Layers to which the read does not apply stay on the device.
     host = method.host if (read is None) == (method.read is None) else None

@@ -376,7 +376,7 @@ def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = 
         held += nbytes(pool.k) * one.lengths.shape[0] // pool.layers
         found += nbytes(pool.v) * one.lengths.shape[0] // pool.layers
     left = slots - gm.read.pages_visited(slots) * gm.read.granule
-    looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
+    looked = gm.read.looks_at(width)
     looked = width if looked and isinstance(body.k, Codes) else looked
     held, found = (0 if one else x for x, one in zip((held, found), whole, strict=True))
     keys, values = held * max(left * width - slots * looked, 0) // (slots * width), found * left // slots

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvjax.base.kind import Kind
+
 if TYPE_CHECKING:
     from kvjax.grammar import Method
 
@@ -70,8 +72,8 @@ NEEDLESS = {
 }
 
 
-class Stating:
-    """The base class of words that require no fact and break none; subclasses override that."""
+class Stating(Kind):
+    """The base class of kinds of words that require no fact and break none; subclasses override that."""
 
     @property
     def requires(self) -> Reasons:
@@ -82,37 +84,6 @@ class Stating:
     def breaks(self) -> Reasons:
         """Which facts it ends, and how (a clause with the word as subject)."""
         return {}
-
-
-class ReadFacts(Stating):
-    """The facts of reads, which pick slots by their stored keys and attend to no others in a step.
-
-    The newest slots that a keep leaves are always read. A slot that is not read receives no attention: a keep
-    that evicts by what slots receive sees 0 there.
-
-    >>> from kvjax.words import PageBounds
-    >>> issubclass(PageBounds, ReadFacts)
-    True
-    """
-
-    @property
-    def requires(self) -> Reasons:
-        return {
-            Fact.ONE_TIER: "picks among the slots of one body",
-            Fact.KEYS_BY_POSITION: "ranks keys at their positions",
-            Fact.STORED_KEYS: "compares queries with stored keys",
-        }
-
-    @property
-    def breaks(self) -> Reasons:
-        found = {Fact.ALL_ATTENDED: "leaves slots out of a step's attention"}
-        if hasattr(self, "looks_at"):
-            found[Fact.SUMMARIES] = "looks at all keys"
-        return found
-
-
-# The facts of words that inherit from no base class here, by part.
-_DEFAULTS = {"read": ReadFacts()}
 
 
 class Clash(NamedTuple):
@@ -138,22 +109,15 @@ def clashes(method: Method) -> Iterator[Clash]:
     """Every fact that one part of a method needs and another part breaks."""
     parts = {part: word for part in PARTS if (word := getattr(method, part)) is not None}
     for needs, word in parts.items():
-        for fact, why in _stated(needs, word).requires.items():
+        for fact, why in word.requires.items():
             for breaks, other in parts.items():
-                if breaks != needs and (how := _stated(breaks, other).breaks.get(fact)):
+                if breaks != needs and (how := other.breaks.get(fact)):
                     yield Clash(fact, needs, why, breaks, how)
 
 
 PARTS = ("read", "read_prompt", "stack", "host", "keep", "store", "reread", "make")
 
 
-def _stated(part: str, word: Any) -> Stating:
-    return word if hasattr(word, "breaks") else _DEFAULTS.get(part, _NOTHING)
-
-
 def _name(part: str, word: Any) -> str:
     """How a message names a word: the reprs of keeps and stores are too long."""
     return f"this {part}" if part in ("keep", "store") else repr(word)
-
-
-_NOTHING = Stating()

@@ -1,8 +1,9 @@
-"""Protocol of reads in prompts: the words that say which blocks of keys the queries of a prompt attend to."""
+"""Reads in prompts: the words that say which blocks of keys the queries of a prompt attend to."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any, NamedTuple
 
 from jax import Array
 from jaxtyping import Float, Int
@@ -36,60 +37,24 @@ class PromptQueries(NamedTuple):
     taught: Any = None
 
 
-@runtime_checkable
-class PromptRead(Protocol):
-    """Picks the blocks of keys that segments of a first prompt's queries attend to (`Method.read_prompt`).
+class PromptRead(Stating):
+    """The base class of reads in prompts, which pick the blocks of keys that segments of queries attend to.
 
     It acts in layers without a window. Prompts over a cache, single tokens, and prompts of at most
-    `read_whole` tokens attend to all that they see. Optional: `carries`: whether layers need what the read
-    left in the layer below; `share(tokens)`: the share of the pairs of a segment and a block it sees that is
-    computed for a prompt of so many tokens, where the data does not decide it.
+    `read_whole` tokens attend to all that they see. `segment`: how many queries attend to the same blocks.
+    `block`: how many keys form a block. `skip_layers`: how many of the first layers attend to everything.
+    `carries`: whether layers need what the read left in the layer below.
 
     >>> from kvjax.words import Budget, SegmentScores
     >>> isinstance(SegmentScores(Budget(0.25)), PromptRead)
     True
     """
 
-    @property
-    def segment(self) -> int:
-        """How many queries attend to the same blocks."""
-        ...
-
-    @property
-    def block(self) -> int:
-        """How many keys form a block."""
-        ...
-
-    @property
-    def skip_layers(self) -> int:
-        """How many of the first layers attend to everything."""
-        ...
-
-    @property
-    def read_whole(self) -> int:
-        """Up to how many tokens all of a prompt is attended to."""
-        ...
-
-    def pick(self, prompt: PromptQueries) -> tuple[Picks, Any]:
-        """What every segment attends to, and what the layer above gets as `below` (None for nothing).
-
-        A segment's own tokens must be among it, and it is picked for each row by its own tokens alone.
-        """
-        ...
-
-
-def carries(read: PromptRead | None) -> bool:
-    """Whether a read needs what it left in the layer below."""
-    return bool(getattr(read, "carries", False))
-
-
-class PromptReadFacts(Stating):
-    """The facts of reads in prompts, which compare queries with keys where both stand.
-
-    >>> from kvjax.words import SegmentScores
-    >>> issubclass(SegmentScores, PromptReadFacts)
-    True
-    """
+    segment: int
+    block: int
+    skip_layers: int
+    read_whole: int
+    carries: bool = False
 
     @property
     def requires(self) -> Reasons:
@@ -98,3 +63,18 @@ class PromptReadFacts(Stating):
     @property
     def breaks(self) -> Reasons:
         return {Fact.DENSE_PROMPTS: "leaves blocks out of a prompt's attention"}
+
+    def share(self, tokens: int) -> float | None:
+        """The share of the pairs of a segment and a block it sees that is computed for a prompt of `tokens`.
+
+        None: the data decides it.
+        """
+        return None
+
+    @abstractmethod
+    def pick(self, prompt: PromptQueries) -> tuple[Picks, Any]:
+        """What every segment attends to, and what the layer above gets as `below` (None for nothing).
+
+        A segment's own tokens must be among it, and it is picked for each row by its own tokens alone.
+        """
+        raise NotImplementedError

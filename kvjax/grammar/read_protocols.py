@@ -1,54 +1,76 @@
-"""Protocols of reads: the words that say which slots a query attends to."""
+"""Kinds of reads: the base classes of the words that say which slots a query attends to."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import NamedTuple
 
 from jax import Array
 from jaxtyping import Float, Int
 
+from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.protocols import AttentionSpec, Trace
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec
 
 
-@runtime_checkable
-class Read(Protocol):
-    """Selects the slots of an encoded body that a query attends to; the newest tokens (tail) are always read.
+class Read(Stating):
+    """The base class of reads, which select the slots of an encoded body that a query attends to.
 
-    Optional: `newest`: how many tokens always stay in the tail; without it, those that fill no page.
-    `looks_at`: how many channels of every key `select` reads, which counts as bytes read in a step.
-    `by_list`: `select` uses only a KV head's own slots and queries (all heads of a row hold equally many
-    slots), so every device of a mesh selects for its own heads. A read that estimates attention to the other
-    slots is `Resting`, one that weights the slots it reads is `Sampling`, one whose summaries depend on the
-    prompt's keys is `Learning`, one that selects in some layers for others is `Reusing`, one that selects in
-    some steps for others is `Recycling`, one that selects for the next step is `Prefetching`, one that
-    selects for predicted queries is `Foreseeing`, one whose summaries are of values, too, is `Copying`, and
-    one that places what it picks anew is `Placing`.
+    The newest tokens (tail) are always read. A slot that is not read receives no attention: a keep that
+    evicts by what slots receive sees 0 there. `granule`: how many slots are summarised together.
+    `skip_layers`: how many of the first layers read everything. `newest`: how many tokens always stay in the
+    tail; at least those that fill no page do. `by_list`: `select` uses only a KV head's own slots and queries
+    (all heads of a row hold equally many slots), so every device of a mesh selects for its own heads.
+    `by_head`: whether every KV head picks for itself; False for a read that picks for all of a layer.
+
+    A read that estimates attention to the other slots is `Resting`, one that weights the slots it reads is
+    `Sampling`, one whose summaries depend on the prompt's keys is `Learning`, one that selects in some layers
+    for others is `Reusing`, one that selects in some steps for others is `Recycling`, one that selects for
+    the next step is `Prefetching`, one that selects for predicted queries is `Foreseeing`, one whose
+    summaries are of values, too, is `Copying`, and one that places what it picks anew is `Placing`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
     True
     """
 
-    @property
-    def granule(self) -> int:
-        """How many slots are summarised together."""
-        ...
+    granule: int
+    skip_layers: int
+    newest: int = 0
+    by_list: bool = False
+    by_head: bool = True
 
     @property
-    def skip_layers(self) -> int:
-        """How many of the first layers read everything."""
-        ...
+    def requires(self) -> Reasons:
+        return {
+            Fact.ONE_TIER: "picks among the slots of one body",
+            Fact.KEYS_BY_POSITION: "ranks keys at their positions",
+            Fact.STORED_KEYS: "compares queries with stored keys",
+        }
 
+    @property
+    def breaks(self) -> Reasons:
+        found = {Fact.ALL_ATTENDED: "leaves slots out of a step's attention"}
+        if self.looks_at(1):
+            found[Fact.SUMMARIES] = "looks at all keys"
+        return found
+
+    def looks_at(self, width: int) -> int:
+        """How many of `width` channels of every key `select` reads, which count as bytes read in a step."""
+        return 0
+
+    @abstractmethod
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
         """Per page of slots, what `select` ranks pages by: arrays [*b, S / granule, ...]."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def pages_visited(self, slots: int) -> int:
         """The most pages of a body of `slots` slots that one query visits (static)."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
@@ -57,99 +79,82 @@ class Read(Protocol):
 
         M = pages_visited of the body's slots.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Reusing(Read, Protocol):
+class Reusing(Read):
     """A read that selects in some layers, which read all of their slots; layers above reuse the result."""
 
+    @abstractmethod
     def starts(self, layers: int) -> tuple[int, ...]:
         """The layers that select anew, in a model of `layers` layers (or the next layer that can)."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Recycling(Read, Protocol):
+class Recycling(Read):
     """A read that selects in some steps, which read all slots; steps between read what was selected.
 
     A row selects when `stride` tokens have come since its last selection. Until then its queries read the
     slots selected then, those that were in the tail, and all newer ones.
     """
 
-    @property
-    def stride(self) -> int:
-        """Every how many tokens a row selects anew."""
-        ...
+    # Every how many tokens a row selects anew.
+    stride: int
 
-    @property
-    def mark(self) -> Trace:
-        """1 + the position of the token that selected a slot last; 0 if none did."""
-        ...
+    # 1 + the position of the token that selected a slot last; 0 if none did.
+    mark: Trace
 
 
-@runtime_checkable
-class Prefetching(Read, Protocol):
+class Prefetching(Read):
     """A read that selects in every step the slots of the next one, which are thus known before it begins.
 
     A token reads what the token right before it selected. The first one after a prompt, and one that is
     asked again, read what they select themselves.
     """
 
-    @property
-    def mark(self) -> Trace:
-        """1 + the position of the token that selected a slot last; 0 if none did."""
-        ...
+    # 1 + the position of the token that selected a slot last; 0 if none did.
+    mark: Trace
 
-    @property
-    def steps_ahead(self) -> int:
-        """1: what is selected is for the next step."""
-        ...
+    # 1: what is selected is for the next step.
+    steps_ahead: int
 
 
-@runtime_checkable
-class Copying(Read, Protocol):
+class Copying(Read):
     """A read whose summaries are of values, too, such as copies in few bits."""
 
-    @property
-    def copies(self) -> Codec:
-        """The codec of the copies, which encodes tokens one by one."""
-        ...
+    # The codec of the copies, which encodes tokens one by one.
+    copies: Codec
 
+    @abstractmethod
     def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, k: Float[Array, "*b S H"], v: Float[Array, "*b S V"]
     ) -> dict[str, Array]:
         """As in `Read`, of keys and values."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Foreseeing(Read, Protocol):
+class Foreseeing(Read):
     """A read whose `select` gets predicted queries: this layer's, of what entered a layer below.
 
     What a layer reads is then known before the layers between have run, so that it can be brought from host
     memory meanwhile. The first `ahead` layers have no such layer, and read everything (`skip_layers`).
     """
 
-    @property
-    def ahead(self) -> int:
-        """How many layers below that layer is."""
-        ...
+    # How many layers below that layer is.
+    ahead: int
 
 
-@runtime_checkable
-class Placing(Read, Protocol):
+class Placing(Read):
     """A read that compares queries and keys at one distance, and says by what the slots it picks are rotated.
 
     `select` gets unrotated keys, which are therefore stored so, and queries rotated by the distance `apart`:
     unrotated, if that is 0. So does `learn`, if the read is `Asking`.
     """
 
-    @property
-    def apart(self) -> int:
-        """At which distance queries and keys are compared."""
-        ...
+    # At which distance queries and keys are compared.
+    apart: int
 
+    @abstractmethod
     def places(
         self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"], at: Int[Array, "B 1 1"]
     ) -> Int[Array, "B K P"]:
@@ -157,21 +162,20 @@ class Placing(Read, Protocol):
 
         The tail begins at position `end`, and the query is at position `at`.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Remembering(Read, Protocol):
+class Remembering(Read):
     """A read whose summaries depend on traces that slots carry until they enter the body."""
 
-    @property
-    def traces(self) -> frozenset[Trace]: ...
+    traces: frozenset[Trace]
 
+    @abstractmethod
     def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
     ) -> dict[str, Array]:
         """As in `Read`; traces by their key."""
-        ...
+        raise NotImplementedError
 
 
 class Counted(NamedTuple):
@@ -193,14 +197,15 @@ class Counted(NamedTuple):
     summary: dict[str, Array]
 
 
-@runtime_checkable
-class Resting(Read, Protocol):
+class Resting(Read):
     """A read that also estimates attention to the slots it leaves out: one more part of the union."""
 
+    @abstractmethod
     def total(self, held: Counted) -> dict[str, Array]:
         """Sums over the slots of a body (`Slots.sums`): arrays [*b, ...]."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def rest(
         self, q: Float[Array, "B N T H"], body: Slots, tail: Slots, layer: int | Array,
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
@@ -210,13 +215,13 @@ class Resting(Read, Protocol):
 
         chosen: what `select` returned. lse: of the slots that are attended to, those of the tail included.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Sampling(Read, Protocol):
+class Sampling(Read):
     """A read that samples slots: every query head draws its own, with known probabilities."""
 
+    @abstractmethod
     def sample(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"], Float[Array, "B N P"]]:
@@ -225,56 +230,53 @@ class Sampling(Read, Protocol):
         That is -log of the probability with which a head draws the slot, and -inf if it did not; T is 1. A
         slot is read if any head of a group draws it.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Learning(Read, Protocol):
+class Learning(Read):
     """A read whose summaries depend on statistics of the prompt's keys.
 
     These are learnt at the end of every prefill, for the rows that got tokens, and all summaries are then
     made with them; decode steps do not change them.
     """
 
+    @abstractmethod
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
         """Statistics of the keys of a body (`Slots.sums`): arrays [*b, ...]; pos -1 = no slot."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
         """As in `Read`, with the result of `learn`."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Tracing(Learning, Protocol):
+class Tracing(Learning):
     """A read that learns from traces of a prompt's tokens as well as from their keys."""
 
-    @property
-    def marks(self) -> frozenset[Trace]:
-        """The traces, which slots carry wherever they are."""
-        ...
+    # The traces, which slots carry wherever they are.
+    marks: frozenset[Trace]
 
+    @abstractmethod
     def learn(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"], traces: dict[str, Float[Array, "*b S"]]
     ) -> dict[str, Array]:
         """As in `Learning`; traces by their key."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Asking(Learning, Protocol):
+class Asking(Learning):
     """A read that learns from the prompt's newest queries as well as from its keys."""
 
-    @property
-    def asks(self) -> int:
-        """From how many of the newest queries it learns."""
-        ...
+    # From how many of the newest queries it learns.
+    asks: int
 
+    @abstractmethod
     def learn(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
         asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
     ) -> dict[str, Array]:  # fmt: skip
         """As in `Learning`; asked: rotated queries and their positions, -1 where a prompt is shorter."""
-        ...
+        raise NotImplementedError

@@ -20,12 +20,14 @@ from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
+from kvjax.grammar.read_protocols import Read, Reusing
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
     check_codecs,
     check_make,
     check_narrow,
     check_phase,
+    check_read,
     check_read_prompt,
     check_reread,
     check_stack,
@@ -187,7 +189,7 @@ class Store(StoreFacts):
 
 def read_behind(keep: Keep | None, read: Any) -> Any:
     """A read as it acts after a keep: each KV head holds other tokens, and picks for itself."""
-    by_layer = keep is not None and getattr(read, "by_head", True) is False
+    by_layer = keep is not None and read is not None and not read.by_head
     return dataclasses.replace(read, by_head=True) if by_layer else read
 
 
@@ -219,7 +221,7 @@ class Method:
 
     keep: Keep | None = None
     store: Store | None = None
-    read: Any = None
+    read: Read | None = None
     spec: tuple[Any, ...] = ()
     reread: Any = None
     layers: tuple[Method, ...] = ()
@@ -232,6 +234,7 @@ class Method:
         check_reread(self.reread)
         check_make(self.make)
         check_stack(self.stack)
+        check_read(self.read)
         check_read_prompt(self.read_prompt)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
@@ -303,7 +306,7 @@ class Method:
                 bare: dict[str, Any] = dict(protect=(), probe=None, merge=answering, lower=None, narrow=None)
                 bare["reuse"] = 1
                 keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
-            elif k.phase != BY_POSITION or k.per_query_head or hasattr(self.read, "starts"):
+            elif k.phase != BY_POSITION or k.per_query_head or isinstance(self.read, Reusing):
                 keep = Keep(None, Budget(1.0), k.allocate, per_query_head=k.per_query_head, phase=k.phase)
         return Method(keep, self.store, read_behind(self.keep, self.read), ("decode", ()), host=self.host)
 

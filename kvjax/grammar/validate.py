@@ -7,7 +7,9 @@ from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
 from kvjax.grammar.phase import Phase
+from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.protocols import Allocation, Merge, Observation, Pattern, Preferring, Score, Trace
+from kvjax.grammar.read_protocols import Read
 from kvjax.grammar.when import When
 
 # The protocols of kvjax.grammar: the attributes that a word of each must have.
@@ -15,7 +17,6 @@ CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "stages", "phase_in", "all_layers", "first_turn_only")
 REREAD = ("reads", "most", "count")
-PROMPT_READ = ("segment", "block", "skip_layers", "read_whole", "pick")
 STACK = ("most", "first", "codecs", "apart", "merge")
 
 
@@ -85,10 +86,16 @@ def check_stack(stack: Any) -> None:
         _check(stack, "stack word", STACK, "see kvjax.store.merged.MergedLayers")
 
 
+def check_read(read: Any) -> None:
+    """ValueError if `read` does not select slots or is not a frozen dataclass; None is allowed."""
+    if read is not None:
+        _check_kind(read, "read", Read)
+
+
 def check_read_prompt(read: Any) -> None:
     """ValueError if `read` does not pick blocks of prompts or is not a frozen dataclass; None is allowed."""
     if read is not None:
-        _check(read, "read of prompts", PROMPT_READ, "see kvjax.grammar.prompt_reads.PromptRead")
+        _check_kind(read, "read of prompts", PromptRead)
 
 
 def check_codecs(*codecs: Any) -> None:

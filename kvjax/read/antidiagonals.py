@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.grammar.prompt_reads import PromptQueries, PromptReadFacts
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.ops.attention.block_sparse import Picks
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.prompt_blocks import covering, own_blocks, softmax_over, visible_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Antidiagonals(PromptReadFacts):
+class Antidiagonals(PromptRead):
     """XAttention (arXiv:2503.16428, section 2): blocks that cover a share of the attention by antidiagonals.
 
     Of every `stride` x `stride` tile of logits only the antidiagonal is computed, whose mean stands for the

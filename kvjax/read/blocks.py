@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, ReadFacts, Reasons
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import (
     IN_PREFILL,
@@ -21,6 +21,7 @@ from kvjax.grammar.protocols import (
     SlotObservation,
     Trace,
 )
+from kvjax.grammar.read_protocols import Read, Remembering
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import summed
 from kvjax.state.cache import Slots
@@ -82,7 +83,7 @@ class LocalScore(Trace):
         return old + seen.of(LocalLogits(self.within)).astype(old.dtype)
 
 
-class BlocksAndSinks(ReadFacts):
+class BlocksAndSinks(Read):
     """The base class of reads of blocks of `page` slots: those of the first `sinks` tokens, and the best.
 
     `budget` is for the best blocks alone. A subclass scores blocks, and selects them with `best`.
@@ -117,7 +118,7 @@ class BlocksAndSinks(ReadFacts):
 
 
 @dataclasses.dataclass(frozen=True)
-class RepresentativeKeys(BlocksAndSinks):
+class RepresentativeKeys(BlocksAndSinks, Remembering):
     """InfLLM (arXiv:2402.04617, section 3): reads the blocks whose representative keys match best.
 
     A block's representatives are, in each KV head, its `keys` keys with the largest `LocalScore` at the time

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.grammar.read_protocols import Learning
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.largest import first_largest
 from kvjax.read.ranked import RankedSlots, summed
@@ -56,7 +57,7 @@ def nearest_centroid(
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductCodes(RankedSlots):
+class ProductCodes(RankedSlots, Learning):
     """PQCache (arXiv:2407.12820, section 3): product quantisation codes approximate the logits of all keys.
 
     A key's channels are cut into `parts` equal parts, and each is encoded as the nearest of 2^bits centroids,
@@ -103,7 +104,7 @@ class ProductCodes(RankedSlots):
 
 
 @dataclasses.dataclass(frozen=True)
-class Clusters(RankedSlots):
+class Clusters(RankedSlots, Learning):
     """ClusterKV (arXiv:2412.03213, section 3): reads the clusters whose centroids match the queries best.
 
     Keys of similar direction form a cluster: `clusters` centroids are fitted to the unit keys at the end of

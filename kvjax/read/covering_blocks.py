@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.prompt_reads import PromptQueries, PromptReadFacts
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.ops.attention.block_sparse import Picks
 from kvjax.read.prompt_blocks import (
     by_distance,
@@ -23,7 +23,7 @@ from kvjax.read.prompt_blocks import (
 
 
 @dataclasses.dataclass(frozen=True)
-class CoveringBlocks(PromptReadFacts):
+class CoveringBlocks(PromptRead):
     """FlexPrefill (arXiv:2502.20766, section 3): blocks that cover a share of the attention, head by head.
 
     A row's newest `block` queries are asked. Where the attention over blocks that their mean has to the means

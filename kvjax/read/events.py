@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Trace
+from kvjax.grammar.read_protocols import Tracing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.blocks import LocalScore
 from kvjax.read.ranked import RankedSlots, summed
@@ -65,7 +66,7 @@ def refined(
 
 
 @dataclasses.dataclass(frozen=True)
-class SurprisingEvents(RankedSlots):
+class SurprisingEvents(RankedSlots, Tracing):
     """EM-LLM (arXiv:2407.09450, section 3): reads events of a text, and the events beside them.
 
     An event begins where a token's surprisal exceeds mean + `gamma` standard deviations of the prompt's,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, ReadFacts, Reasons
+from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.read_protocols import Learning, Sampling
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
 from kvjax.ops.decode.stacked_decode import layer_of
@@ -18,7 +19,7 @@ from kvjax.state.picked_pages import visited
 
 
 @dataclasses.dataclass(frozen=True)
-class HashSampling(ReadFacts):
+class HashSampling(Sampling, Learning):
     """MagicPIG (arXiv:2410.16179): slots are sampled by hash tables, and weighted by 1 / probability.
 
     Keys are hashed by `tables` of `planes` hyperplanes each (`kvjax.ops.base.lsh`), relative to their centre:

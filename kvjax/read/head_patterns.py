@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.prompt_reads import PromptQueries, PromptReadFacts
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.ops.attention.block_sparse import Picks
 from kvjax.read.prompt_blocks import (
     blocks_at_distances,
@@ -110,7 +110,7 @@ Pattern = AShape | VerticalSlash | BestBlocks
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadPatterns(PromptReadFacts):
+class HeadPatterns(PromptRead):
     """MInference (arXiv:2407.02490, section 3): every query head attends to a prompt by a pattern of its own.
 
     Args:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import ReadFacts
+from kvjax.grammar.read_protocols import Read
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.centroids import unit_rows
 from kvjax.read.ranked import shares
@@ -17,7 +17,7 @@ from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class Landmarks(ReadFacts):
+class Landmarks(Read):
     """ShadowKV (arXiv:2410.21465, section 4.1): the chunks whose mean keys, their landmarks, match best.
 
     The `outliers` chunks of a KV head in which the least cosine of a key with the mean is smallest are always

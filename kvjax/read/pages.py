@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import ReadFacts
+from kvjax.grammar.read_protocols import Read
 from kvjax.ops.decode.page_scores import page_scores
 from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class PageBounds(ReadFacts):
+class PageBounds(Read):
     """Quest (arXiv:2406.10774, section 3.3): attends to the pages whose keys could score highest.
 
     A page's bound is sum_c max(q_c low_c, q_c high_c) with the channel-wise minimum and maximum of its keys.

@@ -10,14 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.calls import number_of
-from kvjax.grammar.facts import Fact, ReadFacts, Reasons
+from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.read_protocols import Reusing
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class PersistentSlots(ReadFacts):
+class PersistentSlots(Reusing):
     """TidalDecode (arXiv:2410.05076, section 3): layers above reuse the tokens with the largest logits.
 
     The first `skip_layers` layers attend to everything. So do the next one and layer `again` (its number, or

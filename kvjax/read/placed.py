@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
+from kvjax.grammar.read_protocols import Placing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.blocks import BlocksAndSinks
 from kvjax.state.cache import Slots
@@ -16,7 +17,7 @@ from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedSegments(BlocksAndSinks):
+class PlacedSegments(BlocksAndSinks, Placing):
     """ReAttention (arXiv:2407.15176, section 3): segments by unrotated products, at positions of their own.
 
     The score of a segment of `page` slots is the largest <q, k> before rotation, over its keys and the heads

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import ReadFacts
+from kvjax.grammar.read_protocols import Read
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class RankedSlots(ReadFacts):
+class RankedSlots(Read):
     """The base class of reads that attend to the slots with the largest `score`, per KV head.
 
     Args:

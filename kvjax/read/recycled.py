@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
+from kvjax.grammar.read_protocols import Recycling
 from kvjax.read.ranked import RankedSlots, votes_of
 from kvjax.state.cache import Slots
 
@@ -30,7 +31,7 @@ class SelectedBy(Trace):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecycledSlots(RankedSlots):
+class RecycledSlots(RankedSlots, Recycling):
     """Recycled Attention (arXiv:2411.05787, section 3): steps reuse the selection of an earlier token.
 
     The first token after a prompt and every `stride`-th token after it attend to all slots and select those

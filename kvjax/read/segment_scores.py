@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.grammar import Budget
-from kvjax.grammar.prompt_reads import PromptQueries, PromptReadFacts
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.ops.attention.block_sparse import Picks
 from kvjax.ops.attention.union import NEG_INF
 from kvjax.ops.base.dtypes import wide
@@ -17,7 +17,7 @@ from kvjax.read.prompt_blocks import in_blocks, own_blocks, ranks, softmax_over,
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentScores(PromptReadFacts):
+class SegmentScores(PromptRead):
     """CritiPrefill (arXiv:2409.12490, section 3): segments of queries attend to the best blocks before them.
 
     Segments and blocks are represented by their largest and smallest numbers in every channel. A block scores

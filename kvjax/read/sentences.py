@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Inputs, Seen, Trace
+from kvjax.grammar.read_protocols import Tracing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import RankedSlots, summed
 from kvjax.read.spans import each_list, in_order, numbered, span_of, summed_up
@@ -38,7 +39,7 @@ class SentenceStart(Trace):
 
 
 @dataclasses.dataclass(frozen=True)
-class SentenceMeans(RankedSlots):
+class SentenceMeans(RankedSlots, Tracing):
     """SentenceKV (arXiv:2504.00970, section 3): reads the sentences whose mean keys match the queries best.
 
     A sentence ends with a separator. The means are those of a head's keys at the end of the last prefill, and

@@ -166,7 +166,7 @@ def select_pages(
         found = Picks(*read.sample(q, body, index, length))
     else:
         # A read that chooses for each KV head needs all queries of its group on one device.
-        alone = getattr(read, "by_list", False) and not paged
+        alone = read.by_list and not paged
         split = split_of(run.on_mesh, body, mass=True) if alone else None
         select = partial(read.select, implementation=run.without_gpu)
         found = Picks(*picked_on_each(split, select, q, body, index, length))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.grammar.prompt_reads import PromptQueries, carries
+from kvjax.grammar.prompt_reads import PromptQueries
 from kvjax.grammar.protocols import Inputs
 from kvjax.models.attending import in_lists
 from kvjax.models.mixer import Layer, Projected, Take
@@ -33,7 +33,7 @@ def left_taken(gms: Sequence[GroupMethod], tokens: int) -> dict[int, dict[str, T
     """From which layers groups take what a read left there, by the first layer of the group."""
     found, below = {}, None
     for gm in gms:
-        if reads_blocks(gm, tokens) and carries(gm.read_prompt):
+        if reads_blocks(gm, tokens) and gm.read_prompt.carries:
             if below is not None:
                 found[gm.first] = {LEFT: Take(LEFT, below)}
             below = gm.first

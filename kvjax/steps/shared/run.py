@@ -16,7 +16,6 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import BY_POSITION, Phase
-from kvjax.grammar.prompt_reads import carries
 from kvjax.grammar.protocols import AttentionSpec
 from kvjax.grammar.read_protocols import Foreseeing, Placing, Reusing
 from kvjax.mesh.on_mesh import OnMesh
@@ -130,7 +129,7 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
             f"{run.method.id} encodes a layer by the one below it, and layers {first} to {first + size - 1} "
             f"are stacked: {UNSTACK}"
         )
-    if carries(gm.read_prompt) and size > 1:
+    if _carries(gm) and size > 1:
         raise ValueError(
             f"{run.method.id} picks blocks of a prompt by what the layer below picked, too, and layers "
             f"{first} to {first + size - 1} are stacked: {UNSTACK}"
@@ -176,7 +175,7 @@ def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
     """
     layers, keep = sum(sizes), run.method.keep
     each = _with_pickers(run, [_group(run, i, 1) for i in range(layers)], layers)
-    apart = [gm.stack is not None or gm.sees_below or gm.picks or carries(gm.read_prompt) for gm in each]
+    apart = [gm.stack is not None or gm.sees_below or gm.picks or _carries(gm) for gm in each]
     single = {i for i, alone in enumerate(apart) if alone}
     single |= {i - gm.read.ahead for i, gm in enumerate(each) if isinstance(gm.read, Foreseeing)}
     starts = {0, *itertools.accumulate(sizes)} | single | {i + 1 for i in single}
@@ -187,6 +186,11 @@ def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
         starts |= {after + 1 for after, _ in stages(layers, 1)}
     found = sorted(starts - {layers})
     return tuple(Group(a, z - a) for a, z in zip(found, [*found[1:], layers], strict=True))
+
+
+def _carries(gm: GroupMethod) -> bool:
+    """Whether a layer's read of prompts needs what it left in the layer below."""
+    return gm.read_prompt is not None and gm.read_prompt.carries
 
 
 def held(layer: Layer, state: GroupState) -> list[Keys]:
