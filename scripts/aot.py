@@ -39,7 +39,8 @@ OF_TPU = [
 OF_GPU = [
     "paged_decode-bfloat16-h128", "paged_decode-int8-h128", "stacked_decode-bfloat16-h128",
     "stacked_decode-uint8-h128", "ragged_decode-bfloat16-h128", "picked_decode-bfloat16-h128-page16",
-    "grouped_decode-uint2-h128", "sparse_prompt-bfloat16-128x128-each", "decoder-full",
+    "grouped_decode-uint2-h128", "page_scores-bounds-8192", "best_pages-float32-8192",
+    "sparse_prompt-bfloat16-128x128-each", "decoder-full",
 ]  # fmt: skip
 KNOWN = {"baseline": CASES, "gpu": of_gpu.CASES, "host": host.CASES | host.GPU_CASES}
 WAITS_FOR = {"hbm": "memory", "bundles": "issue", "mxu": "products", "model": "simulation"}

@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "Quest reads one page more", "kvjax/read/pages.py",
-        "return pages, jnp.minimum(full, wanted)",
-        "return pages, jnp.minimum(full, wanted + 1)", "tests/kernels/test_page_scores.py",
+        "wanted = jnp.minimum(full, -(-self", "wanted = jnp.minimum(full, 1 - (-self",
+        "tests/kernels/test_page_scores.py",
     ),
     Mutant(
         "sums keep the values of slots that left", "kvjax/compress/summaries.py",

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.read_protocols import Read
-from kvjax.ops.decode.page_scores import page_scores
+from kvjax.ops.decode.page_scores import best_pages, page_scores
 from kvjax.state.cache import Slots
 
 
@@ -58,11 +58,11 @@ class PageBounds(Read):
         behind = jnp.where(live, number, 0).max(-1)
         bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
         bounds = jnp.where(live, bounds, -jnp.inf)
-        _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
         # The budget is a share of the KV head's full pages, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
-        wanted = -(-self.budget.count(full * self.page) // self.page)
-        return pages, jnp.minimum(full, wanted)
+        wanted = jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
+        most = self.pages_visited(body.capacity)
+        return best_pages(bounds, wanted, most=most, implementation=implementation), wanted
 
 
 @dataclasses.dataclass(frozen=True)

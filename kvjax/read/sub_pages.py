@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.ops.decode.page_scores import page_scores
+from kvjax.ops.decode.page_scores import best_pages, page_scores
 from kvjax.read.pages import PageBounds
 from kvjax.state.cache import Slots
 
@@ -54,10 +53,10 @@ class SubPageBounds(PageBounds):
         behind = jnp.where(live, number, 0).max(-1) * parts
         bounds = page_scores(q, summary, behind, layer, implementation=implementation)
         of_pages = jnp.where(live, bounds.reshape(*live.shape, parts).max(-1), -jnp.inf)
-        _, pages = jax.lax.top_k(of_pages, self.pages_visited(body.capacity))
         full = live.sum(-1, dtype=jnp.int32)
         wanted = jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
-        return pages, jnp.where(held.sum(-1) <= self.least, full, wanted)
+        counts, most = jnp.where(held.sum(-1) <= self.least, full, wanted), self.pages_visited(body.capacity)
+        return best_pages(of_pages, counts, most=most, implementation=implementation), counts
 
     def pages_visited(self, slots: int) -> int:
         """The most pages of a body of `slots` slots that a query visits (static)."""

@@ -196,6 +196,7 @@ def page(rows: list[dict[str, Any]], device: dict[str, Any]) -> str:
 
 Decode attention over pages: one query of 32 heads over 8 KV heads of width 128, one sequence. The copy is one
 of as many bytes on the same device, read and written; the error is the relative RMS against the plain form.
+The choice of pages is Quest's, of half of the pages of 16 tokens, which reads their bounds.
 
 {attention_table(rows)}
 

@@ -1,4 +1,4 @@
-"""Decode attention beside a device-to-device copy of the same bytes: a part of `bench.py --accelerator`.
+"""Decode attention and Quest's choice of pages beside a copy of as many bytes, for `bench.py --accelerator`.
 
 One query of 32 heads over 8 KV heads of width 128, as in Llama-8B, pages of 128 tokens in any order. Calls
 cycle through so many layers that the device's caches never hold a layer from its last visit, and all run
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.ops.decode.page_pool import make_pool
+from kvjax.ops.decode.page_scores import best_pages, page_scores
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_decode_gpu import gpu_paged_decode
 from kvjax.ops.decode.stacked_decode import stacked_decode
@@ -26,6 +27,7 @@ from scripts.bench.timing import median_seconds
 TOKENS = (8192, 16384, 32768, 65536, 131072, 262144)
 PAYLOADS = {"bfloat16": (), "int8": ("key_scale", "value_scale"), "int4": ("key_scale", "value_scale")}
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 128
+QUEST_PAGE = 16
 TUNED_AT = 32768
 # (rows per step, warps, stages, programs); the first are the kernel's defaults.
 SETTINGS = (
@@ -155,6 +157,26 @@ def dense(tokens: int, sizes: BenchSizes) -> dict[str, Any]:
     return timed(call, q, kv, layers, size, sizes)
 
 
+def choice(tokens: int, sizes: BenchSizes, implementation: str | None) -> dict[str, Any]:
+    """Quest's choice of half of the pages of 16 tokens by their bounds."""
+    key, pages = jax.random.key(tokens), tokens // QUEST_PAGE
+    size = 4 * sizes.kv_heads * pages * sizes.width
+    layers = max(1, sizes.resident // size)
+    shape = (layers, 1, sizes.kv_heads, pages, sizes.width)
+    low, high = (random_codes(jax.random.fold_in(key, i), "bfloat16", shape) for i in (0, 1))
+    live, half = (jnp.full((1, sizes.kv_heads), n, jnp.int32) for n in (pages, pages // 2))
+    q = jax.random.normal(key, (1, sizes.heads, 1, sizes.width), jnp.bfloat16)
+    how: dict[str, Any] = dict(implementation=implementation)
+
+    def call(q: Any, i: Any, bounds: Any) -> Any:
+        scores = page_scores(q, dict(zip(("low", "high"), bounds, strict=True)), live, i, **how)
+        chosen = best_pages(scores, half, most=pages // 2, **how)
+        # The next call must wait for this one.
+        return q + (chosen.sum() * 1e-9).astype(q.dtype)
+
+    return timed(call, q, (low, high), layers, size, sizes)
+
+
 def error(payload: str, sizes: BenchSizes, run: Any) -> float:
     """Relative RMS error of the kernel against the plain jnp form, on this device."""
     x = operands(payload, sizes.tokens[0], sizes)
@@ -207,6 +229,11 @@ def main() -> None:
                 lambda n=name, t=tokens, s=setting: shared(measure(n, t, sizes, run, s)) | {"setting": s},
             )  # fmt: skip
         row("attention", "dense cache", "bfloat16", tokens, lambda t=tokens: shared(dense(t, sizes)))
+        for side, how in (("kvjax", None), ("plain jnp", "reference")):
+            row(
+                "attention", side, "choice of pages", tokens,
+                lambda t=tokens, how=how: shared(choice(t, sizes, how)),
+            )  # fmt: skip
     until.report()
 
 

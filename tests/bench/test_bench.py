@@ -120,6 +120,7 @@ def test_every_row_is_measured_once(tmp_path):
     made = {(r["part"], r["side"], r["name"]) for r in rows}
     payloads = ["bfloat16", "int8", "int4"]
     assert {("attention", "kvjax", n) for n in payloads} | {("attention", "dense cache", "bfloat16")} <= made
+    assert {("attention", side, "choice of pages") for side in ("kvjax", "plain jnp")} <= made
     assert {("decode", "kvjax", n) for n in ("none", "snapkv", "adakv", "kivi", "quest")} <= made
     assert all(r["error"] < 1e-2 for r in rows if r["part"] == "error")
     assert all(r["us"] > 0 and r["share"] > 0 for r in rows if r["part"] == "attention")

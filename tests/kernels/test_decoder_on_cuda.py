@@ -50,7 +50,7 @@ KERNELS = {
     # Body and tail of every layer.
     "kivi": {"grouped_decode": 4, "stacked_decode": 4},
     # The first two layers are read whole.
-    "quest": {"stacked_decode": 6},
+    "quest": {"stacked_decode": 6, "page_scores": 2, "best_pages": 2},
 }
 # One loop flushes all tails: any other, and every conditional, would make a GPU wait for the host.
 LOOPS = {"full": 0, "quest": 1, "kivi": 1}
@@ -61,7 +61,7 @@ LOOPS = {"full": 0, "quest": 1, "kivi": 1}
 def test_a_step_is_lowered_for_cuda_with_its_kernels(name):
     _, (step, shapes) = prompt_and_step(name)
     text = lowered_for_cuda(step, *shapes)
-    found = Counter(re.findall(r'name = "(\w+_decode)"', text))
+    found = Counter(re.findall(r'name = "(\w+_decode|page_scores|best_pages)"', text))
     assert found == KERNELS[name] and text.count("@__gpu$xla.gpu.triton") == found.total()
     if name in LOOPS:
         outside = re.findall(r"^ {4}\S.*stablehlo\.(?:while|case|if)", text, re.MULTILINE)

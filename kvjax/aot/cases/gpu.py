@@ -10,6 +10,7 @@ from kvjax.aot.case import Case
 from kvjax.aot.cases import (
     decoder,
     grouped_decode,
+    page_scores,
     paged_append,
     paged_decode,
     picked_decode,
@@ -20,6 +21,7 @@ from kvjax.aot.cases import (
 from kvjax.aot.hardware import DEVICES, Gpu
 from kvjax.ops.attention.sparse_prompt import Options, gpu_sparse_prompt
 from kvjax.ops.decode.grouped_decode import grouped_decode as grouped
+from kvjax.ops.decode.page_scores import best_pages, gpu_page_scores
 from kvjax.ops.decode.paged_append import paged_append as append
 from kvjax.ops.decode.paged_decode import paged_decode as paged
 from kvjax.ops.decode.picked_decode import picked_decode as picked
@@ -64,6 +66,14 @@ def _grouped(*operands: Any, bits: int, group: int = 32, **_: Any) -> Any:
     return grouped(*operands, bits=bits, group=group, scale=SCALE, implementation="gpu")
 
 
+def _scores(q: Any, summary: Any, counts: Any, **_: Any) -> Any:
+    return gpu_page_scores(q, summary, counts)
+
+
+def _chosen(scores: Any, counts: Any, **_: Any) -> Any:
+    return best_pages(scores, counts, most=scores.shape[-1] // 4, implementation="gpu")
+
+
 def _sparse(q: Any, k: Any, v: Any, lengths: Any, blocks: Any, width: int = 128, **_: Any) -> Any:
     return gpu_sparse_prompt(q, k, v, lengths, blocks, Options(width**-0.5, None))
 
@@ -75,6 +85,8 @@ CALLS: dict[Make, Callable[..., Any]] = {
     ragged_decode.ragged_decode: _ragged,
     picked_decode.picked_decode: _picked,
     grouped_decode.grouped_decode: _grouped,
+    page_scores.page_scores: _scores,
+    page_scores.best_pages: _chosen,
     sparse_prompt.sparse_prompt: _sparse,
 }
 
@@ -83,11 +95,11 @@ def _registry() -> dict[str, Make]:
     """Every case of these operations that the GPU's kernels take, and all decoders."""
     cases: dict[str, Make] = {}
     modules = (
-        paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode, paged_append,
+        paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode, page_scores, paged_append,
         sparse_prompt,
     )  # fmt: skip
     for module in modules:
-        for name, case in module.CASES.items():
+        for name, case in (module.CASES | getattr(module, "GPU_CASES", {})).items():
             make = case.func if isinstance(case, partial) else case
             options = case.keywords if isinstance(case, partial) else {}
             # Unrotated keys, and pages of several parts, have a kernel for TPUs alone.

@@ -14,11 +14,15 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.triton import unable
+from kvjax.ops.decode import partial_gpu as parts_gpu
 from kvjax.pallas_kernels.page_scores import kernel_tpu as tpu
 
 NEG_INF = float("-inf")
 LANES, SUBLANES = tpu.LANES, 8
 KINDS = (("centroid",), ("low", "high"))
+# The most pages that a program on a GPU holds in registers.
+MOST_PAGES = 16384
 
 
 def page_scores(
@@ -35,8 +39,8 @@ def page_scores(
     {"centroid"}: q centroid. W is the head's width or, zero-padded, a multiple of 128. Logits are
     not scaled. Sums in promote(float32, q); gradients are zero.
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel if it  can run. Raises
-    NotImplementedError if a forced one cannot, ValueError if operands do not fit.
+    implementation: "reference", "tpu", "gpu", "tpu interpret" or "gpu interpret"; None takes a kernel where
+    it can run. Raises NotImplementedError if a forced one cannot, ValueError if operands do not fit.
 
     >>> low, high = jnp.asarray([[[[[-1.0], [2.0]]]]]), jnp.asarray([[[[[1.0], [3.0]]]]])
     >>> q = jnp.asarray([[[[2.0]], [[-1.0]]]])  # two heads of one group
@@ -55,11 +59,13 @@ def page_scores(
             f"q {list(q.shape)} and summaries {list(parts[0].shape)} do not fit: expected as many sequences, "
             "KV heads that divide the query heads, and summaries at least as wide"
         )
-    chosen = form("page_scores", implementation, q, summary, tpu=refusal(q, summary))
+    why = dict(tpu=refusal(q, summary), gpu=gpu_refusal(q, summary))
+    chosen = form("page_scores", implementation, q, summary, **why)
     q, parts = jax.lax.stop_gradient((q, parts))
     if chosen == "reference":
         return _reference(q, tuple(x[layer] for x in parts), counts)
-    return tpu_page_scores(q, parts, counts, layer, interpret=chosen != "tpu")
+    call = tpu_page_scores if chosen.startswith("tpu") else gpu_page_scores
+    return call(q, parts, counts, layer, interpret=chosen.endswith("interpret"))
 
 
 def refusal(q: Array, summary: dict[str, Array]) -> str:
@@ -70,6 +76,15 @@ def refusal(q: Array, summary: dict[str, Array]) -> str:
         if name != "queries" and x.shape[-1] % LANES:
             return f"summaries are {x.shape[-1]} wide, expected a multiple of {LANES}: keep them padded"
     return ""
+
+
+def gpu_refusal(q: Array, summary: dict[str, Array]) -> str:
+    """Why the GPU kernel cannot take these operands; empty if it can."""
+    for name, x in summary.items():
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"{name} of {x.dtype}, expected float32 or bfloat16"
+    first = next(iter(summary.values()))
+    return parts_gpu.gpu_refusal(q, first.shape[2], {"summaries": first.shape[-1]})
 
 
 def _reference(q: Array, parts: tuple[Array, ...], counts: Array) -> Array:
@@ -103,35 +118,66 @@ def tpu_page_scores(
     return found.reshape(b, heads, pages)
 
 
+def gpu_page_scores(
+    q: Array, parts: tuple[Array, ...], counts: Array, layer: int | Array = 0, *,
+    block_pages: int | None = None, warps: int = 4, interpret: bool = False,
+) -> Array:  # fmt: skip
+    """The GPU kernel, on the operands of `tpu_page_scores`. block_pages: of one program, a power of two."""
+    from kvjax.pallas_kernels.page_scores import kernel_gpu as gpu
+
+    b, n, t, h = q.shape
+    layers, _, heads, pages, width = parts[0].shape
+    lanes, queries = parts_gpu.power(width), n // heads * t
+    # Exact products of float32 take more registers.
+    exact = jnp.float32 in (q.dtype, *(x.dtype for x in parts))
+    block = block_pages or (16 if exact or lanes > 256 else 64 if lanes <= LANES else 32)
+    found = gpu.page_scores(
+        q.reshape(b * heads, queries, h), tuple(x.reshape(layers, b * heads, pages, width) for x in parts),
+        counts.reshape(-1).astype(jnp.int32), jnp.asarray(layer, jnp.int32)[None],
+        sizes=gpu.Sizes(block, parts_gpu.power(queries), lanes, warps), interpret=interpret,
+    )  # fmt: skip
+    return found.reshape(b, heads, pages)
+
+
 def best_pages(
     scores: Float[Array, "B K P"],
     counts: Int[Array, "B K"],
-    wanted: Int[Array, "B K"],
     *,
     most: int,
-    first: int = 0,
-    last: int = 0,
-) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
-    """The `wanted` best of a KV head's `counts` pages, ascending and padded with -1, and how many.
+    implementation: str | None = None,
+) -> Int[Array, "B K M"]:
+    """Pages of which the first `counts` of a KV head, in any order, are those of its highest scores.
 
-    most: M, an upper limit (static). first, last: how many pages from either end are always taken; they count
-    among the wanted, and are taken even if fewer are wanted. Of equal scores the older page is taken. Raises
-    ValueError if `most` is less than what is always taken.
+    most: M, an upper limit of `counts` (static). Of equal scores the older page is taken. All numbers are
+    those of pages, each once.
 
-    >>> pages, count = best_pages(
-    ...     jnp.asarray([[[0.1, 0.9, 0.2, 0.0, 0.5]]]), jnp.asarray([[4]]), jnp.asarray([[2]]), most=3, last=1
-    ... )
-    >>> pages.tolist(), count.tolist()
-    ([[[1, 3, -1]]], [[2]])
+    implementation: "reference", "gpu" or "gpu interpret"; None takes the kernel where it can run. TPUs run
+    the reference, whatever their implementation is called. Raises NotImplementedError if a forced one cannot
+    run, ValueError if `most` exceeds the pages.
+
+    >>> scores = jnp.asarray([[[0.1, 0.9, 0.2, 0.0, 0.5]]])
+    >>> sorted(best_pages(scores, jnp.asarray([[2]]), most=3)[0, 0, :2].tolist())
+    [1, 4]
     """
-    total = scores.shape[-1]
-    if not first + last <= most <= total:
-        raise ValueError(f"most must be from first + last = {first + last} to the {total} pages, got {most}")
-    page, held = jnp.arange(total, dtype=jnp.int32)[None, None], counts[..., None]
-    always = (page < first) | (page >= held - last)
-    ranked = jnp.where(page < held, jnp.where(always, jnp.inf, scores), NEG_INF)
-    _, index = jax.lax.top_k(ranked, most)
-    count = jnp.minimum(jnp.minimum(jnp.maximum(wanted, first + last), counts), most).astype(jnp.int32)
-    taken = jnp.arange(most, dtype=jnp.int32)[None, None] < count[..., None]
-    pages = jnp.sort(jnp.where(taken, index, total), axis=-1)
-    return jnp.where(pages == total, -1, pages).astype(jnp.int32), count
+    b, heads, total = scores.shape
+    if most > total:
+        raise ValueError(f"most must be at most the {total} pages, got {most}")
+    if (implementation or "").startswith("tpu"):
+        implementation = "reference"
+    chosen = form("best_pages", implementation, scores, gpu=_choice_refusal(scores))
+    scores = jax.lax.stop_gradient(scores)
+    if chosen == "reference":
+        return jax.lax.top_k(scores, most)[1]
+    from kvjax.pallas_kernels.page_scores import kernel_gpu as gpu
+
+    rows, wanted = scores.reshape(b * heads, total), counts.reshape(-1).astype(jnp.int32)
+    return gpu.best_pages(rows, wanted, most=most, interpret=chosen != "gpu").reshape(b, heads, most)
+
+
+def _choice_refusal(scores: Array) -> str:
+    """Why the GPU kernel cannot choose by these scores; empty if it can."""
+    if scores.dtype != jnp.float32:
+        return f"scores of {scores.dtype}, expected float32"
+    if scores.shape[-1] > MOST_PAGES:
+        return f"{scores.shape[-1]} pages, expected at most {MOST_PAGES}"
+    return unable()

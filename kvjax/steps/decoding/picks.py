@@ -168,7 +168,7 @@ def select_pages(
         # A read that chooses for each KV head needs all queries of its group on one device.
         alone = read.by_list and not paged
         split = split_of(run.on_mesh, body, mass=True) if alone else None
-        select = partial(read.select, implementation=run.without_gpu)
+        select = partial(read.select, implementation=run.implementation)
         found = Picks(*picked_on_each(split, select, q, body, index, length))
     lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
     shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
