@@ -21,7 +21,7 @@ These names are published:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -194,7 +194,9 @@ class Memory(NamedTuple):
     how many passes without and then with a gradient approximate the fixed point; None: as many as reach it.
     look: what to collect from every layer. takes: what layers take from each other for the memory, beside
     their mixers' takes, by the first layer of a group. ahead: called with a group's input and the state of
-    the next group, to start copying what that one will need.
+    the next group, to start copying what that one will need. alike: per group a value that is equal for
+    groups in which attend and recur do the same, None for one like no other; None if that is not known.
+    of_layers: arrays of single layers that attend and recur may read, beside `params` and the states.
     """
 
     pos: Int[Array, "B T"]
@@ -211,6 +213,8 @@ class Memory(NamedTuple):
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
     ahead: Callable[[Array, GroupState], GroupState] | None = None
+    alike: Sequence[Hashable] | None = None
+    of_layers: Any = ()
 
 
 class Mixer(LayerPart):

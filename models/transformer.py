@@ -8,10 +8,12 @@ from each other; `kvjax.models.exchange` says which layer takes what.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
@@ -141,6 +143,7 @@ def stack(
         x = stream_norm(x, params, "embed_norm", config)
     embedded = layer_embeddings(params, tokens, x, config)
     x = split(params, x, config)
+    traced = _TracedOnce(params, states, memory)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
     publishes = published(config, memory.takes)
@@ -164,9 +167,8 @@ def stack(
 
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory, embedded=embedded):
             x, state = carry
-            p, index = inputs
+            p, index, number = inputs
             x = pinned_to(x, memory.on_mesh, "batch", "tokens", None)
-            number = kind.number + index
             mine = None if embedded is None else jax.lax.dynamic_index_in_dim(embedded, number, 2, False)
             layer = kind._replace(index=index, number=number, embedded=mine)
             x, state, left = block(p, x, layer, mlp, memory, state)
@@ -175,12 +177,13 @@ def stack(
         run = jax.checkpoint(body) if memory.remat else body  # pyright: ignore[reportGeneralTypeIssues]
 
         if size == 1:
-            (x, state), left = run((x, state), (jax.tree.map(lambda w: w[0], p), 0))
+            (x, state), left = traced(kind, mlp, memory, run)((x, state), jax.tree.map(lambda w: w[0], p))
             things |= {Take(name, first): left[name] for name in names - {"input"}}
             out = jax.tree.map(lambda y: y[None], left.get("collected"))
         else:
             # A layer that publishes is alone in its group, so these leave only what the memory collects.
-            (x, state), left = jax.lax.scan(run, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
+            index = jnp.arange(size, dtype=jnp.int32)
+            (x, state), left = jax.lax.scan(run, (x, state), (p, index, first + index))
             out = left.get("collected")
         new_states.append(state)
         collected.append(out)
@@ -188,6 +191,43 @@ def stack(
         if memory.narrow is not None and first > memory.narrow.after:
             (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, first)
     return Ran(joined(params, x, config), tuple(new_states), tuple(collected), things, memory.pos)
+
+
+class _TracedOnce:
+    """Traces single layers once that do the same with their own parameters and state, and repeats the trace.
+
+    The compiler gets what it would get if every layer were traced. Layers do the same if `Memory.alike` and
+    their kinds are equal, they exchange nothing with other layers, and the trace reads no layer's parameters
+    or state but those that it is given.
+    """
+
+    def __init__(self, params: Params, states: tuple[GroupState, ...], memory: Memory):
+        self.alike = memory.alike
+        self.owned = {id(x) for x in jax.tree.leaves((params["layers"], states, memory.of_layers))}
+        self.programs: dict[Any, Callable[..., Any] | None] = {}
+
+    def __call__(self, kind: Layer, mlp: FeedForward, memory: Memory, run: Callable[..., Any]) -> Any:
+        """`run` of this layer, as a function of its carry and parameters."""
+
+        def alone(carry: Any, p: Params) -> Any:
+            return run(carry, (p, 0, kind.number))
+
+        same = None if self.alike is None else self.alike[kind.group]
+        if same is None or kind.publishes or kind.taken or memory.look or memory.narrow:
+            return alone
+        key = same, kind._replace(group=0, number=0, pos=0, taken=None), mlp, id(memory)
+        return partial(self._repeated, key, run, alone, kind.number)
+
+    def _repeated(self, key: Any, run: Any, alone: Any, number: int, carry: Any, p: Params) -> Any:
+        leaves, form = jax.tree.flatten((carry, p))
+        key = *key, form, *((x.shape, x.dtype) for x in leaves)
+        if key not in self.programs:
+            program = jax.jit(lambda carry, p, number: run(carry, (p, 0, number)), inline=True)
+            # The arrays from outside that it reads.
+            read = jax.make_jaxpr(program)(carry, p, np.int32(number)).consts
+            self.programs[key] = None if self.owned & {id(x) for x in read} else program
+        program = self.programs[key]
+        return alone(carry, p) if program is None else program(carry, p, np.int32(number))
 
 
 def decode_layers(
@@ -332,8 +372,9 @@ def run_layers(
 
     nothing = (NOTHING,) * len(params["layers"])
     memory = Memory(
-        seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look
-    )
+        seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look,
+        alike=(0,) * len(nothing),
+    )  # fmt: skip
     return decode_layers(params, tokens, config, memory, nothing)
 
 

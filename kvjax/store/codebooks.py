@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import betainc, betaincinv, gammaln
 
 
 class Codebook(NamedTuple):
@@ -30,6 +29,9 @@ def sphere_codebook(width: int, bits: int) -> Codebook:
     """
     if width < 2:
         raise ValueError(f"a row of {width} channel has no direction to encode, expected at least 2 channels")
+    # It takes a fifth of a second to import, and most methods have no codebook.
+    from scipy.special import betainc, betaincinv, gammaln
+
     half = (width - 1) / 2
     top = np.exp(gammaln(width / 2) - gammaln(half)) / np.sqrt(np.pi) / (width - 1)
     count = 2**bits

@@ -174,8 +174,9 @@ def paged_hidden(
         raise AssertionError("pages hold slots, and this layer carries a state")
 
     memory = Memory(
-        pos, attend, recur, lambda layer, state: [], implementation=step.implementation, on_mesh=on
-    )
+        pos, attend, recur, lambda layer, state: [], implementation=step.implementation, on_mesh=on,
+        alike=(0,) * len(pools),
+    )  # fmt: skip
     states = tuple(GroupState(rows={NAME: pool}) for pool in pools)
     tokens = joined(parts, [part.tokens for part in parts])
     x, states, *_ = decode_layers(params, tokens, config, memory, states)

@@ -22,7 +22,7 @@ from kvjax.steps.decoding.plan import end_plan, facts_of, layer_plan, taken_by_m
 from kvjax.steps.decoding.prefetch import ahead_of, any_group_far, started
 from kvjax.steps.decoding.step_end import End
 from kvjax.steps.shared.fitted_arrays import lend, taught_groups
-from kvjax.steps.shared.run import Run, held
+from kvjax.steps.shared.run import Run, alike, held
 
 
 def step_fn(
@@ -73,7 +73,8 @@ def step_hidden(
 
     memory = Memory(
         at[:, None], attend, recur, held, implementation=run.without_gpu, takes=taken_by_method(bare),
-        ahead=ahead_of(cache.groups, cache.pools), on_mesh=run.on_mesh,
+        ahead=ahead_of(cache.groups, cache.pools), on_mesh=run.on_mesh, alike=alike(gms),
+        of_layers=cache.groups,
     )  # fmt: skip
     held_now = started(lend(cache.groups, gms), cache.pools)
     x, groups, seen, *_ = decode_layers(params, token[:, None], run.config, memory, held_now)

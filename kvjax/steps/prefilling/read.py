@@ -39,7 +39,7 @@ from kvjax.steps.shared.rotate import (
     rotated_queries,
     rotations_of,
 )
-from kvjax.steps.shared.run import Run, answered, below_taken, held, repeated, taken_beside
+from kvjax.steps.shared.run import Run, alike, answered, below_taken, held, repeated, taken_beside
 
 
 class Prompt(NamedTuple):
@@ -266,6 +266,7 @@ def read_with_hidden(
         narrow,
         takes=taken_beside(below_taken(gms), left_taken(gms, at.pos.shape[1]) if first else {}),
         on_mesh=on,
+        alike=alike(gms),
     )
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos

@@ -193,6 +193,16 @@ def _carries(gm: GroupMethod) -> bool:
     return gm.read_prompt is not None and gm.read_prompt.carries
 
 
+def alike(gms: tuple[GroupMethod, ...]) -> list[GroupMethod | None]:
+    """`Memory.alike` of a method's groups: None where a layer's own number or neighbours matter."""
+
+    def alone(gm: GroupMethod) -> bool:
+        acts = gm.stack is not None or gm.sees_below or gm.picks or _carries(gm)
+        return acts or isinstance(gm.read, Foreseeing) or bool(gm.taught)
+
+    return [None if alone(gm) else gm.replaced(first=0) for gm in gms]
+
+
 def held(layer: Layer, state: GroupState) -> list[Keys]:
     """The context that a layer holds, or the one that it reads; empty if there is none."""
     slots = layer.taken.get("slots")
