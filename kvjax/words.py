@@ -15,16 +15,20 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.facts import Fact
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
+from kvjax.grammar.prompt_edits import Narrow, Rereading
 from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.grammar.protocols import (
     Allocation,
     AttentionSpec,
     Inputs,
+    Make,
     Merge,
     Observation,
     Pattern,
+    Residence,
     Score,
     Seen,
+    Stacking,
     Trace,
     View,
 )
@@ -96,6 +100,7 @@ __all__ = [
     "Read", "PromptRead", "PromptQueries", "Picks", "Fact",
     "Codec",
     "Phase", "When",
+    "Narrow", "Rereading", "Make", "Stacking", "Residence",
     # Scores: their base class, which adds, multiplies and chains scores, and those that most methods use.
     "Word", "Pool", "rank", "stage", "standardised",
     "WindowAttention", "AccumulatedAttention", "DecayedAttention", "LastLogits", "KeyNorm", "ValueNorm",

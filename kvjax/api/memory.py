@@ -52,7 +52,7 @@ def _check_host(model: Model, method: Method, rows: int, length: int, room: int)
         return
     # A read keeps the newest tokens on the device.
     newest = 0 if method.read is None else method.read.newest or method.read.granule
-    keys = not hasattr(method.host, "values_alone")
+    keys = not method.host.values_alone
     needed = rows * _cache_bytes(model, max(0, length - newest), room, keys=keys)
     if needed > (free := int(psutil.virtual_memory().available) * jax.process_count()):
         raise InputError(

@@ -103,7 +103,7 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
     if method.read is not None:
         told.append(Statement("The summaries by which later steps select slots are computed now."))
     if method.host is not None:
-        what = "Values move" if hasattr(method.host, "values_alone") else "Keys and values move"
+        what = "Values move" if method.host.values_alone else "Keys and values move"
         told.append(Statement(f"{what} to host memory.", (method.host,)))
     return told
 
@@ -224,7 +224,7 @@ def at_each_step(method: Method) -> list[Statement]:
     if keep is not None and keep.phase != BY_POSITION:
         told.append(Statement("Its query and all keys are rotated anew.", (keep.phase,)))
     if method.host is not None:
-        picked = _FETCHED.replace("slots", "values") if hasattr(method.host, "values_alone") else _FETCHED
+        picked = _FETCHED.replace("slots", "values") if method.host.values_alone else _FETCHED
         told.append(Statement(_BROUGHT if read is None else picked))
     if read is None:
         told.append(Statement("Its query attends to every slot that the cache holds."))

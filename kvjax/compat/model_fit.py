@@ -256,10 +256,9 @@ def _check_fitted(method: Method, config: Config) -> None:
 
 def _check_reading(method: Method, config: Config) -> None:
     """InputError if tokens cannot be dropped in a model's layers, or be marked there."""
-    narrow = None if method.keep is None else method.keep.narrow
-    # Words with fitted arrays mark tokens, and words with stages select some at a layer.
-    marks = hasattr(method.reread, "fitted") or method.restore is not None
-    if narrow is not None or hasattr(method.reread, "stages"):
+    narrow, reread = None if method.keep is None else method.keep.narrow, method.reread
+    marks = (reread is not None and reread.marks) or method.restore is not None
+    if narrow is not None or (reread is not None and reread.stages(config.layers, 1)):
         _check_narrow(method, config)
     for layer in range(config.layers if marks else 0):
         mixer = mixer_of(config, layer)
@@ -290,7 +289,7 @@ def _check_narrow(method: Method, config: Config) -> None:
             refuse(method, f"layer {layer} keeps no slots, and would miss the tokens left out", "snapkv")
         if layer in choosing and "slots" in mixer_of(config, layer).takes:
             refuse(method, f"layer {layer}, which chooses the tokens, has no keys of its own", "snapkv")
-        if own is not None and own.factors and layer in choosing and getattr(word, "looks", True):
+        if own is not None and own.factors and layer in choosing and word.looks:
             refuse(method, "the model stores factors, and tokens are chosen by stored keys", "h2o")
         for name, at in takes_of(config, layer).values():
             between = [one for one in choosing if at is None or at > layer or at <= one < layer]

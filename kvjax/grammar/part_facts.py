@@ -73,7 +73,7 @@ def _looked_at(keep: Keep) -> dict[Fact, str]:
 
 
 def _met(keep: Keep) -> dict[Fact, str]:
-    if keep.narrow is not None and getattr(keep.narrow, "looks", True):
+    if keep.narrow is not None and keep.narrow.looks:
         return {Fact.STORED_KEYS: "chooses tokens by stored keys"}
     if not keep.phase.steady:
         return {Fact.STORED_KEYS: f"rotates stored keys anew ({keep.phase!r})"}

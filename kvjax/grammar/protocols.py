@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.base.kind import Kind
+from kvjax.grammar.facts import Stating
 from kvjax.grammar.views import AttentionSpec as AttentionSpec
 from kvjax.grammar.views import Inputs, Seen, View
 from kvjax.ops.attention.union import Reduction
@@ -336,45 +337,57 @@ class Preferring(Allocation):
         raise NotImplementedError
 
 
-@runtime_checkable
-class Make(Protocol):
-    """A rewrite of a model's weights before anything is read; the method then acts on the new model's cache.
+class Make(Stating):
+    """The base class of rewrites of a model's weights before anything is read.
+
+    The method then acts on the new model's cache.
 
     A frozen dataclass like all words: a model remembers what this word made of it, and the fingerprint of the
     new model is that of the old one and the word's `repr`.
+
+    >>> from kvjax.make.stored_inputs import StoredInputs
+    >>> isinstance(StoredInputs(), Make)
+    True
     """
 
+    @abstractmethod
     def config(self, config: Any) -> Any:
         """The config of the rewritten model. Raises ValueError if a model of this `Config` has none."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def params(self, params: dict[str, Any], config: Any) -> dict[str, Any]:
         """The parameters of the rewritten model, given those of a model of this `Config`."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Stacking(Protocol):
-    """Which adjacent layers are stored as one after a prefill, and how: the `stack` part of a method.
+class Stacking(Stating):
+    """The base class of which adjacent layers are stored as one after a prefill, and how (`Method.stack`).
 
     most: how many tokens of a KV head at most stay unmerged in both layers (a `kvjax.grammar.Budget`).
+
+    >>> from kvjax.store.merged import MergedLayers
+    >>> isinstance(MergedLayers(), Stacking)
+    True
     """
 
-    @property
-    def most(self) -> Any: ...
+    most: Any
 
+    @abstractmethod
     def first(self, layers: int) -> int:
         """The lowest layer that may be merged, in a model of `layers` layers."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def codecs(self, codec: Codec | None) -> tuple[Codec, Codec]:
         """The codecs of merged rows in the lower and in the upper layer, if `codec` encodes slots.
 
         A codec that `borrows` keeps arrays in the codes of the layer below
         (`kvjax.state.code_forms.completed`).
         """
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def apart(
         self,
         k: tuple[Float[Array, "*b S H"], Float[Array, "*b S H"]],
@@ -382,22 +395,32 @@ class Stacking(Protocol):
         live: Bool[Array, "*b S"],
     ) -> Float[Array, "*b S"]:
         """How much a token should stay unmerged, from its rows in two layers; -inf: not at all."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def merge(
         self, low: Float[Array, "*b S H"], high: Float[Array, "*b S H"], codec: Codec | None
     ) -> tuple[Codes, Codes]:
         """The same rows of two layers as codes of each, by `codecs`."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Residence(Protocol):
-    """Which pages of slots in host memory the device holds."""
+class Residence(Stating):
+    """The base class of which pages of slots in host memory the device holds.
 
+    `values_alone`: whether keys stay on the device.
+
+    >>> from kvjax.place.host import Host
+    >>> isinstance(Host(), Residence)
+    True
+    """
+
+    values_alone: bool = False
+
+    @abstractmethod
     def places(self, slots: int, page: int, visited: int) -> int:
         """How many pages of `slots` slots the device holds; a step visits `visited` of them (static)."""
-        ...
+        raise NotImplementedError
 
 
 def over_layers(f: Callable[..., Any], *args: Any) -> Any:

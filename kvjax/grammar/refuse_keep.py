@@ -268,7 +268,7 @@ def _narrowed(keep: Keep) -> Refusals:
             "divide a budget: use the uniform allocation",
         ),
         (
-            not keep.phase.steady and keep.phase != getattr(keep.narrow, "phase", None),
+            not keep.phase.steady and keep.phase != keep.narrow.phase,
             f"{keep.narrow!r} keeps tokens at their own positions, and {keep.phase!r} rotates them by others",
         ),
         (

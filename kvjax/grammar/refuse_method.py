@@ -30,7 +30,7 @@ def refused_parts(method: Method) -> Refusals:
             "use a keep that lets all layers read them, such as snapkv",
         ),
         (
-            hasattr(host, "values_alone") and isinstance(read, Recycling | Prefetching | Sampling),
+            host is not None and host.values_alone and isinstance(read, Recycling | Prefetching | Sampling),
             f"{host!r} brings the values that every layer picks in every step, and {read!r} picks otherwise: "
             "use a read such as kcache, or leave it out",
         ),
@@ -57,7 +57,7 @@ def _brought_together(method: Method) -> int:
     if method.store is None:
         return 1
     first = 0 if method.read is None else method.read.skip_layers
-    alone = hasattr(method.host, "values_alone")
+    alone = method.host is not None and method.host.values_alone
     each = [method.store.values] if alone else [method.store.keys, method.store.values]
     return max((codec.granule for one in each if (codec := at_layer(one, first)) is not None), default=1)
 

@@ -19,11 +19,12 @@ from jaxtyping import Array, Int
 from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.prompt_reads import PromptRead
-from kvjax.grammar.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
+from kvjax.grammar.protocols import Allocation, Answering, Merge, Pattern, Residence, Score, Stacking
 from kvjax.grammar.read_protocols import Read, Reusing
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
     check_codecs,
+    check_host,
     check_make,
     check_narrow,
     check_phase,
@@ -137,7 +138,7 @@ class Keep(KeepFacts):
     skip_layers: int = 0
     phase: Phase = BY_POSITION
     probe: Any = None
-    merge: Any = None
+    merge: Merge | None = None
     lower: Store | None = None
     page: int | None = None
     narrow: Any = None
@@ -189,8 +190,9 @@ class Store(StoreFacts):
 
 def read_behind(keep: Keep | None, read: Any) -> Any:
     """A read as it acts after a keep: each KV head holds other tokens, and picks for itself."""
-    by_layer = keep is not None and read is not None and not read.by_head
-    return dataclasses.replace(read, by_head=True) if by_layer else read
+    if keep is None or read is None or read.by_head:
+        return read
+    return dataclasses.replace(read, by_head=True)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -234,6 +236,7 @@ class Method:
         check_reread(self.reread)
         check_make(self.make)
         check_stack(self.stack)
+        check_host(self.host)
         check_read(self.read)
         check_read_prompt(self.read_prompt)
         parts = (self.keep, self.store, self.read)

@@ -7,17 +7,25 @@ from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
 from kvjax.grammar.phase import Phase
+from kvjax.grammar.prompt_edits import Narrow, Rereading
 from kvjax.grammar.prompt_reads import PromptRead
-from kvjax.grammar.protocols import Allocation, Merge, Observation, Pattern, Preferring, Score, Trace
+from kvjax.grammar.protocols import (
+    Allocation,
+    Make,
+    Merge,
+    Observation,
+    Pattern,
+    Preferring,
+    Residence,
+    Score,
+    Stacking,
+    Trace,
+)
 from kvjax.grammar.read_protocols import Read
 from kvjax.grammar.when import When
 
 # The protocols of kvjax.grammar: the attributes that a word of each must have.
 CODEC = ("granule", "encode", "decode")
-MAKE = ("config", "params")
-NARROW = ("needs", "after", "most", "stages", "phase_in", "all_layers", "first_turn_only")
-REREAD = ("reads", "most", "count")
-STACK = ("most", "first", "codecs", "apart", "merge")
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
@@ -55,13 +63,13 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
 def check_narrow(narrow: Any) -> None:
     """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
     if narrow is not None:
-        _check(narrow, "narrowing", NARROW, "see kvjax.keep.prompts.narrow.SelectivePropagation")
+        _check_kind(narrow, "narrowing", Narrow)
 
 
 def check_reread(reread: Any) -> None:
     """ValueError if `reread` does not say how prompts are read or is not a frozen dataclass; None may be."""
     if reread is not None:
-        _check(reread, "reading", REREAD, "see kvjax.keep.prompts.reread.Reread")
+        _check_kind(reread, "reading", Rereading)
 
 
 def check_phase(phase: Any) -> None:
@@ -77,13 +85,19 @@ def check_when(when: Any) -> None:
 def check_make(make: Any) -> None:
     """ValueError if `make` does not rewrite models or is not a frozen dataclass; None is allowed."""
     if make is not None:
-        _check(make, "make", MAKE, "see kvjax.grammar.protocols.Make")
+        _check_kind(make, "make", Make)
 
 
 def check_stack(stack: Any) -> None:
     """ValueError if `stack` does not merge layers or is not a frozen dataclass; None is allowed."""
     if stack is not None:
-        _check(stack, "stack word", STACK, "see kvjax.store.merged.MergedLayers")
+        _check_kind(stack, "stack word", Stacking)
+
+
+def check_host(host: Any) -> None:
+    """ValueError if `host` does not say which pages the device holds; None is allowed."""
+    if host is not None:
+        _check_kind(host, "host word", Residence)
 
 
 def check_read(read: Any) -> None:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Make
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, mixer_of
@@ -19,7 +20,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusteredHeads(Stating):
+class ClusteredHeads(Make):
     """Query heads use the attention of the head that represents their cluster (CHAI, arXiv:2403.08058).
 
     fitted: "source" [L, N], as `kvjax fit chai` writes it: for every query head the index of the head whose

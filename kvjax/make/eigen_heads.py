@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Make
 from kvjax.make.latents import Factors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -16,7 +17,7 @@ from kvjax.models.mixers.grouped_latent import GroupedLatent
 
 
 @dataclasses.dataclass(frozen=True)
-class EigenHeads(Stating):
+class EigenHeads(Make):
     """W ~ (W U_r) U_r' of every head, by the right singular vectors U of texts' keys and values.
 
     This is Eigen Attention (arXiv:2408.05646). The rows of all heads of a layer share one basis U of keys;

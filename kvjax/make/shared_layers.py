@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.protocols import Make
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
@@ -14,7 +15,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedLayers(Stating):
+class SharedLayers(Make):
     """Some layers read the slots of a lower one, and neither compute nor store their own (arXiv:2410.18517).
 
     fitted: "source" [L], as `kvjax fit kvsharer` writes it: for every layer the layer whose slots it reads,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.protocols import Make
 from kvjax.make.latents import only_plain
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -13,7 +14,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredInputs(Stating):
+class StoredInputs(Make):
     """Plain attention as `LayerInputs`, with the same weights (XQuant, arXiv:2508.10395, section 3)."""
 
     @property

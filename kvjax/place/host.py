@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.protocols import Residence
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone
@@ -27,7 +28,7 @@ from kvjax.state.codes import Codes, dense
 
 
 @dataclasses.dataclass(frozen=True)
-class Host(Stating):
+class Host(Residence):
     """Stores keys and values in host memory. All results equal those of the method without this word.
 
     With a read method, those of the body are in host memory, and the device holds the pages that were read

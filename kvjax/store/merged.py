@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar import Budget
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.protocols import Stacking
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.codes import Codec, Codes
 from kvjax.store.wrap import joined, part_of
@@ -63,7 +64,7 @@ class LengthAndDirection:
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedLayers(Stating):
+class MergedLayers(Stacking):
     """Merges the prompts of adjacent layers in pairs, from layer `start` up, at the end of a prefill.
 
     Per token and KV head, keys and values alike: with unit vectors u and w of the lower and the upper layer

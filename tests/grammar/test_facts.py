@@ -64,3 +64,10 @@ def test_a_word_of_ones_own_says_what_it_needs():
     assert {clash.fact for clash in clashes(theirs)} - {clash.fact for clash in clashes(mine)} == {
         Fact.KEYS_BY_POSITION
     }
+
+
+@pytest.mark.parametrize("id", ["a2ats", "reattention"])
+def test_a_read_that_places_what_it_picks_is_no_place_in_host_memory(id):
+    method = kvjax.method(id, budget=0.5)
+    again = kvjax.chain(method.read, method.store)
+    assert again.read == method.read and again.host is None

@@ -71,6 +71,7 @@ class Distilled(Reread):
 
     fitted: Fitted | None = None
     by = "kv-distill"
+    marks = True
     reads = "Some layers choose tokens of the prompt; all are read, and the chosen ones alone stay."
 
     @property

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.phase import Phase
+from kvjax.grammar.prompt_edits import Narrow
 from kvjax.grammar.protocols import Observation, Seen, View
 from kvjax.grammar.shared_ranges import SharedRanges
 from kvjax.keep.observations.observe import Queries
@@ -17,7 +18,7 @@ from kvjax.keep.select import slot_lists, top
 
 
 @dataclasses.dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(Narrow):
     """Lower layers read chunks of a prompt separately, halve them, and merge neighbours (arXiv:2404.10308).
 
     The first `prefix` tokens are followed by 2^height chunks of `chunk` tokens, which all have the positions

@@ -7,13 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.prompt_edits import Rereading
 from kvjax.keep.prompts.lora import check_lora
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryTokens(Stating):
+class MemoryTokens(Rereading):
     """Reads `tokens` learned tokens after every `every` tokens of a prompt; only their slots are stored.
 
     A chunk attends to itself and to the memory of earlier chunks; with None the whole prompt is one chunk.
@@ -41,6 +42,7 @@ class MemoryTokens(Stating):
     by: str = "ccm"
     fitted: Fitted | None = None
     turns = True
+    marks = True
     # Whether the memory tokens of a chunk attend to later ones, too.
     mutual = False
     reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."

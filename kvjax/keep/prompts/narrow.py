@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import number_of, probes_of, scored
-from kvjax.grammar.phase import Phase
+from kvjax.grammar.prompt_edits import Narrow
 from kvjax.grammar.protocols import Observation, Score, Seen, View
 from kvjax.grammar.validate import check_words
 from kvjax.keep.select import slot_lists, top
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectivePropagation:
+class SelectivePropagation(Narrow):
     """Layers above `layer` read only a share of every prompt's tokens (arXiv:2502.01068, section 3).
 
     layer: the last layer that reads all of them, by number, or as a share of the layers. score: the score of
@@ -36,8 +36,6 @@ class SelectivePropagation:
     share: float
     window: int = 8
     # Lower layers store tokens that upper layers do not read, and every turn is narrowed.
-    all_layers = False
-    first_turn_only = False
 
     def __post_init__(self):
         check_chooser("SelectivePropagation", self.layer, self.score)
@@ -64,10 +62,6 @@ class SelectivePropagation:
     def after(self, layers: int) -> int:
         """The number of the last layer that reads all tokens, in a model of `layers` layers."""
         return number_of(self.layer, layers)
-
-    def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
-        """The phase of a first prompt in a layer: the same in all layers."""
-        return phase
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, SelectivePropagation], ...]:
         """(layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.grammar.calls import number_of
-from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.prompt_edits import Rereading
 from kvjax.grammar.protocols import Observation, Score, Seen, View
 from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Reread(Stating):
+class Reread(Rereading):
     """Layers up to `layer` select tokens of a prompt, then the whole model reads those (arXiv:2409.17422).
 
     The selected tokens get new consecutive positions after those of earlier turns, so the cache, its length

@@ -182,8 +182,7 @@ def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
     plain = [gm.replaced(first=0) for gm in each]
     starts |= {i for i in range(1, layers) if plain[i] != plain[i - 1]}
     for word in (run.method.reread, None if keep is None else keep.narrow):
-        stages = getattr(word, "stages", lambda *_: ())
-        starts |= {after + 1 for after, _ in stages(layers, 1)}
+        starts |= set() if word is None else {after + 1 for after, _ in word.stages(layers, 1)}
     found = sorted(starts - {layers})
     return tuple(Group(a, z - a) for a, z in zip(found, [*found[1:], layers], strict=True))
 

@@ -1,0 +1,79 @@
+"""Edits of prompts: the base classes of the words that say which tokens of a prompt layers read or store."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from kvjax.base.kind import Kind
+from kvjax.grammar.facts import Stating
+from kvjax.grammar.phase import Phase
+from kvjax.grammar.protocols import Observation
+
+
+class Narrow(Kind):
+    """The base class of which tokens of a prompt the upper layers read (`Keep.narrow`).
+
+    `needs`: the observations by which tokens are selected. `looks`: whether the selection reads keys or
+    values. `phase`: by what tokens are rotated, if not by their positions. `all_layers`: whether a dropped
+    token is stored in no layer. `first_turn_only`: whether later turns are read whole.
+
+    >>> from kvjax.keep.prompts.narrow import SelectivePropagation
+    >>> issubclass(SelectivePropagation, Narrow)
+    True
+    """
+
+    needs: frozenset[Observation]
+    looks: bool = True
+    phase: Phase | None = None
+    all_layers: bool = False
+    first_turn_only: bool = False
+
+    @abstractmethod
+    def after(self, layers: int) -> int:
+        """The number of the last layer that reads all tokens, in a model of `layers` layers."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Any], ...]:
+        """(layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def most(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens of a text the upper layers read."""
+        raise NotImplementedError
+
+    def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
+        """The phase of a first prompt in a layer, by default that of the keep in all layers."""
+        return phase
+
+
+class Rereading(Stating):
+    """The base class of which tokens of a prompt are read at all, or alone are stored (`Method.reread`).
+
+    `reads`: how, as a sentence. `looks`: whether the selection reads keys or values. `marks`: whether it
+    reads tokens with weights beside the model's.
+
+    >>> from kvjax.keep.prompts.reread import Reread
+    >>> issubclass(Reread, Rereading)
+    True
+    """
+
+    reads: str
+    looks: bool = True
+    marks: bool = False
+
+    @abstractmethod
+    def most(self, tokens: int) -> int:
+        """How many tokens of a prompt of at most `tokens` tokens are stored."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def count(self, length: Any) -> Any:
+        """How many tokens of rows of these lengths are stored."""
+        raise NotImplementedError
+
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Any], ...]:
+        """(layer, selector) pairs: after which layers tokens are selected; () if none is selected."""
+        return ()
