@@ -69,6 +69,7 @@ _HOMES = {
     "generate": "kvjax.api.generate",
     "speculate": "kvjax.api.speculate",
     "Lookup": "kvjax.api.drafts",
+    "FirstCodes": "kvjax.api.drafts",
     "chat": "kvjax.api.chat",
     "likelihood": "kvjax.api.likelihood",
     "shorten": "kvjax.prompts.shorten",

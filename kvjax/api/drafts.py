@@ -1,10 +1,11 @@
-"""Drafts for `kvjax.speculate`: from a model with a cache of its own, or from the text itself."""
+"""Drafts for `kvjax.speculate`: from a model with a cache of its own, a part of the codes, or the text."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.api.prefill import bare_cache, prefill
+from kvjax.api.rollback import more_added, rollback
 from kvjax.api.sampling import GREEDY, Settings, chosen, filtered
 from kvjax.api.step import stepping
 from kvjax.api.types import Step
@@ -23,6 +25,8 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.pure import decoding
 from kvjax.state.cache import Cache
+from kvjax.state.codes import Codec, Codes
+from kvjax.store.residual import FirstPart, Residual
 
 
 class Proposal(NamedTuple):
@@ -40,8 +44,14 @@ class Proposal(NamedTuple):
 class Drafting(Protocol):
     """A source of draft tokens for each text of a batch."""
 
-    def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
-        """Proposes tokens to follow each text: at most k, and at most `most`. keys: one per row."""
+    def propose(
+        self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
+    ) -> tuple[Proposal, Cache]:
+        """Proposes tokens to follow each text: at most k, and at most `most`. keys: one per row.
+
+        cache: that of the model that checks, which holds the texts without their last tokens; it is returned
+        as it was, in other arrays if a draft reads it.
+        """
         ...
 
 
@@ -74,10 +84,57 @@ class Lookup:
                     return text[i + n : i + n + most]
         return []
 
-    def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
+    def propose(
+        self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
+    ) -> tuple[Proposal, Cache]:
         found = [self.behind(text, min(k, int(n))) if n else [] for text, n in zip(texts, most, strict=True)]
         tokens = np.array([[*row, *[0] * (k - len(row))] for row in found], np.int32)
-        return Proposal(tokens, np.array([len(row) for row in found], np.int32))
+        return Proposal(tokens, np.array([len(row) for row in found], np.int32)), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstCodes:
+    """Drafts by the model itself, over the first part of its cache's codes (QuantSpec, arXiv:2502.10424).
+
+    The method's codes have two parts, the second of the error of the first: `quantspec`, `gear`. Drafts read
+    the first part, and the model that checks reads both, of one cache in memory.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> method = kvjax.method("quantspec", group=8, residual=8)
+    >>> how = dict(draft=FirstCodes(), k=3, max_new_tokens=6, stop=[])
+    >>> out = kvjax.speculate(model, [[1, 2, 3] * 8], method=method, **how)
+    >>> out.passes < 6
+    True
+    """
+
+
+class CodeDrafts:
+    """Drafts that a `FirstCodes` stands for. It holds no cache: it steps on the one that it is given."""
+
+    def __init__(self, model: Model, method: Method | None, how: Settings):
+        self.how = how
+        self.step, self.params = stepping(model, _first_part(method), None)
+
+    def propose(
+        self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
+    ) -> tuple[Proposal, Cache]:
+        if not most.any():
+            return _nothing(len(texts), k), cache
+        labels = dict(method=cache.method, model=cache.model, on_mesh=cache.on_mesh)
+        added = more_added(cache.added, most)
+        state, found, how_likely = _recoded(bare_cache(cache), Residual, FirstPart), [], []
+        token = jnp.asarray([text[-1] for text in texts], jnp.int32)
+        for i in range(k):
+            logits, state = _one(self.step, self.params, state, token, jnp.asarray(most > i))
+            token, p = _drawn(self.how, logits, jax.vmap(partial(jax.random.fold_in, data=i))(keys))
+            found.append(token)
+            how_likely.append(p)
+        proposed = _proposal(found, how_likely, most)
+        spare = cache.spare - int(most.max())
+        state = _recoded(state, FirstPart, lambda codec: codec.of)
+        # The drafted tokens lie in the cache, with keys and values that the first codes led to.
+        return proposed, rollback(dataclasses.replace(state, spare=spare, added=added, **labels), most)
 
 
 class ModelDrafts:
@@ -93,21 +150,22 @@ class ModelDrafts:
         self.by_steps = bool(one_pass_refused(model, run, self.cache, np.ones_like(self.have)))
         self.step, self.params = stepping(model, self.cache.method, None)
 
-    def propose(self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array) -> Proposal:
+    def propose(
+        self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
+    ) -> tuple[Proposal, Cache]:
         if not most.any():
-            return Proposal(np.zeros((len(texts), k), np.int32), np.zeros(len(texts), np.int32))
+            return _nothing(len(texts), k), cache
         new = [text[n:] if m else [] for text, n, m in zip(texts, self.have, most, strict=True)]
         logits = self._read_by_steps(new) if self.by_steps else self._read(new)
         self.have += [len(row) for row in new]
-        cache, found, how_likely = jax.tree.map(jnp.copy, bare_cache(self.cache)), [], []
+        mine, found, how_likely = jax.tree.map(jnp.copy, bare_cache(self.cache)), [], []
         for i in range(k):
             token, p = _drawn(self.how, logits, jax.vmap(partial(jax.random.fold_in, data=i))(keys))
             found.append(token)
             how_likely.append(p)
             if i + 1 < k:
-                logits, cache = _one(self.step, self.params, cache, token, jnp.asarray(most > i + 1))
-        tokens = np.stack([np.asarray(t) for t in found], axis=1)
-        return Proposal(tokens, np.minimum(most, k).astype(np.int32), jnp.stack(how_likely, axis=1))
+                logits, mine = _one(self.step, self.params, mine, token, jnp.asarray(most > i + 1))
+        return _proposal(found, how_likely, most), cache
 
     def _read(self, new: list[list[int]]) -> Float[Array, "B V"]:
         """Reads tokens in one pass; returns the logits after the last token of each row."""
@@ -132,16 +190,57 @@ class ModelDrafts:
         return out
 
 
-def drafting(draft: object, model: Model, tokens: list[list[int]], how: Settings, room: int) -> Drafting:
-    """The source of drafts for `draft`, with the prompts read."""
+def _nothing(rows: int, k: int) -> Proposal:
+    return Proposal(np.zeros((rows, k), np.int32), np.zeros(rows, np.int32))
+
+
+def _proposal(tokens: list[Array], probabilities: list[Array], most: Int[np.ndarray, "B"]) -> Proposal:
+    """What was drawn in up to `most` steps of each row."""
+    drawn = np.stack([np.asarray(t) for t in tokens], axis=1)
+    return Proposal(drawn, most.astype(np.int32), jnp.stack(probabilities, axis=1))
+
+
+def _first_part(method: Method | None) -> Method:
+    """A method that decodes the first part of what `method` encodes; InputError if that has no parts."""
+    store = None if method is None else method.store
+    if method is None or store is None or not {type(store.keys), type(store.values)} & {Residual}:
+        raise InputError(
+            f"{'full' if method is None else method.id} has no codes of two parts, of which a draft could "
+            "read the first: give method='quantspec', or another draft"
+        )
+    keys, values = (FirstPart(c) if isinstance(c, Residual) else c for c in (store.keys, store.values))
+    return dataclasses.replace(method, store=dataclasses.replace(store, keys=keys, values=values))
+
+
+def _recoded(cache: Cache, kind: type, change: Callable[[Any], Codec]) -> Cache:
+    """The same arrays, with every codec of a kind changed."""
+
+    def one(x: Any) -> Any:
+        found = isinstance(x, Codes) and isinstance(x.codec, kind)
+        return dataclasses.replace(x, codec=change(x.codec)) if found else x
+
+    return jax.tree.map(one, cache, is_leaf=lambda x: isinstance(x, Codes))
+
+
+def drafting(
+    draft: object,
+    model: Model,
+    tokens: list[list[int]],
+    how: Settings,
+    room: int,
+    method: Method | None = None,
+) -> Drafting:
+    """The source of drafts for `draft`, with the prompts read; method: that of the model that checks."""
     if isinstance(draft, Lookup):
         return draft
+    if isinstance(draft, FirstCodes):
+        return CodeDrafts(model, method, how)
     if isinstance(draft, str | Method):
         return ModelDrafts(model, draft, tokens, how, room)
     if not isinstance(draft, Model):
         raise InputError(
             f"draft is {draft!r:.80}, expected a method of the model itself such as 'int4', another model, "
-            "or kvjax.Lookup()"
+            "kvjax.Lookup() or kvjax.FirstCodes()"
         )
     if draft.config.vocab != model.config.vocab:
         raise InputError(

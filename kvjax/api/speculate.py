@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.api.drafts import Drafting, Lookup, drafting, probabilities
+from kvjax.api.drafts import Drafting, FirstCodes, Lookup, drafting, probabilities
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
 from kvjax.api.prefill import bare_cache, check_reach, padded, prefill
 from kvjax.api.rollback import rollback
@@ -55,7 +55,7 @@ def speculate(
     model: Model,
     tokens: TokenIds,
     *,
-    draft: Method | str | Model | Lookup,
+    draft: Method | str | Model | Lookup | FirstCodes,
     k: int = 4,
     method: Method | str | None = None,
     lengths: Lengths | None = None,
@@ -75,8 +75,9 @@ def speculate(
         model: a model of one decoder.
         tokens: token ids [B, T], padded on the right, or a list of lists.
         draft: a method, under which the model itself drafts over a smaller cache of its own ("int4",
-            "snapkv(budget=0.25)", "h2o(budget=0.1)"); another model of the same tokenizer; or
-            `kvjax.Lookup()`, which drafts from the text itself.
+            "snapkv(budget=0.25)", "h2o(budget=0.1)"); another model of the same tokenizer;
+            `kvjax.Lookup()`, which drafts from the text itself; or `kvjax.FirstCodes()`, the first part of
+            the codes of the cache that checks.
         k: the most tokens of a draft.
         method: compresses the cache of the model that checks.
         lengths: tokens of each row [B], where rows are padded.
@@ -114,7 +115,7 @@ def speculate(
     check_reach(model, int(batch.lengths.max()) + new + k + 1, cache.method)
     _check(model, cache)
     prompts = [row[:n].tolist() for row, n in zip(np.asarray(batch.tokens), batch.lengths, strict=True)]
-    writer = drafting(draft, model, prompts, how, new + 2 * k + 1)
+    writer = drafting(draft, model, prompts, how, new + 2 * k + 1, cache.method)
     keys = jax.random.split(jax.random.key(0) if key is None else prng_key(key), len(prompts))
     if np.isnan(np.asarray(logits)).any():
         refuse_prompt(model, *batch)
@@ -174,7 +175,8 @@ def _round(
     most = np.minimum(np.maximum(left - 1, 0), np.minimum(k, _before_flush(cache) - 2))
     most = np.maximum(most, 0)
     keys = jax.vmap(partial(jax.random.fold_in, data=number + 1))(keys)
-    found = writer.propose(texts.whole(), most, k, jax.vmap(partial(jax.random.fold_in, data=0))(keys))
+    drawn_by = jax.vmap(partial(jax.random.fold_in, data=0))(keys)
+    found, cache = writer.propose(texts.whole(), most, k, drawn_by, cache)
     # A row that has ended reads nothing; the others append their last token, and the draft.
     count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
     last = np.array([row[-1] for row in texts.written], np.int32)[:, None]

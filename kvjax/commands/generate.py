@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="METHOD|MODEL",
-        help="speculative decoding: a method under which the model drafts (int4), another model, or lookup, "
-        "which drafts what followed the same words before",
+        help="speculative decoding: a method under which the model drafts (int4), another model, lookup, "
+        "which drafts what followed the same words before, or first-codes (--method quantspec)",
     )
     parser.add_argument(
         "--drafted", type=whole(1), metavar="K", help="tokens of a draft at most (default: 4)"
@@ -156,12 +156,12 @@ def _check_draft(args: argparse.Namespace, converses: bool) -> None:
 
 def _drafting(args: argparse.Namespace) -> Any:
     """What drafts tokens: the text itself, a loaded model, or a method."""
-    from kvjax.api.drafts import Lookup
+    from kvjax.api.drafts import FirstCodes, Lookup
     from kvjax.io.load import load
     from kvjax.methods.parse import parse_method
 
-    if args.draft == "lookup":
-        return Lookup()
+    if (word := {"lookup": Lookup, "first-codes": FirstCodes}.get(args.draft)) is not None:
+        return word()
     try:
         _, build = parse_method(args.draft)
     except (InputError, ValueError) as unknown:
@@ -169,7 +169,7 @@ def _drafting(args: argparse.Namespace) -> Any:
             return load(args.draft, dtype=args.dtype, **mesh_options(args))
         except InputError:
             raise InputError(
-                f"--draft is {args.draft!r}, expected lookup, a method or a model: {unknown}"
+                f"--draft is {args.draft!r}, expected lookup, first-codes, a method or a model: {unknown}"
             ) from None
     return build(None)
 

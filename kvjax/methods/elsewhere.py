@@ -17,7 +17,6 @@ VERBS = {
     "hydragen": "kvjax.fork(cache, copies, room=...)",
     "bifurcated-attention": "kvjax.fork(cache, copies, room=...)",
     "speculative-decoding": "kvjax.speculate(model, tokens, draft=...)",
-    "quantspec": "kvjax.speculate(model, tokens, method='int8', draft='int4'), with codes of the draft's own",
     "triforce": "kvjax.speculate(model, tokens, draft=...), with a method such as 'quest' as the one draft",
     "magicdec": "kvjax.speculate(model, tokens, draft=...), with a method such as 'snapkv' as the draft",
     "sirius": "kvjax.speculate(model, tokens, draft=...), which accepts only what the model itself would say",

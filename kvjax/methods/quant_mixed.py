@@ -42,6 +42,25 @@ def kivi(*, bits: Bits = 2, group: Group = 32, residual: Tokens = 128) -> Method
 
 
 @paper(
+    "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache",
+    arxiv="2502.10424",
+    family="quant-mixed",
+    exact="deviates",
+)
+def quantspec(*, group: Group = 128, residual: Tokens = 128) -> Method:
+    """QuantSpec (Tiwari et al., 2025, arXiv:2502.10424), section 4: codes of 4 bits, and 4 of their error.
+
+    Keys are quantised in groups of `group` tokens of a channel, values token by token; the newest tokens,
+    from `residual` to residual + group - 1 of them, stay unencoded. Attention reads both codes, 8 bits;
+    `kvjax.speculate(..., method="quantspec", draft=kvjax.FirstCodes())` drafts from the first
+    codes alone, in the same memory. Deviation: the second codes have scales of their own, where the paper's
+    are a sixteenth of the first; weights are not quantised.
+    """
+    keys, values = Affine(4, axis="channel", group=group), Affine(4, axis="token", together=group)
+    return Method(store=Store(Residual(keys, keys), Residual(values, values), residual))
+
+
+@paper(
     "KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization",
     arxiv="2401.18079",
     family="quant-mixed",

@@ -266,6 +266,12 @@ def kivi_bytes(bits, slots=everything, group=16, residual=16):
     )  # fmt: skip
 
 
+def quantspec_bytes(s: PromptSizes) -> int:
+    """Two codes of 4 bits: of keys with two float16 per granule and channel, of values with two per token."""
+    keys, values = (lambda s: 2 * s.h * (16 // 2 + 4)), (lambda s: 2 * (s.h // 2 + 4) + 4)
+    return split(everything, 16, 16, keys, values)(s)
+
+
 def holes_bytes(s: PromptSizes, group=4, residual=4) -> int:
     """KIVI's 8 bits under H2O: up to a granule of holes in the body, and a mass beside every slot."""
     slots = lambda s: half_and_one(s) + group - 1  # noqa: E731

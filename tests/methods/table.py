@@ -117,6 +117,7 @@ from tests.methods.rows import (
     mustafar_bytes,
     paged,
     plain,
+    quantspec_bytes,
     queries_of,
     quest_bytes,
     read_in_pages_bytes,
@@ -392,6 +393,9 @@ ROWS = [
     row("quarot", dense(everything, slot=coded(4)), error=0.3),
     row(
         "kivi", kivi_bytes(4), hyper=dict(bits=4, group=16, residual=16), error=0.3, moves=False
+    ),
+    row(
+        "quantspec", quantspec_bytes, hyper=dict(group=16, residual=16), error=0.03, moves=False
     ),
     row(
         "gear", gear_bytes(4, 2), hyper=dict(bits=4, group=16, rank=2, outliers=0.1), error=0.1, moves=False
