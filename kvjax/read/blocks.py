@@ -75,7 +75,7 @@ class LocalScore(Trace):
     def needs(self) -> frozenset[Observation]:
         return frozenset({LocalLogits(self.within)})
 
-    def start(self, inputs: Inputs, Joining, heads: int) -> Float[Array, "B K T"]:
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
