@@ -16,8 +16,9 @@ from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, TOP_AXES, top_shapes
 from kvjax.models.layer_part import LayerPart
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.params import Group, layer_shapes
+from kvjax.models.params import layer_shapes
 from kvjax.models.placement import map_leaves
+from kvjax.models.stacking import Group, groups_in
 from kvjax.models.streams import STREAMS, stream_axes, stream_shapes
 from kvjax.state.axes import axes_of_state
 
@@ -189,9 +190,7 @@ def weight_shardings(
 
 def param_shardings(params: Params, config: Config, on: OnMesh) -> Params:
     """The sharding of every parameter by rules, as a tree. InputError as of `check_rules`."""
-    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
-    groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
-    place = weight_shardings(config, groups, on)
+    place = weight_shardings(config, groups_in(params), on)
     return map_leaves(lambda path, x: place(path, x.shape), params)
 
 

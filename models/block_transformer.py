@@ -106,8 +106,9 @@ def layout_of(config: Config | BlockConfig) -> ModuleType:
 
 
 def plan(config: BlockConfig, stacked: bool | None = None) -> Groups:
-    """How the layers of each decoder are stacked, by `kvjax.models.params.plan`."""
-    return Groups(decoder.plan(config.blocks, stacked), decoder.plan(config.tokens, stacked))
+    """How the layers of each decoder are stacked, by `kvjax.models.params.plan` without patterns."""
+    both = (decoder.plan(one, stacked, patterns=False) for one in (config.blocks, config.tokens))
+    return Groups(*both)
 
 
 def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Groups:
@@ -116,6 +117,8 @@ def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Gro
         raise ValueError(f"groups must be Groups(blocks, tokens), a stack for each decoder, got {groups}")
     decoder.check_groups(config.blocks, groups.blocks)
     decoder.check_groups(config.tokens, groups.tokens)
+    if any(group.stride > 1 for each in groups for group in each):
+        raise ValueError(f"the decoders of a Block Transformer are stacked in runs, got a pattern: {groups}")
     return groups
 
 

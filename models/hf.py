@@ -260,7 +260,7 @@ def _read_leaf(
         _copy(out, tensor, part, index, transpose=transposed(path))
         return out
     _, group, name = path.split(".")
-    layers = range(groups[int(group)].first, groups[int(group)].first + shape[0])
+    layers = groups[int(group)].layers
     for row, layer in zip(out, layers[index[0]], strict=True):
         if row.ndim < 3:
             _gather(row, places[name, layer, None], index[1:], shape[-1])

@@ -9,13 +9,14 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.hf_tensors import TensorPart, short_name, tensors, transposed
 from kvjax.models.model import Model
+from kvjax.models.stacking import groups_in, layers_of_groups
 
 
 def fetcher(model: Model) -> Callable[[str], np.ndarray]:
     """A function from a full tensor name to the tensor as the checkpoint stores it."""
-    params, table, layer_at = model.params, tensors(model.config), []
-    for group in params["layers"]:
-        layer_at += [(group, i) for i in range(next(iter(group.values())).shape[0])]
+    params, table = model.params, tensors(model.config)
+    stacks = zip(layers_of_groups(params), groups_in(params), strict=True)
+    layer_at = {number: (p, i) for p, group in stacks for i, number in enumerate(group.layers)}
 
     def part(part: TensorPart) -> np.ndarray:
         if part.layer is None:

@@ -19,7 +19,8 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.fingerprint import described, fingerprint
 from kvjax.models.layers import Params
-from kvjax.models.params import Group, check_groups, regroup
+from kvjax.models.params import Group, check_groups, regroup, runs
+from kvjax.models.stacking import entries, groups_in, span
 from kvjax.models.transformer import forward
 
 _forward = jax.jit(forward, static_argnames="config")
@@ -108,6 +109,13 @@ class Model:
         object.__setattr__(new, "made_by", self.made_by)
         object.__setattr__(new, "made_of", self.made_of)
         return new
+
+    def in_runs(self) -> Model:
+        """The model with runs of equal layers in place of patterns, so that groups are in layer order."""
+        now = groups_in(self.params)
+        each = ((e if len(e) == 1 else runs(self.config, span(e))) for e in entries(now))
+        groups = tuple(group for entry in each for group in entry)
+        return self if groups == now else self.regrouped(groups)
 
     def __call__(
         self, tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,8 @@ from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, top_shapes
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.stacking import Group, entries, groups_in, in_entries, layers_of_groups, span
 from kvjax.models.streams import STREAMS, stream_shapes
-
-
-class Group(NamedTuple):
-    """A run of equal layers, stacked: layers `first` .. `first + size - 1`."""
-
-    first: int
-    size: int
 
 
 def layer_kind(config: Config, layer: int) -> tuple[object, ...]:
@@ -37,37 +31,78 @@ def apart(config: Config) -> frozenset[int]:
     return frozenset(published(config))
 
 
-def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
+# The most kinds of layers that take turns in a pattern.
+LONGEST_PATTERN = 8
+
+
+def plan(config: Config, stacked: bool | None = None, patterns: bool = True) -> tuple[Group, ...]:
     """How the layers are stacked: in maximal runs of equal layers on TPU, one by one elsewhere.
 
     XLA on CPU and GPU copies a layer's slice of stacked weights at every step; on TPU one scan over the stack
     compiles fast and copies nothing. The first two layers are never stacked, because several methods exempt
-    them, nor are layers that others read.
+    them, nor are layers that others read. Kinds of layers that take turns up to the end, such as three of
+    linear attention and one of attention, are stacked as a pattern where that makes fewer layers to compile.
     """
     if stacked is None:
         stacked = jax.default_backend() == "tpu"
     if not stacked:
         return tuple(Group(i, 1) for i in range(config.layers))
-    cuts = [0]
-    for i in range(1, config.layers):
+    return _around_pattern(config) if patterns else runs(config, range(config.layers))
+
+
+def _around_pattern(config: Config) -> tuple[Group, ...]:
+    """Runs of equal layers, and a pattern if there is one."""
+    layers = range(config.layers)
+    kinds = [layer_kind(config, i) for i in layers]
+    number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+    start, period = _repeats([number[kind] for kind in kinds])
+    end = config.layers - (config.layers - start) % period
+    if period < 2 or apart(config) or period >= len(runs(config, layers[start:end])):
+        return runs(config, layers)
+    pattern = (Group(start + i, (end - start) // period, period) for i in range(period))
+    return (*runs(config, layers[:start]), *pattern, *runs(config, layers[end:]))
+
+
+def _repeats(kinds: list[int]) -> tuple[int, int]:
+    """From which layer on, the first two left out, and with what period kinds repeat; (0, 1): they do not.
+
+    >>> _repeats([0, 1, 0, 0, 1, 0, 0, 1, 0])
+    (2, 3)
+    """
+    found = []
+    for period in range(1, LONGEST_PATTERN + 1):
+        start = max(len(kinds) - period, 2)
+        while start > 2 and kinds[start - 1] == kinds[start - 1 + period]:
+            start -= 1
+        if len(kinds) - start >= 2 * period:
+            found.append((start, period))
+    return min(found, default=(0, 1))
+
+
+def runs(config: Config, layers: range) -> tuple[Group, ...]:
+    """Neighbouring layers in maximal runs of equal ones."""
+    if not layers:
+        return ()
+    cuts = [layers[0]]
+    for i in layers[1:]:
         alone = {i, i - 1} & apart(config)
         if i == 2 or alone or layer_kind(config, i) != layer_kind(config, i - 1):
             cuts.append(i)
-    return tuple(Group(a, b - a) for a, b in zip(cuts, [*cuts[1:], config.layers], strict=True))
+    return tuple(Group(a, b - a) for a, b in zip(cuts, [*cuts[1:], layers[-1] + 1], strict=True))
 
 
 def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """Returns `groups`; ValueError if they miss or repeat a layer or stack layers of different kinds."""
-    if [i for g in groups for i in range(g.first, g.first + g.size)] != list(range(config.layers)):
+    if [i for entry in entries(groups) for i in span(entry)] != list(range(config.layers)):
         raise ValueError(
             f"groups must name layers 0 to {config.layers - 1} once each and in order, got {groups}"
         )
     for g in groups:
-        if len({layer_kind(config, g.first + i) for i in range(g.size)}) > 1:
+        if len({layer_kind(config, i) for i in g.layers}) > 1:
             raise ValueError(
                 f"{g} stacks layers of different windows, mixers or feed-forwards: plan() keeps them apart"
             )
-        if g.size > 1 and apart(config) & set(range(g.first, g.first + g.size)):
+        if g.size > 1 and apart(config) & {*g.layers}:
             raise ValueError(f"{g} stacks a layer that others read: plan() keeps it apart")
     return groups
 
@@ -100,13 +135,17 @@ def norm_shapes(config: Config) -> Shapes:
 
 
 def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
-    """The tree of parameter shapes; the layers as one dict per group, stacked on a leading axis."""
+    """The tree of parameter shapes; the layers as one dict per group, stacked on a leading axis.
+
+    A pattern's groups are one entry, a tuple of such dicts.
+    """
     tree: Params = {"embed": (config.vocab, config.d_model)}
     if not config.tied:
         tree["unembed"] = (config.d_model, config.vocab)
     tree |= norm_shapes(config) | top_shapes(config) | stream_shapes(config)
-    tree["layers"] = tuple(
-        {n: (g.size, *s) for n, s in layer_shapes(config, g.first).items()} for g in groups or plan(config)
+    tree["layers"] = in_entries(
+        groups or plan(config),
+        lambda _, g: {n: (g.size, *s) for n, s in layer_shapes(config, g.first).items()},
     )
     return tree
 
@@ -165,16 +204,16 @@ def _decays(name: str, shape: tuple[int, ...]) -> Array:
 
 def regroup(params: Params, groups: tuple[Group, ...]) -> Params:
     """The same parameters with their layers stacked as `groups` says."""
-    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
-    if sizes == [g.size for g in groups]:
+    now = groups_in(params)
+    if now == groups:
         return params
-    layers = [
-        {name: leaf[i] for name, leaf in group.items()}
-        for group, size in zip(params["layers"], sizes, strict=True)
-        for i in range(size)
-    ]
-    stacked = tuple(
-        {name: jnp.stack([layers[g.first + i][name] for i in range(g.size)]) for name in layers[g.first]}
-        for g in groups
-    )
-    return {**params, "layers": stacked}
+    layers = {
+        number: {name: leaf[i] for name, leaf in stack.items()}
+        for stack, group in zip(layers_of_groups(params), now, strict=True)
+        for i, number in enumerate(group.layers)
+    }
+
+    def stacked(_: int, group: Group) -> Params:
+        return {name: jnp.stack([layers[i][name] for i in group.layers]) for name in layers[group.first]}
+
+    return {**params, "layers": in_entries(groups, stacked)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -11,6 +11,7 @@ from jax.experimental.layout import Format, Layout
 
 from kvjax.base.errors import InputError
 from kvjax.models.layers import Params
+from kvjax.models.stacking import layers_of_groups, members
 from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
 # Rows of the tiles in which stacked bfloat16 matrices are multiplied, if not the default of 8.
@@ -18,7 +19,7 @@ TILE_ROWS = {"tpu7x": 16}
 
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Params, below: str = "") -> Params:
-    """The tree with f(path, leaf) at every leaf; paths are "embed" or "layers.0.q" (0: the group).
+    """The tree with f(path, leaf) at every leaf; paths are "embed" or "layers.0.q" (0: the group's number).
 
     Paths in a nested tree, such as one of two decoders, begin with its name: "blocks.layers.0.q".
     """
@@ -26,10 +27,21 @@ def map_leaves(f: Callable[[str, Any], Any], tree: Params, below: str = "") -> P
     for name, leaf in tree.items():
         path = f"{below}{name}"
         if name == "layers":
-            out[name] = tuple(map_leaves(f, group, f"{path}.{g}.") for g, group in enumerate(leaf))
+            out[name] = _mapped_layers(f, leaf, path)
         else:
             out[name] = map_leaves(f, leaf, f"{path}.") if isinstance(leaf, dict) else f(path, leaf)
     return out
+
+
+def _mapped_layers(f: Callable[[str, Any], Any], layers: Any, path: str) -> tuple[Any, ...]:
+    """`map_leaves` of every group; the groups of a pattern are numbered as if they stood alone."""
+    out: list[Any] = []
+    number = 0
+    for entry in layers:
+        groups = tuple(map_leaves(f, p, f"{path}.{number + i}.") for i, p in enumerate(members(entry)))
+        out.append(groups[0] if isinstance(entry, Mapping) else groups)
+        number += len(groups)
+    return tuple(out)
 
 
 def leaves(tree: Params) -> list[tuple[str, Any]]:
@@ -79,6 +91,8 @@ def _chosen(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], Any
         raise InputError(f"sharding is a {type(sharding).__name__}, {_EXPECTED}")
     if callable(sharding):
         return cast(Callable, sharding)
+    if isinstance(sharding, dict) and isinstance(sharding.get("layers"), tuple | list):
+        sharding = sharding | {"layers": layers_of_groups(sharding)}
     given = {
         ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys): leaf
         for keys, leaf in jax.tree.leaves_with_path(sharding)

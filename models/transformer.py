@@ -8,12 +8,10 @@ from each other; `kvjax.models.exchange` says which layer takes what.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
@@ -37,7 +35,9 @@ from kvjax.models.mixer import (
     Take,
 )
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.stacking import Group, entries, groups_in, layers_of_groups, members, span
 from kvjax.models.streams import STREAMS, joined, split
+from kvjax.models.traced_once import TracedOnce
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_offsets
@@ -131,7 +131,7 @@ def stack(
     states: tuple[GroupState, ...],
     above: Mapping[Take, LayerSlots] | None = None,
 ) -> Ran:
-    """All layers, one group after the other.
+    """All layers, one group after the other; groups that are members of a pattern take turns.
 
     A group's state is carried whole through its layers (never as scan inputs and outputs, which would make a
     second cache). above: the slots of layers that lower layers read, given before those layers run.
@@ -143,91 +143,78 @@ def stack(
         x = stream_norm(x, params, "embed_norm", config)
     embedded = layer_embeddings(params, tokens, x, config)
     x = split(params, x, config)
-    traced = _TracedOnce(params, states, memory)
+    traced = TracedOnce(params, states, memory)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
     publishes = published(config, memory.takes)
-    new_states, collected, first = [], [], 0
+    collected: list[Any] = []
     held, ahead = list(states), memory.ahead
-    for g, (p, state) in enumerate(zip(params["layers"], held, strict=True)):
-        size = next(iter(p.values())).shape[0]
-        if ahead is not None and g + 1 < len(held):
+    for each, entry in zip(map(members, params["layers"]), entries(groups_in(params)), strict=True):
+        g, first = len(collected), entry[0].first
+        after = g + len(entry)
+        if ahead is not None and after < len(held):
             # The next iteration uses it.
-            held[g + 1] = ahead(x, held[g + 1])
+            held[after] = ahead(x, held[after])
         names = publishes.get(first, frozenset())
         if "input" in names:
             things[Take("input", first)] = x
         if memory.last is not None and ends_early(config, first):
             (x, embedded), memory = last_only((x, embedded), memory)
-        mixer, mlp = mixer_of(config, first), mlp_of(config, first)
-        kind = Layer(
-            g, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
-            names, taken(takes_of(config, first) | {**memory.takes.get(first, {})}, things),
-        )  # fmt: skip
+        layers = [_layer(group, g + i, config, memory, publishes, things) for i, group in enumerate(entry)]
+        turns = [(kind, _turn(kind, memory, embedded)) for kind in layers]
 
-        def body(carry, inputs, kind=kind, mlp=mlp, memory=memory, embedded=embedded):
-            x, state = carry
-            p, index, number = inputs
-            x = pinned_to(x, memory.on_mesh, "batch", "tokens", None)
-            mine = None if embedded is None else jax.lax.dynamic_index_in_dim(embedded, number, 2, False)
-            layer = kind._replace(index=index, number=number, embedded=mine)
-            x, state, left = block(p, x, layer, mlp, memory, state)
-            return (x, state), left
+        def body(carry, inputs, turns=turns):
+            # As many groups as are here are the stride of each.
+            (x, mine), (each, index), new, lefts = carry, inputs, [], []
+            for (kind, turn), p, state in zip(turns, each, mine, strict=True):
+                (x, state), left = turn((x, state), (p, index, kind.number + len(turns) * index))
+                new.append(state)
+                lefts.append(left)
+            return (x, tuple(new)), lefts
 
-        run = jax.checkpoint(body) if memory.remat else body  # pyright: ignore[reportGeneralTypeIssues]
-
-        if size == 1:
-            (x, state), left = traced(kind, mlp, memory, run)((x, state), jax.tree.map(lambda w: w[0], p))
+        if entry[0].size == 1:
+            ((kind, turn),), (p,) = turns, each
+            run = traced(kind, mlp_of(config, first), memory, turn)
+            (x, held[g]), left = run((x, held[g]), jax.tree.map(lambda w: w[0], p))
             things |= {Take(name, first): left[name] for name in names - {"input"}}
-            out = jax.tree.map(lambda y: y[None], left.get("collected"))
+            collected.append(jax.tree.map(lambda y: y[None], left.get("collected")))
         else:
             # A layer that publishes is alone in its group, so these leave only what the memory collects.
-            index = jnp.arange(size, dtype=jnp.int32)
-            (x, state), left = jax.lax.scan(run, (x, state), (p, index, first + index))
-            out = left.get("collected")
-        new_states.append(state)
-        collected.append(out)
-        first += size
-        if memory.narrow is not None and first > memory.narrow.after:
-            (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, first)
-    return Ran(joined(params, x, config), tuple(new_states), tuple(collected), things, memory.pos)
+            index = jnp.arange(entry[0].size, dtype=jnp.int32)
+            (x, held[g:after]), lefts = jax.lax.scan(body, (x, tuple(held[g:after])), (each, index))
+            collected += [left.get("collected") for left in lefts]
+        end = span(entry).stop
+        if memory.narrow is not None and end > memory.narrow.after:
+            (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, end)
+    return Ran(joined(params, x, config), tuple(held), tuple(collected), things, memory.pos)
 
 
-class _TracedOnce:
-    """Traces single layers once that do the same with their own parameters and state, and repeats the trace.
+def _layer(
+    group: Group, number: int, config: Config, memory: Memory, publishes: Mapping[int, frozenset[str]],
+    things: Mapping[Take, Any],
+) -> Layer:  # fmt: skip
+    """The first layer of a group, whose constants are those of all its layers."""
+    first = group.first
+    mixer, takes = mixer_of(config, first), takes_of(config, first) | {**memory.takes.get(first, {})}
+    return Layer(
+        number, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
+        publishes.get(first, frozenset()), taken(takes, things),
+    )  # fmt: skip
 
-    The compiler gets what it would get if every layer were traced. Layers do the same if `Memory.alike` and
-    their kinds are equal, they exchange nothing with other layers, and the trace reads no layer's parameters
-    or state but those that it is given.
-    """
 
-    def __init__(self, params: Params, states: tuple[GroupState, ...], memory: Memory):
-        self.alike = memory.alike
-        self.owned = {id(x) for x in jax.tree.leaves((params["layers"], states, memory.of_layers))}
-        self.programs: dict[Any, Callable[..., Any] | None] = {}
+def _turn(kind: Layer, memory: Memory, embedded: Float[Array, "B T L P"] | None) -> Callable[..., Any]:
+    """A function of a carry (x, state) and (parameters, index, number) that runs one layer of a group."""
+    mlp = mlp_of(kind.config, kind.number)  # type: ignore[arg-type]
 
-    def __call__(self, kind: Layer, mlp: FeedForward, memory: Memory, run: Callable[..., Any]) -> Any:
-        """`run` of this layer, as a function of its carry and parameters."""
+    def turn(carry, inputs):
+        (x, state), (p, index, number) = carry, inputs
+        x = pinned_to(x, memory.on_mesh, "batch", "tokens", None)
+        mine = None if embedded is None else jax.lax.dynamic_index_in_dim(embedded, number, 2, False)
+        layer = kind._replace(index=index, number=number, embedded=mine)
+        x, state, left = block(p, x, layer, mlp, memory, state)
+        return (x, state), left
 
-        def alone(carry: Any, p: Params) -> Any:
-            return run(carry, (p, 0, kind.number))
-
-        same = None if self.alike is None else self.alike[kind.group]
-        if same is None or kind.publishes or kind.taken or memory.look or memory.narrow:
-            return alone
-        key = same, kind._replace(group=0, number=0, pos=0, taken=None), mlp, id(memory)
-        return partial(self._repeated, key, run, alone, kind.number)
-
-    def _repeated(self, key: Any, run: Any, alone: Any, number: int, carry: Any, p: Params) -> Any:
-        leaves, form = jax.tree.flatten((carry, p))
-        key = *key, form, *((x.shape, x.dtype) for x in leaves)
-        if key not in self.programs:
-            program = jax.jit(lambda carry, p, number: run(carry, (p, 0, number)), inline=True)
-            # The arrays from outside that it reads.
-            read = jax.make_jaxpr(program)(carry, p, np.int32(number)).consts
-            self.programs[key] = None if self.owned & {id(x) for x in read} else program
-        program = self.programs[key]
-        return alone(carry, p) if program is None else program(carry, p, np.int32(number))
+    return jax.checkpoint(turn) if memory.remat else turn  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def decode_layers(
@@ -239,10 +226,7 @@ def decode_layers(
     reach it from any start, since every pass settles one token more. A single token sees only its past.
     `Memory.passes` are the paper's approximation for training: some passes without a gradient, then the rest.
     """
-    first, state_of = 0, {}
-    for p, state in zip(params["layers"], states, strict=True):
-        state_of[first] = state
-        first += next(iter(p.values())).shape[0]
+    state_of = {group.first: state for group, state in zip(groups_in(params), states, strict=True)}
     reads = {i: mixer_of(config, i).source_of("slots") for i in range(config.layers)}
     read_above = {source for i, source in reads.items() if source is not None and source > i}
     if not read_above:
@@ -370,7 +354,7 @@ def run_layers(
     def held(layer: Layer, state: GroupState) -> list[Keys]:
         return [] if context is None else [context]
 
-    nothing = (NOTHING,) * len(params["layers"])
+    nothing = (NOTHING,) * len(layers_of_groups(params))
     memory = Memory(
         seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look,
         alike=(0,) * len(nothing),

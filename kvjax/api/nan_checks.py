@@ -76,6 +76,6 @@ def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarra
     for gm, fresh in zip(run.groups(model.params), found.fresh, strict=True):
         bad = np.flatnonzero(fetch(fresh.observed[key_of(word)]) if isinstance(fresh, ComputedTokens) else [])
         if len(bad):
-            layer = gm.first + int(bad[0])
+            layer = gm.number(int(bad[0]))
             return f", first in the output of {f'layer {layer - 1}' if layer else 'the embedding'}"
     return f", first in the output of layer {model.config.layers - 1} or of the last matrix"

@@ -19,6 +19,7 @@ from kvjax.compat.layout_class import mesh_for
 from kvjax.grammar import Method
 from kvjax.grammar.shared_ranges import STARTS, SharedRanges
 from kvjax.models.model import Model, check_single
+from kvjax.models.stacking import groups_in
 from kvjax.pure import bind
 from kvjax.state.axes import placed
 from kvjax.state.cache import Cache
@@ -75,9 +76,8 @@ def parallel_contexts(
         model.config, bind(_with_one_context(chosen, phase), model), on_mesh=mesh_for(chosen, model.on_mesh)
     )
     cache, groups = empty_cache(run, model.params, len(starts), room), []
-    for layers, group in zip(model.params["layers"], cache.groups, strict=True):
-        count = next(iter(layers.values())).shape[0]
-        rows = {STARTS: jnp.asarray(np.broadcast_to(starts, (count, *starts.shape)))}
+    for layers, group in zip(groups_in(model.params), cache.groups, strict=True):
+        rows = {STARTS: jnp.asarray(np.broadcast_to(starts, (layers.size, *starts.shape)))}
         groups.append(dataclasses.replace(group, rows=group.rows | rows))
     cache = dataclasses.replace(cache, groups=tuple(groups))
     return labelled(placed(cache, run.on_mesh), chosen, model)

@@ -10,6 +10,7 @@ from kvjax.methods import as_method
 from kvjax.models.axes import spread_params
 from kvjax.models.config import Config
 from kvjax.models.model import Model, check_single
+from kvjax.models.stacking import groups_in
 from kvjax.steps import Run
 from kvjax.steps.shared.run import stacks
 
@@ -54,20 +55,15 @@ def _restacked(model: Model, method: Method) -> Model:
         if method.stack is not None:
             check_single(model, f"{method.id} merges layers of one decoder")
         return model
-    sizes = stack_sizes(model)
-    if max(sizes) == 1:
+    now = groups_in(model.params)
+    if all(group.size == 1 for group in now):
         return model
-    groups = stacks(Run(model.config, method), sizes)
-    if len(groups) == len(sizes):
+    groups = stacks(Run(model.config, method), now)
+    if groups == now:
         return model
     if groups not in model.models_made:
         model.models_made[groups] = model.regrouped(groups)
     return model.models_made[groups]
-
-
-def stack_sizes(model: Model) -> tuple[int, ...]:
-    """How many layers each of a model's stacks has; 1 for a layer that is not stacked."""
-    return tuple(next(iter(layers.values())).shape[0] for layers in model.params["layers"])
 
 
 def _remade(model: Model, method: Method) -> Model:

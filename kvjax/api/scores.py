@@ -30,6 +30,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.pure import bind
 from kvjax.state.cache import Cache, kept_positions
+from kvjax.state.layer_order import by_layer
 from kvjax.steps import Run
 
 # How many tokens the model generates if no continuation is given.
@@ -105,7 +106,7 @@ def scores(
     by_group = fetch(_scored(run, params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)))
     kept = [_held(pos, size) if pos.shape[1] else None for pos in kept_positions(cache)]
     found = {
-        gm.first + layer: x[..., :size]
+        gm.number(layer): x[..., :size]
         for i, gm in enumerate(run.groups(model.params))
         for layer, x in enumerate(by_group.get(i, ()))
     }
@@ -166,7 +167,7 @@ def _oracle(
     run = Run(model.config, whole, on_mesh=mesh_for(whole, model.on_mesh))
     given = jnp.asarray(after.tokens), jnp.asarray(after.lengths)
     paid = fetch(_attended(run, model.params, *given, bare_cache(cache)))
-    layers: list[np.ndarray | None] = []
+    layers: list[np.ndarray | None] = []  # in the order of groups
     for i, group in enumerate(cache.groups):
         slots = group.tail
         count = jax.tree.leaves(group)[0].shape[0]
@@ -175,7 +176,7 @@ def _oracle(
             continue
         pairs = zip(paid[i], fetch(slots.pos), strict=True)
         layers += [_by_position(*each, int(lengths.max())) for each in pairs]
-    return layers
+    return by_layer(cache, layers)
 
 
 def _by_position(

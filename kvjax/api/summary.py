@@ -16,14 +16,16 @@ from kvjax.grammar.to_text import name_of
 from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.state.cache import Cache, check_alive, heavier, host_nbytes, kept_positions, nbytes
-from kvjax.state.shardings import layers_of, size_text
+from kvjax.state.cache import Cache, check_alive, host_nbytes, nbytes, positions_by_group
+from kvjax.state.layer_order import layers_of
+from kvjax.state.shardings import heavier, size_text
 from kvjax.steps import Run
 
 
 class LayerSummary(NamedTuple):
     """Layers first to last: live slots per KV head (minimum, mean, maximum), slots that fit, bytes.
 
+    stride: how far apart the layers are, more than 1 where kinds of layers take turns and are stacked so.
     Layers that carry a state have no slots. Slots in pages are counted here; their bytes are counted only in
     the cache's total, because layers share the pages.
     """
@@ -33,6 +35,14 @@ class LayerSummary(NamedTuple):
     slots: tuple[int, float, int]
     fit: int
     nbytes: int
+    stride: int = 1
+
+    @property
+    def name(self) -> str:
+        """The layers in words."""
+        if self.stride > 1:
+            return f"layers {', '.join(map(str, range(self.first, self.last + 1, self.stride)))}"
+        return f"layer {self.first}" if self.first == self.last else f"layers {self.first}-{self.last}"
 
 
 class Summary(NamedTuple):
@@ -54,13 +64,12 @@ class Summary(NamedTuple):
         seen = ", ".join(map(str, self.tokens[:8])) + (", ..." if len(self.tokens) > 8 else "")
         lines = [f"{self.method}: {rows}, {seen} tokens"]
         for part in self.layers:
-            where = f"layer {part.first}" if part.first == part.last else f"layers {part.first}-{part.last}"
             least, mean, most = part.slots
             of_heads = f"{mean:.1f} slots per KV head" if least == most else (
                 f"{mean:.1f} slots per KV head, from {least} to {most}"
             )  # fmt: skip
             kept = f"{of_heads}, {part.fit} fit" if part.fit else "states, no slots"
-            lines.append(f"  {where}: {kept}; {size_text(part.nbytes)}")
+            lines.append(f"  {part.name}: {kept}; {size_text(part.nbytes)}")
         total = f"  all: {size_text(self.nbytes)}"
         if self.host_nbytes:
             total += f", {size_text(self.host_nbytes)} of them in host memory"
@@ -104,15 +113,17 @@ def summary(cache: Cache, model: Model | None = None) -> Summary:
 
 def _layers(cache: Cache) -> list[LayerSummary]:
     """Groups of layers; neighbouring groups that are alike are merged."""
-    held, found = iter(kept_positions(cache)), []
-    for group, (first, last) in zip(cache.groups, layers_of(cache), strict=True):
+    found: list[LayerSummary] = []
+    each = zip(cache.groups, layers_of(cache), positions_by_group(cache), strict=True)
+    for group, numbers, layers in each:
         count = nbytes(group)
         if not group.parts and group.state is None:
             continue
-        layers = [next(held) for _ in range(first, last + 1)]
-        new = LayerSummary(first, last, _live(layers), layers[0].shape[-1], count)
+        first, last = numbers[0], numbers[-1]
+        new = LayerSummary(first, last, _live(layers), layers[0].shape[-1], count, numbers.step)
         before = found[-1] if found else None
-        if before is not None and before.last + 1 == first and before[2:4] == new[2:4]:
+        runs = before is not None and before.stride == new.stride == 1 and before.last + 1 == first
+        if runs and before[2:4] == new[2:4]:
             new = new._replace(first=before.first, nbytes=before.nbytes + count)
             found.pop()
         found.append(new)

@@ -19,7 +19,7 @@ from kvjax.grammar.to_text import written
 from kvjax.io.load import SHIPPED, load
 from kvjax.place.trim import counted
 from kvjax.plan.cache_sizes import CacheSizes, sizes_of
-from kvjax.state.cache import heavier
+from kvjax.state.shardings import heavier
 
 _COLUMNS = 110
 # The cache size is reported again after this many generated tokens.

@@ -23,7 +23,8 @@ from kvjax.hosts.messages import is_first
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
 from kvjax.plan.cache_sizes import sizes_of
-from kvjax.state.cache import Cache, heavier, nbytes
+from kvjax.state.cache import Cache, nbytes
+from kvjax.state.shardings import heavier
 
 
 def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: int, **options: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.scores.score import Position
+from kvjax.models.stacking import Group
 from kvjax.ops.base.rope import Rope
 from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Taught, at_layer
@@ -52,7 +54,7 @@ class GroupMethod:
     per KV head is a multiple of this number of devices. grows: the parts of a state that grow with tokens, as
     slots do; such states are not encoded. rope: how keys that are stored unrotated are rotated before a read
     ranks them; None if they are stored rotated. read_prompt: which blocks of a first prompt queries attend
-    to.
+    to. stride: how far apart the layers are; 1 unless they are one kind of a pattern of layers.
     """
 
     keep: Keep | None
@@ -73,6 +75,15 @@ class GroupMethod:
     grows: frozenset[str] = frozenset()
     rope: Rope | None = None
     read_prompt: Any = None
+    stride: int = 1
+
+    def number(self, index: Any) -> Any:
+        """The number of the group's layer `index`, an int or an array of them."""
+        return self.first + self.stride * index
+
+    def stacked(self, count: int) -> Group:
+        """The group of layers, of which there are `count`."""
+        return Group(self.first, count, self.stride)
 
     @cached_property
     def picks(self) -> bool:
@@ -218,42 +229,47 @@ class GroupMethod:
         return self.granule > 1 or self.residual > 0 or self.read is not None
 
 
+def strides_of(gms: Sequence[GroupMethod]) -> tuple[int, ...]:
+    """How far apart the layers of each group are; empty if they are neighbours in all."""
+    return tuple(gm.stride for gm in gms) if any(gm.stride > 1 for gm in gms) else ()
+
+
 def group_method(
-    method: Method, first: int, size: int, window: int | None, shared: int | None = None, kind: str = "slots"
+    method: Method, layers: range, window: int | None, shared: int | None = None, kind: str = "slots"
 ) -> GroupMethod:
-    """The part of a method that the layers first .. first + size - 1, stacked as one group, follow.
+    """The part of a method that some layers, stacked as one group, follow.
 
     Windowed layers keep exactly their window (all of it, so that the last token can be read again), recurrent
     layers keep their state, and layers of a context keep the context. Codecs that encode token by token
     encode all three, except a window or a state in which repeated encoding would drift, and a state or a
     context for which codecs were not fitted. The first `skip_layers` layers keep everything.
     """
-    if len({method.at(i) for i in range(first, first + size)}) > 1:
+    first, last = layers[0], layers[-1]
+    if len({method.at(i) for i in layers}) > 1:
         raise ValueError(
-            f"{method.id}: the stacked layers {first} to {first + size - 1} follow several sentences: "
-            f"{UNSTACK}"
+            f"{method.id}: the stacked layers {first} to {last} follow several sentences: {UNSTACK}"
         )
     method = method.at(first)
     keep, store, read = method.keep, method.store, method.read
-    codecs = _codecs(method, first, size)
+    codecs = _codecs(method, layers)
     # One for all encoded layers, since a layer may be decoded over the one below.
     granule = 1 if store is None or codecs == (None, None) else store.granule
     residual = 0 if store is None else store.residual
     if kind == "reads":
-        return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)
+        return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind, stride=layers.step)
     if window is not None or kind in ("state", "fixed"):
         # A state is decoded and encoded again at every token, and a window at every prefill.
         drifts = kind != "fixed" and not all(map(is_steady, codecs))
         foreign = window is None and any(True for codec in codecs for _ in fitted_words(codec))
         plain = (None, None) if granule > 1 or residual > 0 or drifts or foreign else codecs
         rule = None if window is None else Keep(Position(), Budget(window), Uniform(), when=STEP)
-        return GroupMethod(rule, plain, 1, 0, None, first, shared, kind)
+        return GroupMethod(rule, plain, 1, 0, None, first, shared, kind, stride=layers.step)
     sparse = method.read_prompt
     for part in (keep, read, sparse):
-        if part is not None and first < part.skip_layers < first + size:
+        if part is not None and first < part.skip_layers <= last:
             raise ValueError(
                 f"{method.id}: skip_layers={part.skip_layers} ends inside the stacked layers {first} to "
-                f"{first + size - 1}: use {first} or {first + size}, or {UNSTACK}"
+                f"{last}: use {first} or {last + 1}, or {UNSTACK}"
             )
     if keep is not None and (first < keep.skip_layers or keep.score is None):
         keep = None
@@ -268,19 +284,20 @@ def group_method(
     # Layers to which the read does not apply stay on the device.
     host = method.host if (read is None) == (method.read is None) else None
     return GroupMethod(
-        keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host, read_prompt=sparse
-    )
+        keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host, read_prompt=sparse,
+        stride=layers.step,
+    )  # fmt: skip
 
 
-def _codecs(method: Method, first: int, size: int) -> tuple[Any, Any]:
-    """The codecs of keys and values of the layers first .. first + size - 1."""
+def _codecs(method: Method, layers: range) -> tuple[Any, Any]:
+    """The codecs of keys and values of some layers."""
     store = method.store
     if store is None:
         return None, None
-    found = {(at_layer(store.keys, i), at_layer(store.values, i)) for i in range(first, first + size)}
+    found = {(at_layer(store.keys, i), at_layer(store.values, i)) for i in layers}
     if len(found) > 1:
         raise ValueError(
-            f"{method.id}: the stacked layers {first} to {first + size - 1} are stored in several ways: "
+            f"{method.id}: the stacked layers {layers[0]} to {layers[-1]} are stored in several ways: "
             f"{UNSTACK}"
         )
     return found.pop()

@@ -24,6 +24,7 @@ from kvjax.grammar import Keep
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.protocols import View
 from kvjax.keep.patterns import Recent
+from kvjax.models.stacking import places
 from kvjax.ops.base.dispatch import platform
 from kvjax.place.host import in_its_memory, pool_in_its_memory
 from kvjax.place.paged import build_pages, pool_pages
@@ -71,14 +72,17 @@ def build_group_pages(
     newest = [_newest(gm, view, stays, length) for gm, view, stays in zip(gms, views, kept, strict=True)]
     longest = longest_list(gms[0], slots, tokens)
     n = min(keep.budget.capacity(tokens), longest)
-    most = keep.allocate.layer_slots(n, longest, layers, heads)
+    order = places([gm.stacked(view.pos.shape[0]) for gm, view in zip(gms, views, strict=True)])
+    slots_of_layers = keep.allocate.layer_slots(n, longest, layers, heads)
+    most = [slots_of_layers[place] for place in order]
     page = page_of(gms, slots, tokens)
     first = [stays & ~new for stays, new in zip(kept, newest, strict=True)]
     tiers = [Tier(first, most, longest, [gm.codecs for gm in gms])]
     if keep.lower is not None:
         leaving = [(view.pos >= 0) & ~stays for view, stays in zip(views, kept, strict=True)]
         codecs = [(keep.lower.keys, keep.lower.values)] * len(gms)
-        tiers.append(Tier(leaving, most_left(keep, slots, layers, heads), slots, codecs))
+        left = most_left(keep, slots, layers, heads)
+        tiers.append(Tier(leaving, [left[place] for place in order], slots, codecs))
     bodies: list[list[Paged]] = [[] for _ in gms]
     pools: list[Pages] = []
     for tier in tiers:

@@ -21,6 +21,7 @@ from kvjax.grammar.calls import scored, shaped, written
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.protocols import AttentionSpec, Judging, Preferring, Seen, View, over_layers
 from kvjax.keep.select import top
+from kvjax.models.stacking import Group, in_group_order, in_layer_order
 from kvjax.state.cache import GroupState, Pages, Segment, Slots
 from kvjax.state.page_gather import gather_pages, gather_traces
 
@@ -98,7 +99,7 @@ def judged_layers(gm: GroupMethod, view: View, length: Int[Array, "B"], attentio
         return view
     assert gm.keep is not None
     n = gm.keep.budget.count(length)
-    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+    numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     def one(layer: Array, view: View) -> View:
         return judged(gm.traces, view, Seen({}, None, length, n, layer, attention))
@@ -133,7 +134,7 @@ def score_slots(
     assert gm.keep is not None and gm.keep.score is not None
     keep, score = gm.keep, gm.keep.score
     n = keep.budget.count(length)
-    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+    numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     weighs, met = score.weights, met if score.looks else None
     mine = weights if weighs or met is not None else None
@@ -189,7 +190,7 @@ def preferences(
     if not isinstance(allocate, Preferring):
         return None
     n = keep.budget.count(length)
-    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+    numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     def one(layer: Array, view: View, observed: dict[str, Any]) -> Float[Array, "B K"]:
         seen = Seen(observed | view.received, None, length, n, layer, attention)
@@ -216,7 +217,7 @@ def merge_evicted(
     """
     assert gm.keep is not None
     keep, n = gm.keep, gm.keep.budget.count(length)
-    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+    numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     def one(layer: Array, view: View, kept: Array, observed: Any, carried: Any) -> Any:
         taught = of_layer(params, layer)
@@ -247,8 +248,12 @@ def choose(
     scores: dict[int, Float[Array, "_ B K S"]],
     preferences: dict[int, Float[Array, "_ B K"] | None],
     length: Int[Array, "B"],
+    groups: dict[int, Group],
 ) -> dict[int, Bool[Array, "_ B K S"]]:
-    """Which slots stay, per group; budgets are allocated over all layers with the same keep and heads."""
+    """Which slots stay, per group; budgets are allocated over all layers with the same keep and heads.
+
+    groups: the groups' layers, which allocations see in their order.
+    """
     chosen: dict[int, Array] = {}
     # Groups may have different numbers of empty slots, which do not matter here.
     alike = {i: (keep, scores[i].shape[1:3]) for i, keep in keeps.items()}
@@ -262,10 +267,12 @@ def choose(
             jnp.pad(s, [*wide, (0, most - s.shape[3])], constant_values=-jnp.inf)
             for s in (scores[i] for i in where)
         ])  # fmt: skip
+        mine = [groups[i] for i in where]
         more = [preferred for i in where if (preferred := preferences[i]) is not None]
-        also = (jnp.concatenate(more),) if more else ()
-        counts = keep.allocate.counts(stacked, keep.budget.count(length), *also)
+        also = (in_layer_order(mine, jnp.concatenate(more)),) if more else ()
+        counts = keep.allocate.counts(in_layer_order(mine, stacked), keep.budget.count(length), *also)
         shaped(keep.allocate, "counts", counts, "[L, B, K]", stacked.shape[:3])
+        counts = in_group_order(mine, counts)
         at = 0
         for i in where:
             size = scores[i].shape[0]

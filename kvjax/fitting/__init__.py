@@ -190,6 +190,7 @@ def fit(
     (['out', 'out_bias'], 'kvzap')
     """
     check_single(model, "words are fitted to one decoder's layers")
+    model = model.in_runs()
     chosen, found = _fitter(method, budget)
     known = options_of(chosen)
     for name in options:

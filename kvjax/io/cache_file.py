@@ -29,7 +29,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted, fitted_words
 from kvjax.hosts.arrays import is_shared
 from kvjax.io.cache_arrays import Arrays, Readable, check_parts, check_seal, write_arrays, write_parts
-from kvjax.io.cache_tree import describe, restore_tree
+from kvjax.io.cache_tree import describe_cache, restore_tree
 from kvjax.io.coded_cache import check_model, coded_parts, filled
 from kvjax.io.entropy_coding import check_coder
 from kvjax.mesh.on_mesh import OnMesh
@@ -52,6 +52,8 @@ FORMAT = 7
 CODED = 8
 # 9: keys and values are chunks of a fitted coder (`kvjax.io.coded_cache`).
 CHUNKED = 9
+# 10: kinds of layers take turns in some groups (`Cache.strides`), which older versions would take for runs.
+STRIDED = 10
 
 
 # The names of chunks, before their numbers.
@@ -119,8 +121,9 @@ def write_cache(
         _write_chunks(Path(path), cache, coder, more)
         return
     tensors: dict[str, Any] = {}
-    tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
-    metadata = _metadata(cache, tree) | {"format": str(FORMAT if coder is None else CODED)} | more
+    tree = describe_cache(cache, tensors)
+    form = STRIDED if cache.strides else FORMAT if coder is None else CODED
+    metadata = _metadata(cache, tree) | {"format": str(form)} | more
     write = write_parts if is_shared(tensors) else write_arrays
     write(Path(path), tensors, metadata, coder)
 
@@ -247,10 +250,10 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
             "is it a model? Load that with kvjax.load(its directory)"
         )
     with damage(path):
-        if int(metadata["format"]) > CHUNKED:
+        if int(metadata["format"]) > STRIDED:
             raise InputError(
                 f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), "
-                f"expected at most {CHUNKED}, which kvjax {kvjax.__version__} reads: update kvjax"
+                f"expected at most {STRIDED}, which kvjax {kvjax.__version__} reads: update kvjax"
             )
         if int(metadata["format"]) < FORMAT:
             raise InputError(

@@ -70,6 +70,12 @@ def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
     return out
 
 
+def describe_cache(cache: Cache, tensors: dict[str, Any]) -> dict[str, Any]:
+    """JSON that describes a cache without its labels; its arrays go to `tensors`."""
+    tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
+    return tree | ({"strides": list(cache.strides)} if cache.strides else {})
+
+
 def restore_tree(tree: Any, method: Any, model: str) -> Cache:
     """The cache that `describe` described field by field, with a `Saved` for every array.
 
@@ -83,7 +89,20 @@ def restore_tree(tree: Any, method: Any, model: str) -> Cache:
             raise TypeError(f"{name} is no {_called(hint)}")
     if not found["groups"] or any(group.state is None and not group.parts for group in found["groups"]):
         raise ValueError("a group of layers holds nothing")
-    return Cache(**found, method=method, model=model)
+    strides = tuple(tree.get("strides", ()))
+    if strides and (len(strides) != len(found["groups"]) or not _are_strides(strides)):
+        raise ValueError(f"{strides} are no strides of {len(found['groups'])} groups of layers")
+    return Cache(**found, method=method, model=model, strides=strides)
+
+
+def _are_strides(strides: tuple[Any, ...]) -> bool:
+    """Whether every pattern has as many groups side by side as its stride says."""
+    if not strides:
+        return True
+    first = strides[0]
+    if type(first) is not int or first < 1 or strides[:first] != (first,) * first:
+        return False
+    return _are_strides(strides[first:])
 
 
 def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:

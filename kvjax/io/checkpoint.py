@@ -34,8 +34,8 @@ from kvjax.models.files import atomic_folder, check_folder, read_json
 from kvjax.models.hf import check_dtype
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.params import Group
 from kvjax.models.placement import laid_out, leaves, map_leaves, placement
+from kvjax.models.stacking import Group, entries, groups_in
 from kvjax.models.tokenizer import read_text, write_text
 
 MARKER = "kvjax.json"
@@ -158,9 +158,10 @@ class _Unraised:
 
 
 def _group_sizes(params: Params) -> Any:
-    """How many layers are stacked in every group, per decoder if there are two."""
+    """How many layers are stacked in every group, per decoder if there are two; of patterns as lists."""
     if "layers" in params:
-        return [next(iter(group.values())).shape[0] for group in params["layers"]]
+        sizes = [[group.size for group in entry] for entry in entries(groups_in(params))]
+        return [entry if len(entry) > 1 else entry[0] for entry in sizes]
     return {name: _group_sizes(params[name]) for name in Groups._fields}
 
 
@@ -168,7 +169,14 @@ def _groups(sizes: Any) -> Any:
     """`_group_sizes` as groups."""
     if isinstance(sizes, dict):
         return Groups(**{name: _groups(x) for name, x in sizes.items()})
-    return tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
+    found: list[Group] = []
+    first = 0
+    for entry in sizes:
+        each = entry if isinstance(entry, list) else [entry]
+        found += [Group(first + i, size, len(each)) for i, size in enumerate(each)]
+        first += sum(each)
+    entries(found)
+    return tuple(found)
 
 
 def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:

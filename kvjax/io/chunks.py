@@ -98,6 +98,11 @@ def read_message(message: bytes, coder: Coder, dtype: Any) -> Chunk:
 
 def dense_parts(cache: Any) -> list[tuple[str, Any]]:
     """The slots of all groups with their names in a file. InputError for a cache that is no plain one."""
+    if cache.strides:
+        raise InputError(
+            "the cache is of a model whose layers are stacked as a pattern, expected layers in the order in "
+            "which coders are fitted: read the texts with model.in_runs()"
+        )
     for group in cache.groups:
         part = group.tail
         plain = isinstance(part, Slots) and part.v is not None and not part.far and part.near is None

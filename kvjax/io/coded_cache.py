@@ -14,7 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted
 from kvjax.io import frequency_coder, transform_coder
 from kvjax.io.cache_arrays import Readable
-from kvjax.io.cache_tree import describe
+from kvjax.io.cache_tree import describe_cache
 from kvjax.io.chunks import Choice, Coder, Filling, dense_parts, messages
 from kvjax.io.entropy_coding import library
 from kvjax.io.frequency_coder import FrequencyCoder
@@ -75,7 +75,7 @@ def coded_parts(
     if not callable(quality):
         whole_number("quality", quality, 0, "steps below the best", coder.qualities - 1)
     tensors: dict[str, Any] = {}
-    tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
+    tree = describe_cache(cache, tensors)
     for name, _ in dense_parts(cache):
         for part in "kv":
             del tensors[f"{name}.{part}"]

@@ -12,6 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, mlp_of
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.stacking import groups_in, layers_of_groups
 from kvjax.plan.collectives import Collective
 from kvjax.plan.sizes import bits, on_device
 from kvjax.plan.topologies import Topology
@@ -69,7 +70,7 @@ def _of_weights(config: Config, params: Params, rows: int, batch: int, tokens: i
     """
     moved = flops = 0.0
     one, rows, batch = rows, rows * tokens, batch * tokens
-    for group, first in zip(params["layers"], _firsts(params), strict=True):
+    for group, first in zip(layers_of_groups(params), _firsts(params), strict=True):
         mlp = mlp_of(config, first)
         for name, x in group.items():
             here = _here(x)
@@ -124,11 +125,11 @@ def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> f
 def _attending(config: Config, params: Params, cache: Cache) -> Iterator[tuple[int, int, GroupState]]:
     """(first layer, layers, the group whose slots they read) of all groups that read slots."""
     firsts = _firsts(params)
-    for first, group, weights in zip(firsts, cache.groups, params["layers"], strict=True):
+    for (first, size, _), group in zip(groups_in(params), cache.groups, strict=True):
         source = mixer_of(config, first).source_of("slots")
         holder = group if source is None else cache.groups[firsts.index(source)]
         if mixer_of(config, first).slots(config) is not None and _layers(holder):
-            yield first, next(iter(weights.values())).shape[0], holder
+            yield first, size, holder
 
 
 def _layers(group: GroupState) -> int:
@@ -149,5 +150,4 @@ def _here(x: Any) -> int:
 
 def _firsts(params: Params) -> list[int]:
     """The first layer of every group."""
-    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
-    return [sum(sizes[:i]) for i in range(len(sizes))]
+    return [group.first for group in groups_in(params)]

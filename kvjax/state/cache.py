@@ -25,6 +25,7 @@ from kvjax.ops.base.memory import offers_host
 from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.ops.recurrent.recurrence import StackedState
 from kvjax.state.codes import Codes, Taught, dense, encode
+from kvjax.state.layer_order import by_layer
 
 
 @jax.tree_util.register_dataclass
@@ -237,7 +238,7 @@ NOTHING = GroupState()
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["groups", "next", "pools"],
-    meta_fields=["method", "model"],
+    meta_fields=["method", "model", "strides"],
     drop_fields=["spare", "added", "on_mesh"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +249,7 @@ class Cache:
     filled the cache: equal methods give equal tree structures. spare is the host's lower bound of how many
     more tokens fit, so that a step need not ask the device; added is the host's note of the newest tokens,
     for `rollback` (`kvjax.api.rollback.Added`); on_mesh says how arrays are sharded. These three are not part
-    of the tree.
+    of the tree. strides: how far apart the layers of each group are; empty if they are neighbours in all.
     """
 
     groups: tuple[GroupState, ...]
@@ -259,6 +260,7 @@ class Cache:
     spare: int = 0
     added: Any = None
     on_mesh: OnMesh | None = None
+    strides: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         # From shapes alone, so that it serves traced and consumed caches, too.
@@ -294,15 +296,6 @@ def nbytes(tree: PyTree) -> int:
             hint = ": give its .params" if hasattr(x, "params") else ""
             raise InputError(f"nbytes is given {x!r:.60}, expected a cache or a pytree of arrays{hint}")
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
-def heavier(held: int | float, full: int | float, by: str = "it") -> str:
-    """What reports say if a cache of `held` bytes is larger than the full one; empty if it is not.
-
-    >>> heavier(120, 100), heavier(100, 100)
-    ('it weighs more than the full cache', '')
-    """
-    return f"{by} weighs more than the full cache" if held > full else ""
 
 
 def host_nbytes(tree: PyTree) -> int:
@@ -374,14 +367,19 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
     [-1, 0, 1, 2, 3, 7, 8]
     """
     check_alive(cache)
+    return by_layer(cache, [layer for group in positions_by_group(cache) for layer in group])
+
+
+def positions_by_group(cache: Cache) -> list[list[Int[np.ndarray, "B K S"]]]:
+    """`kept_positions` of the layers of every group."""
     out = []
     for group in cache.groups:
         if group.state is not None:
             layers, rows = jax.tree.leaves(group.state)[0].shape[:2]
-            out += [np.full((rows, 0, 0), -1, np.int32)] * layers
+            out.append([np.full((rows, 0, 0), -1, np.int32)] * layers)
             continue
         parts = [_for_rows(_positions(s, cache.pools), cache.next.shape[0]) for s in group.parts]
-        out += [np.concatenate(layer, -1) for layer in zip(*parts, strict=True)]
+        out.append([np.concatenate(layer, -1) for layer in zip(*parts, strict=True)])
     return out
 
 

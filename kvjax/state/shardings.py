@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.state.axes import map_axes
 from kvjax.state.cache import Cache, check_alive
+from kvjax.state.layer_order import layers_of
 
 # Common names of the axes.
 _WORDS = {"batch": "rows", "kv_heads": "KV heads", "heads": "heads", "slots": "slots", "pages": "pages"}
@@ -158,40 +159,36 @@ def _mesh_of(leaf: _AxesLeaf, on: OnMesh | None) -> dict[str, int]:
 def _of(what: str, where: str) -> str:
     if not where or "pool" in where:
         return f"{what} of {where}" if where else what
-    return f"{what} of {'layers' if '-' in where else 'layer'} {where}"
+    return f"{what} of {'layer' if where.isdigit() else 'layers'} {where}"
 
 
-def layers_of(cache: Cache) -> list[tuple[int, int]]:
-    """(first, last) layer of every group."""
-    out, first = [], 0
-    for group in cache.groups:
-        size = next((x.shape[0] for x in jax.tree.leaves(group)), 1)
-        out.append((first, first + size - 1))
-        first += size
-    return out
-
-
-def _where(path: str, layers: list[tuple[int, int]]) -> str:
+def _where(path: str, layers: list[range]) -> str:
     group = re.match(r"\.groups\[(\d+)\]", path)
     if group is not None:
-        first, last = layers[int(group[1])]
-        return f"{first}" if first == last else f"{first}-{last}"
+        mine = layers[int(group[1])]
+        if mine.step > 1:
+            return ", ".join(map(str, mine))
+        return f"{mine[0]}" if len(mine) == 1 else f"{mine[0]}-{mine[-1]}"
     pool = re.match(r"\.pools\[(\d+)\]", path)
     return f"pool {pool[1]}" if pool else ""
 
 
 def _runs(places: Iterable[str]) -> str:
     """Layers as runs: "0-31" for 0, 1, ... 31."""
-    runs: list[list[int]] = []
+    found: list[list[int]] = []
     words: list[str] = []
     for place in dict.fromkeys(places):
-        ends = place.split("-")
-        if not all(end.isdigit() for end in ends) or not place:
-            words += [place] if place else []
-        elif runs and int(ends[0]) == runs[-1][1] + 1:
-            runs[-1][1] = int(ends[-1])
+        each = [one.split("-") for one in place.split(", ")]
+        if place and all(end.isdigit() for ends in each for end in ends):
+            found += [[int(ends[0]), int(ends[-1])] for ends in each]
         else:
-            runs.append([int(ends[0]), int(ends[-1])])
+            words += [place] if place else []
+    runs: list[list[int]] = []
+    for first, last in sorted(found):
+        if runs and first == runs[-1][1] + 1:
+            runs[-1][1] = last
+        else:
+            runs.append([first, last])
     return ", ".join([*(f"{a}" if a == b else f"{a}-{b}" for a, b in runs), *words])
 
 
@@ -232,6 +229,15 @@ def _why(leaf: _AxesLeaf, spec: Names, on: OnMesh | None) -> str:
 
 
 # --- text ----------------------------------------------------------------------------------------------
+
+
+def heavier(held: int | float, full: int | float, by: str = "it") -> str:
+    """What reports say if a cache of `held` bytes is larger than the full one; empty if it is not.
+
+    >>> heavier(120, 100), heavier(100, 100)
+    ('it weighs more than the full cache', '')
+    """
+    return f"{by} weighs more than the full cache" if held > full else ""
 
 
 def size_text(count: int) -> str:

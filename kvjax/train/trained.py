@@ -78,13 +78,13 @@ def _any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def groups_of(config: Config, of: dict[str, str]) -> tuple[Group, ...]:
-    """How layers are stacked: as in `plan`, but only layers that are trained alike."""
+    """How layers are stacked: as in `plan`, in runs of layers that are trained alike."""
 
     def learns(layer: int) -> list[str]:
         return [of[f"layers.{layer}.{name}"] for name in layer_shapes(config, layer)]
 
     groups = []
-    for first, size in plan(config):
+    for first, size, _ in plan(config, patterns=False):
         cuts = [i for i in range(first + 1, first + size) if learns(i) != learns(i - 1)]
         ends = [*cuts, first + size]
         groups += [Group(a, b - a) for a, b in zip([first, *cuts], ends, strict=True)]

@@ -25,7 +25,8 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.decode.ragged_decode import refusal
 from kvjax.plan.cache_sizes import CacheSizes
-from kvjax.state.cache import heavier, kept_positions, nbytes
+from kvjax.state.cache import kept_positions, nbytes
+from kvjax.state.shardings import heavier
 from kvjax.store.affine import Affine
 from tests.sweep import sweep
 

@@ -471,9 +471,9 @@ def test_a_truncated_file_says_so(saved, keep):
 
 
 def test_a_newer_format_asks_for_an_update(saved):
-    rewrite(saved, format="10", kvjax="9.0")
+    rewrite(saved, format="11", kvjax="9.0")
     with pytest.raises(
-        InputError, match=r"format 10 \(written by kvjax 9.0\), expected at most 9.*: update kvjax"
+        InputError, match=r"format 11 \(written by kvjax 9.0\), expected at most 10.*: update kvjax"
     ):
         kvjax.load_cache(saved)
 

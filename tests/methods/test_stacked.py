@@ -13,11 +13,11 @@ from kvjax.steps.shared.run import stacks
 
 LAYERS = 6
 CONFIG = Config(vocab=32, d_model=16, layers=LAYERS, heads=2, kv_heads=1, head_dim=8, d_ff=24)
-SIZES = (1, 1, 4)
+GROUPS = (Group(0, 1), Group(1, 1), Group(2, 4))
 
 
 def cuts(text):
-    found = stacks(Run(CONFIG, kvjax.method(text)), SIZES)
+    found = stacks(Run(CONFIG, kvjax.method(text)), GROUPS)
     assert [i for g in found for i in range(g.first, g.first + g.size)] == list(range(LAYERS))
     return [g.size for g in found]
 
@@ -56,7 +56,7 @@ def test_stacks_are_cut_where_layers_differ_and_nowhere_else(text, sizes):
 )
 def test_stacked_layers_answer_as_single_ones(text):
     single = Model(CONFIG, init(CONFIG, jax.random.key(4), groups=tuple(Group(i, 1) for i in range(LAYERS))))
-    stacked = single.regrouped((Group(0, 1), Group(1, 1), Group(2, 4)))
+    stacked = single.regrouped(GROUPS)
     rng = np.random.default_rng(5)
     rows = [rng.integers(0, 32, n).tolist() for n in (24, 17)]
     want, got = (kvjax.prefill(m, rows, method=text, room=4) for m in (single, stacked))

@@ -204,5 +204,5 @@ def test_a_codec_says_whether_what_was_decoded_can_be_encoded_again_and_again(rn
     assert is_steady(codec) == STEADY[codec] == (errors[-1] < 1.1 * errors[0])
     # A recurrent layer's state is encoded at every token, a window in every turn, and a context once.
     for window, kind, stays in ((None, "state", False), (8, "slots", False), (None, "fixed", True)):
-        codecs = group_method(Method(store=Store(codec, None)), 0, 1, window, kind=kind).codecs
+        codecs = group_method(Method(store=Store(codec, None)), range(1), window, kind=kind).codecs
         assert codecs == ((codec, None) if STEADY[codec] or stays else (None, None))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.report.cells import Cell, NominalBudget, budget_label
-from kvjax.state.cache import heavier
+from kvjax.state.shardings import heavier
 
 # Per (method, budget): the median of some timings under `name`; where several were taken, their number
 # under `name_timings`, the smallest and the largest under `name_low` and `name_high`.

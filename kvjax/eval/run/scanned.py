@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.api.prepare import stack_sizes
 from kvjax.compat.model_fit import config_of
 from kvjax.grammar import Method
 from kvjax.models.model import Model
 from kvjax.models.params import plan
+from kvjax.models.stacking import groups_in
 from kvjax.steps import Run
 from kvjax.steps.shared.run import stacks
 
@@ -29,5 +29,5 @@ def runs_scanned(model: Model, method: Method) -> bool:
     """Whether a method treats all layers alike that the model has stacked, in prompts and in steps."""
     if any(one.keep is not None and one.keep.narrow is not None for one in method.sentences):
         return False
-    sizes = stack_sizes(model)
-    return len(stacks(Run(config_of(method, model.config), method), sizes)) == len(sizes)
+    groups = groups_in(model.params)
+    return stacks(Run(config_of(method, model.config), method), groups) == groups

@@ -15,6 +15,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.model import Model
+from kvjax.models.stacking import layers_of_groups
 from kvjax.models.transformer import Positions, Ran, decode_layers
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.state.cache import NOTHING
@@ -62,4 +63,4 @@ def read_whole(
         raise AssertionError("no layer has a state")
 
     memory = Memory(at.pos, attend, recur, held)
-    return decode_layers(params, tokens, config, memory, (NOTHING,) * len(params["layers"]))
+    return decode_layers(params, tokens, config, memory, (NOTHING,) * len(layers_of_groups(params)))

@@ -25,6 +25,7 @@ from kvjax.keep.merges.residue import asked, summed
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.model import Model
+from kvjax.models.stacking import layers_of_groups
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys, merge, weigh
 from kvjax.pure import bind
@@ -152,7 +153,7 @@ def missed(run: Run, params: Params, arrays: dict[str, Array], batch: ResidueBat
         near = jnp.where((gone[:, :, None] & asking[:, None, :, None])[:, :, None], -jnp.inf, s)
         out = merge([weigh([near], [keys])[:2], asked(mine, summed(mine, keys.k, keys.v, gone), inputs.q)])[0]
         error = jnp.moveaxis(out - whole, 1, 2).reshape(*at.pos.shape, -1)
-        w = params["layers"][layer.group]["o"][layer.index].astype(jnp.float32)
+        w = layers_of_groups(params)[layer.group]["o"][layer.index].astype(jnp.float32)
         square = jnp.square(error @ w).mean(-1)
         return whole, jnp.where(asking, square, 0.0).sum() / jnp.maximum(asking.sum(), 1).astype(jnp.float32)
 

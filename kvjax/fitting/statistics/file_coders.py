@@ -67,6 +67,7 @@ def fit_coder(
     ('TransformCoder', [[4, 2, 32]])
     """
     check_single(model, "a coder is fitted to one decoder's layers")
+    model = model.in_runs()
     only_slots(model, "coders")
     if kind not in ("kvtc", "cachegen"):
         raise InputError(f"kind is {kind!r}, expected 'kvtc' or 'cachegen'")

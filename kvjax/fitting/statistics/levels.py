@@ -21,6 +21,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.model import Model
+from kvjax.models.stacking import layers_of_groups
 from kvjax.models.transformer import decode_layers, positions, unembed
 from kvjax.state.cache import NOTHING
 from kvjax.steps import Run
@@ -206,7 +207,7 @@ def _read(
         raise AssertionError("no layer has a state")
 
     memory = Memory(at.pos, attend, recur, held)
-    ran = decode_layers(params, tokens, config, memory, (NOTHING,) * len(params["layers"]))
+    ran = decode_layers(params, tokens, config, memory, (NOTHING,) * len(layers_of_groups(params)))
     said = jax.nn.log_softmax(unembed(params, ran.x, config).astype(jnp.float32)[:, :-1])
     each = jnp.take_along_axis(said, tokens[:, 1:, None], axis=-1)[..., 0]
     loss = -jnp.where(at.pos[:, 1:] >= 0, each, 0.0).sum()

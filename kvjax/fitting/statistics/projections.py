@@ -23,6 +23,7 @@ from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.models.stacking import layers_of_groups, with_layers
 from kvjax.models.transformer import forward
 from kvjax.steps import Run
 
@@ -68,17 +69,18 @@ def _read(config: Config, params: Params, tokens: Int[Array, "B T"], lengths: In
     prompt = steps.observe(Run(config, Method()), params, tokens, lengths, None, frozenset({Hidden()}))
     live = (prompt.positions.pos >= 0)[None, ..., None]
     moments: dict[str, list[Array]] = {"k": [], "v": []}
-    for p, fresh in zip(params["layers"], prompt.fresh, strict=True):
+    for p, fresh in zip(layers_of_groups(params), prompt.fresh, strict=True):
         assert isinstance(fresh, ComputedTokens)
         x = jnp.where(live, fresh.observed[key_of(Hidden())].astype(jnp.float32), 0.0)
         for name, found in moments.items():
             y = jnp.einsum("lbtd,lde->lbte", x, p[name].astype(jnp.float32), precision="highest")
             found.append(jnp.einsum("lbte,lbtf->lef", y, y, precision="highest"))
-    own = [{n: p[n] for n in ("k", "v")} for p in params["layers"]]
+    own = [{n: p[n] for n in ("k", "v")} for p in layers_of_groups(params)]
 
     def loss(own: list[Params], row: Int[Array, "T"], length: Int[Array, ""]) -> Array:
-        layers = tuple({**p, **mine} for p, mine in zip(params["layers"], own, strict=True))
-        logits = forward({**params, "layers": layers}, row[None], config)[0, :-1].astype(jnp.float32)
+        pairs = zip(layers_of_groups(params), own, strict=True)
+        changed = with_layers(params, [{**p, **mine} for p, mine in pairs])
+        logits = forward(changed, row[None], config)[0, :-1].astype(jnp.float32)
         said = jnp.take_along_axis(jax.nn.log_softmax(logits), row[1:, None], axis=-1)[:, 0]
         counts = jnp.arange(1, row.shape[0]) < length
         return -jnp.where(counts, said, 0.0).sum() / (length - 1).astype(jnp.float32)

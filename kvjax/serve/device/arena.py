@@ -16,6 +16,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Store
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
+from kvjax.models.stacking import groups_in
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.decode.page_pool import BITS, PagePool, page_rows
 from kvjax.serve.device.code_pages import Layout, layout_of
@@ -133,7 +134,7 @@ class Arena:
 
     def __init__(self, model: Model, page: int, blocks: int):
         self.shape, self.blocks = shape_of(model, page), blocks
-        self.sizes = [next(iter(p.values())).shape[0] for p in model.params["layers"]]
+        self.sizes = [group.size for group in groups_in(model.params)]
         one = self.shape.heads * blocks, self.shape.rows, self.shape.width
         on = model.on_mesh
         at = (

@@ -18,6 +18,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Seen
 from kvjax.grammar.read_protocols import Resting
 from kvjax.models.layers import Params
+from kvjax.models.stacking import layers_of_groups
 from kvjax.state.cache import GroupState, Pages, Slots
 from kvjax.steps.decoding.losing_parts import (
     as_stored,
@@ -120,9 +121,9 @@ def _evict_layer(
     """
     keep, attention = gm.keep, run.attention_spec(gm.first)
     assert keep is not None
-    group, layer = _with(gm, group, leaves), gm.first + index
+    group, layer = _with(gm, group, leaves), gm.number(index)
     view = view_of(run, gm, attention.rope, group, index, length, pools)
-    weights = weights_of(gm, params["layers"][number])
+    weights = weights_of(gm, layers_of_groups(params)[number])
     mine, weights, now = jax.tree.map(lambda x: x[index], (group.rows, weights, rows))
     observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}
     seen = Seen(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.compress.below import over_below
 from kvjax.grammar.fitted import of_layer
 from kvjax.models.attending import published_by
+from kvjax.models.stacking import layers_of_groups
 from kvjax.state.axes import lie_apart, pinned_to
 from kvjax.state.code_forms import completed
 from kvjax.state.write import after
@@ -144,7 +145,7 @@ def evict(here: AtLayer) -> AtLayer:
     """Evicts the slot with the lowest score from KV heads beyond their budget."""
     token, gm, layer, out = here.token, here.gm, here.layer, here.out
     assert out is not None
-    weights = weights_of(gm, token.params["layers"][layer.group])
+    weights = weights_of(gm, layers_of_groups(token.params)[layer.group])
     weights = jax.tree.map(lambda w: w[layer.index], weights)
     # A slot moved to the second tier is written where this layer's attention has been read already.
     tiers = gm.keep is not None and gm.keep.lower is not None

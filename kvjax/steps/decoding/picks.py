@@ -14,6 +14,7 @@ from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_protocols import Foreseeing, Placing, Sampling
 from kvjax.models.attending import rotary
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.stacking import layers_of_groups
 from kvjax.place.host import fetched
 from kvjax.state.cache import Pages, Slots
 from kvjax.state.codes import dense
@@ -41,7 +42,7 @@ def pick(here: AtLayer) -> AtLayer:
 def foreseen(here: AtLayer) -> Float[Array, "B N 1 H"]:
     """The rotated queries that this layer's weights make of what entered the mixer of a layer below."""
     token, layer = here.token, here.layer
-    own = jax.tree.map(lambda w: w[layer.index], token.params["layers"][layer.group])
+    own = jax.tree.map(lambda w: w[layer.index], layers_of_groups(token.params)[layer.group])
     assert isinstance(layer.mixer, Attention)
     q = layer.mixer.project(own, layer.taken["foreseen"], layer.config).q
     return rotary(layer, q, token.at[:, None], token.length)

@@ -19,6 +19,7 @@ from kvjax.keep.prompts.memory_tokens import MemoryTokens
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.stacking import groups_in
 from kvjax.models.transformer import Positions
 from kvjax.state.cache import Cache, GroupState
 from kvjax.steps.prefilling.lora import Marks
@@ -113,7 +114,7 @@ def _with_slots(prompt: Prompt) -> list[ComputedTokens]:
 def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int, rows: int) -> View:
     """The slots that a group holds already."""
     shape = mixer_of(run.config, gm.first).slots_of(run.config)
-    layers, dtype = next(iter(params["layers"][i].values())).shape[0], params["norm"].dtype
+    layers, dtype = groups_in(params)[i].size, params["norm"].dtype
     k, v = (jnp.zeros((layers, rows, shape.heads, 0, width), dtype) for width in (shape.key, shape.value))
     none = ComputedTokens(k, v, {}, (), {})
     if cache is None:

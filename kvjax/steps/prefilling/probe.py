@@ -19,6 +19,7 @@ from kvjax.grammar.protocols import View, over_layers
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.probe import SENSITIVITY
 from kvjax.models.layers import Params
+from kvjax.models.stacking import layers_of_groups
 from kvjax.models.transformer import Positions
 from kvjax.ops.attention.union import Keys
 from kvjax.state.cache import NOTHING, Cache, GroupState, State
@@ -66,7 +67,7 @@ def with_probe(
     for i, f in fresh.items():
         new = reading.fresh[i]
         assert isinstance(new, ComputedTokens)
-        mine = (params["layers"][i], gms[i], views[i], new)
+        mine = (layers_of_groups(params)[i], gms[i], views[i], new)
         keys = _keys_of_probe(run, *mine, reading.positions) if probe.keys else None
         observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
         seen = {key_of(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.layers import Params
+from kvjax.models.stacking import groups_in, layers_of_groups, with_layers
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.cache import Cache
 from kvjax.steps.prefilling.read import Prompt, read_with_hidden
@@ -29,13 +30,12 @@ def read_with_sensitivity(
     """
     b, t = tokens.shape[:2]
     width, dtype = run.config.d_model, params["norm"].dtype
-    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
-    zeros = tuple(jnp.zeros((size, b, t, width), dtype) for size in sizes)
+    zeros = tuple(jnp.zeros((group.size, b, t, width), dtype) for group in groups_in(params))
 
     def phi(perturbations: tuple[Array, ...]) -> tuple[Array, Prompt]:
-        pairs = zip(params["layers"], perturbations, strict=True)
-        layers = tuple({**group, "perturbation": x} for group, x in pairs)
-        read, x = read_with_hidden(run, params | {"layers": layers}, tokens, lengths, cache, needs)
+        pairs = zip(layers_of_groups(params), perturbations, strict=True)
+        moved = with_layers(params, [{**group, "perturbation": x} for group, x in pairs])
+        read, x = read_with_hidden(run, moved, tokens, lengths, cache, needs)
         square = jnp.square(x.astype(jnp.float32)).sum(-1)
         return jnp.where(read.positions.pos >= 0, square, 0.0).sum(), read
 

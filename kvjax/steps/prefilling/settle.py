@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.below import Decoded, over_below, seeing
 from kvjax.compress.capacity import longer, widened
-from kvjax.compress.group import GroupMethod
+from kvjax.compress.group import GroupMethod, strides_of
 from kvjax.compress.layer_merge import PairLayer, merge_pair
 from kvjax.compress.pages import build_group_pages
 from kvjax.compress.segments import AT_ONCE, ChunkHint, build, extend, remember_in_pages, with_empty_tier
@@ -35,6 +35,7 @@ from kvjax.grammar.read_protocols import Placing
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
+from kvjax.models.stacking import groups_in, in_layer_order, layers_of_groups
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages, Slots, State
@@ -59,8 +60,7 @@ def _as_stored(run: Run, gm: GroupMethod, fresh: ComputedTokens) -> ComputedToke
 
 def _no_slots(layers: int, rows: int) -> Slots:
     """Empty slots, for layers that read another layer's slots or have no context."""
-    empty = jnp.zeros((layers, rows, 0, 0, 0))
-    return Slots(empty, None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
+    return Slots(jnp.zeros((layers, rows, 0, 0, 0)), None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
 
 
 def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
@@ -148,7 +148,8 @@ def settled(
     for i in fresh:
         asked = _asked(run, gms[i], fresh[i], length)
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
-    new = Cache(tuple(with_starts(groups[i], pasts[i]) for i in range(len(gms))), after, pools)
+    out = tuple(with_starts(groups[i], pasts[i]) for i in range(len(gms)))
+    new = Cache(out, after, pools, strides=strides_of(gms))
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
 
@@ -229,7 +230,7 @@ def _begun(
     out, below = _AtWork({}, {}, {}, {}, old_pools), None
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
         if not isinstance(new, ComputedTokens):
-            size = next(iter(params["layers"][i].values())).shape[0]
+            size = groups_in(params)[i].size
             before = pasts[i] if pasts[i].parts else GroupState(tail=_no_slots(size, pos.shape[0]))
             ahead = sizes.ahead.slots[i] if sizes.ahead.slots else 0
             more = 0 if pasts[i].state is not None else sizes.room + ahead
@@ -298,7 +299,7 @@ def _scores(
     """The scores by which slots are selected, per group, with slots as words see them."""
     found = {
         i: score_slots(
-            gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i],
+            gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), layers_of_groups(params)[i],
             run.met(gms[i].first),
         )
         for i, view in shown.items()
@@ -313,7 +314,8 @@ def _selected(
     """The slots that stay by their scores and by what allocations prefer, per group."""
     specs = {i: run.attention_spec(gms[i].first) for i in scores}
     preferred = {i: preferences(gms[i], shown[i], fresh[i], length, specs[i]) for i in scores}
-    return choose({i: gms[i].keep for i in scores}, scores, preferred, length)
+    groups = {i: gms[i].stacked(x.shape[0]) for i, x in scores.items()}
+    return choose({i: gms[i].keep for i in scores}, scores, preferred, length, groups)
 
 
 def _built(
@@ -340,13 +342,12 @@ def _lost(
     params: Params, scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
 ) -> Bool[Array, "layers B"]:
     """The layers in which a live slot's score is NaN."""
-    layers = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
-    return jnp.concatenate(
-        [
-            jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)
-            for i, size in enumerate(layers)
-        ]
-    )
+    groups = groups_in(params)
+    each = [
+        jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((group.size, *length.shape), bool)
+        for i, group in enumerate(groups)
+    ]
+    return in_layer_order(groups, jnp.concatenate(each))
 
 
 def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:

@@ -11,6 +11,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import key_of
 from kvjax.models.layers import Params
+from kvjax.models.stacking import groups_in
 from kvjax.state.cache import Cache, GroupState, Paged, Pages
 from kvjax.state.codes import LEARNT, Codec, Codes, Taught, lent
 
@@ -22,7 +23,7 @@ def taught_groups(
 
     Also with what the rows of the cache have learnt.
     """
-    sizes = [next(iter(p.values())).shape[0] for p in params["layers"]]
+    sizes = [group.size for group in groups_in(params)]
     stored = [()] * len(gms) if cache is None else [_codecs_in(g, cache.pools) for g in cache.groups]
     found = [_taught(gm, n, params, own) for gm, n, own in zip(gms, sizes, stored, strict=True)]
     gms = tuple(gm.replaced(taught=x) if x else gm for gm, x in zip(gms, found, strict=True))
@@ -47,7 +48,7 @@ def _taught(gm: GroupMethod, layers: int, params: Params, stored: tuple[Codec, .
     lower = None if gm.keep is None else gm.keep.lower
     codecs: Any = (*gm.codecs, lower, stored)
     digests = sorted({word.fitted.digest for word in fitted_words(codecs) if word.fitted is not None})
-    mine = slice(gm.first, gm.first + layers)
+    mine = slice(gm.first, gm.first + gm.stride * layers, gm.stride)
     return {d: jax.tree.map(lambda x: x[mine], params["fitted"][d]) for d in digests} or ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Take
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.params import Group
+from kvjax.models.params import runs
+from kvjax.models.stacking import Group, entries, groups_in, span
 from kvjax.ops.attention.union import Keys
 from kvjax.place.layer_pairs import pairs_of
 from kvjax.state.cache import GroupState, Slots
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         """What the method means for each group of layers; cached, because every step needs it."""
-        return _groups(self, tuple(next(iter(p.values())).shape[0] for p in params["layers"]))
+        return _groups(self, groups_in(params))
 
     def acts(self, gm: GroupMethod, compress: bool) -> bool:
         """Whether a prefill selects among a group's slots: windowed layers always keep just their window."""
@@ -93,23 +94,28 @@ class Run(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _groups(run: Run, sizes: tuple[int, ...]) -> tuple[GroupMethod, ...]:
-    """The groups of a method, in a model whose layers are stacked in groups of these sizes."""
-    out, first = [], 0
-    for size in sizes:
-        out.append(_group(run, first, size))
-        first += size
-    return _with_pickers(run, out, first)
+def _groups(run: Run, groups: tuple[Group, ...]) -> tuple[GroupMethod, ...]:
+    """The groups of a method, in a model whose layers are stacked in these groups."""
+    found = [_group(run, group) for group in groups]
+    for entry in entries(groups):
+        if len(entry) > 1 and not _keeps_pattern(run, entry):
+            raise ValueError(
+                f"{run.method.id} treats the layers {span(entry)[0]} to {span(entry)[-1]} differently, which "
+                f"are stacked as a pattern of {len(entry)}: {UNSTACK}"
+            )
+    return _with_pickers(run, found, sum(group.size for group in groups))
 
 
-def _group(run: Run, first: int, size: int) -> GroupMethod:
+def _group(run: Run, group: Group) -> GroupMethod:
     stack, config = run.method.stack, run.config
+    layers = group.layers
+    first, last, several = layers[0], layers[-1], group.size > 1
     mixer = mixer_of(config, first)
     slots = mixer.slots(config)
     shared = slots.value if slots is not None and slots.shared else None
     kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
     kind = kind if mixer.source_of("slots") is None else "reads"
-    gm = group_method(run.method, first, size, config.window(first), shared, kind)
+    gm = group_method(run.method, layers, config.window(first), shared, kind)
     if mixer.grows:
         gm = gm.replaced(grows=mixer.grows, codecs=(None, None))
     if run.on_mesh is not None and slots is not None:
@@ -117,27 +123,27 @@ def _group(run: Run, first: int, size: int) -> GroupMethod:
     if gm.read is not None and run.unrotated and not isinstance(gm.read, Placing):
         gm = gm.replaced(rope=mixer.rope(config, first))
     lower = () if stack is None else pairs_of(stack, config)
-    if any(first <= i + 1 and i < first + size for i in lower):
-        if size > 1:
+    if any(i in layers or i + 1 in layers for i in lower):
+        if several:
             raise ValueError(
-                f"{run.method.id} merges pairs of single layers, and layers {first} to "
-                f"{first + size - 1} are stacked: {UNSTACK}"
+                f"{run.method.id} merges pairs of single layers, and layers {first} to {last} are stacked: "
+                f"{UNSTACK}"
             )
         gm = gm.replaced(stack=stack, upper=first - 1 in lower)
-    if gm.sees_below and size > 1:
+    if gm.sees_below and several:
         raise ValueError(
-            f"{run.method.id} encodes a layer by the one below it, and layers {first} to {first + size - 1} "
-            f"are stacked: {UNSTACK}"
+            f"{run.method.id} encodes a layer by the one below it, and layers {first} to {last} are stacked: "
+            f"{UNSTACK}"
         )
-    if _carries(gm) and size > 1:
+    if _carries(gm) and several:
         raise ValueError(
             f"{run.method.id} picks blocks of a prompt by what the layer below picked, too, and layers "
-            f"{first} to {first + size - 1} are stacked: {UNSTACK}"
+            f"{first} to {last} are stacked: {UNSTACK}"
         )
-    if isinstance(gm.read, Foreseeing) and size > 1:
+    if isinstance(gm.read, Foreseeing) and several:
         raise ValueError(
             f"{run.method.id} selects slots of a layer by the input of one below, and layers {first} to "
-            f"{first + size - 1} are stacked: {UNSTACK}"
+            f"{last} are stacked: {UNSTACK}"
         )
     ids = slots is not None and slots.ids
     return gm.replaced(codecs=(gm.codecs[0], None)) if ids else gm
@@ -163,28 +169,70 @@ def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupM
 
 
 @lru_cache(maxsize=1024)
-def stacks(run: Run, sizes: tuple[int, ...]) -> tuple[Group, ...]:
-    """Stacks of layers of these sizes, cut wherever a method treats two layers of one stack differently.
+def stacks(run: Run, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """These groups, cut wherever a method treats two layers of one group differently.
+
+    A pattern with such layers becomes runs of equal layers.
 
     >>> from kvjax.store.merged import MergedLayers
     >>> config = Config(layers=9, vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)
-    >>> [g.size for g in stacks(Run(config, Method()), (1, 1, 7))]
+    >>> groups = (Group(0, 1), Group(1, 1), Group(2, 7))
+    >>> [g.size for g in stacks(Run(config, Method()), groups)]
     [1, 1, 7]
-    >>> [g.size for g in stacks(Run(config, Method(stack=MergedLayers())), (1, 1, 7))]
+    >>> [g.size for g in stacks(Run(config, Method(stack=MergedLayers())), groups)]
     [1, 1, 2, 1, 1, 1, 1, 1]
     """
-    layers, keep = sum(sizes), run.method.keep
-    each = _with_pickers(run, [_group(run, i, 1) for i in range(layers)], layers)
+    starts, out = _starts(run), []
+    for entry in entries(groups):
+        if len(entry) > 1 and _keeps_pattern(run, entry):
+            out += entry
+            continue
+        for run_ in entry if len(entry) == 1 else runs(run.config, span(entry)):
+            found = sorted({run_.first, *(starts & {*run_.layers})})
+            ends = [*found[1:], run_.layers[-1] + 1]
+            out += [Group(a, z - a) for a, z in zip(found, ends, strict=True)]
+    return tuple(out)
+
+
+@lru_cache(maxsize=1024)
+def _each(run: Run) -> tuple[GroupMethod, ...]:
+    """What the method means for every layer, stacked with no other."""
+    layers = run.config.layers
+    return _with_pickers(run, [_group(run, Group(i, 1)) for i in range(layers)], layers)
+
+
+@lru_cache(maxsize=1024)
+def _starts(run: Run) -> frozenset[int]:
+    """The layers that cannot be stacked with the one below."""
+    each, keep = _each(run), run.method.keep
     apart = [gm.stack is not None or gm.sees_below or gm.picks or _carries(gm) for gm in each]
     single = {i for i, alone in enumerate(apart) if alone}
     single |= {i - gm.read.ahead for i, gm in enumerate(each) if isinstance(gm.read, Foreseeing)}
-    starts = {0, *itertools.accumulate(sizes)} | single | {i + 1 for i in single}
+    starts = single | {i + 1 for i in single}
     plain = [gm.replaced(first=0) for gm in each]
-    starts |= {i for i in range(1, layers) if plain[i] != plain[i - 1]}
+    starts |= {i for i in range(1, len(each)) if plain[i] != plain[i - 1]}
     for word in (run.method.reread, None if keep is None else keep.narrow):
-        starts |= set() if word is None else {after + 1 for after, _ in word.stages(layers, 1)}
-    found = sorted(starts - {layers})
-    return tuple(Group(a, z - a) for a, z in zip(found, [*found[1:], layers], strict=True))
+        starts |= set() if word is None else {after + 1 for after, _ in word.stages(len(each), 1)}
+    return frozenset(starts)
+
+
+def _keeps_pattern(run: Run, entry: Sequence[Group]) -> bool:
+    """Whether a method treats the layers of each member of a pattern alike, and none by what is below it.
+
+    Prompts of which upper layers read a part are cut between groups, layers in host memory are copied while
+    the group below runs, and `reuse` counts layers in order: those methods keep runs of neighbours.
+    """
+    for word in run.method.sentences:
+        if word.stack is not None or word.host is not None or word.reread is not None:
+            return False
+        if word.keep is not None and (word.keep.narrow is not None or word.keep.reuse > 1):
+            return False
+    each = _each(run)
+    if any(gm.picker is not None or gm.sees_below or _carries(gm) for gm in each):
+        return False
+    if any(isinstance(gm.read, Foreseeing) for gm in each):
+        return False
+    return all(len({each[i].replaced(first=0) for i in group.layers}) == 1 for group in entry)
 
 
 def _carries(gm: GroupMethod) -> bool:

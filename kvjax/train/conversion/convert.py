@@ -18,6 +18,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.params import init, plan, regroup
+from kvjax.models.stacking import layers_of_groups, with_layers
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.code_forms import times
 from kvjax.store.rotate import Rotate
@@ -227,7 +228,7 @@ def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
             new[name] = times(heads, matrix.T).reshape(w.shape).astype(w.dtype)
         return {**p, **new, "o": jnp.swapaxes(new["o"], -1, -2)}
 
-    return {**params, "layers": tuple(rotated(p) for p in params["layers"])}
+    return with_layers(params, [rotated(p) for p in layers_of_groups(params)])
 
 
 def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:

@@ -1,0 +1,51 @@
+"""Single layers that do the same are traced once, and the trace is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.models.feed_forward import FeedForward
+from kvjax.models.layers import Params
+from kvjax.models.mixer import GroupState, Layer, Memory
+
+
+class TracedOnce:
+    """Traces single layers once that do the same with their own parameters and state, and repeats the trace.
+
+    The compiler gets what it would get if every layer were traced. Layers do the same if `Memory.alike` and
+    their kinds are equal, they exchange nothing with other layers, and the trace reads no layer's parameters
+    or state but those that it is given.
+    """
+
+    def __init__(self, params: Params, states: tuple[GroupState, ...], memory: Memory):
+        self.alike = memory.alike
+        self.owned = {id(x) for x in jax.tree.leaves((params["layers"], states, memory.of_layers))}
+        self.programs: dict[Any, Callable[..., Any] | None] = {}
+
+    def __call__(self, kind: Layer, mlp: FeedForward, memory: Memory, run: Callable[..., Any]) -> Any:
+        """`run` of this layer, as a function of its carry and parameters."""
+
+        def alone(carry: Any, p: Params) -> Any:
+            return run(carry, (p, 0, kind.number))
+
+        same = None if self.alike is None else self.alike[kind.group]
+        if same is None or kind.publishes or kind.taken or memory.look or memory.narrow:
+            return alone
+        key = same, kind._replace(group=0, number=0, pos=0, taken=None), mlp, id(memory)
+        return partial(self._repeated, key, run, alone, kind.number)
+
+    def _repeated(self, key: Any, run: Any, alone: Any, number: int, carry: Any, p: Params) -> Any:
+        leaves, form = jax.tree.flatten((carry, p))
+        key = *key, form, *((x.shape, x.dtype) for x in leaves)
+        if key not in self.programs:
+            program = jax.jit(lambda carry, p, number: run(carry, (p, 0, number)), inline=True)
+            # The arrays from outside that it reads.
+            read = jax.make_jaxpr(program)(carry, p, np.int32(number)).consts
+            self.programs[key] = None if self.owned & {id(x) for x in read} else program
+        program = self.programs[key]
+        return alone(carry, p) if program is None else program(carry, p, np.int32(number))
