@@ -62,7 +62,7 @@ def answers(text: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("text", sweep(METHODS, "h2o(budget=0.5)"))
 def test_results_are_those_of_layers_traced_one_by_one(text, monkeypatch):
     shared = answers(text)
-    monkeypatch.setattr(transformer._TracedOnce, "__init__", lambda self, *_: setattr(self, "alike", None))
+    monkeypatch.setattr(transformer.TracedOnce, "__init__", lambda self, *_: setattr(self, "alike", None))
     for mine, own in zip(shared, answers(text), strict=True):
         np.testing.assert_allclose(mine, own, rtol=1e-5, atol=1e-5)
 
