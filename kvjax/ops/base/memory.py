@@ -56,7 +56,11 @@ def copy_blocks(
     moves: for each block its index in `source` and its place in `to`, counted through all KV heads. Either
     array may be in host memory; then only these blocks are transferred.
     """
-    crosses, rest = in_host(to) != in_host(source), to.shape[4:]
+    rest, crosses = to.shape[4:], in_host(to) != in_host(source)
+    far = to if in_host(to) else source
+    pack = max(1, 4 // far.dtype.itemsize)
+    if crosses and size % pack and far.shape[3] % pack == 0:
+        return _by_words(to, source, moves, count, size, pack)
     # A TPU copies to and from host memory by one axis at a time.
     blocks = source.reshape(-1, size, *rest)
 
@@ -66,6 +70,39 @@ def copy_blocks(
         return jax.lax.dynamic_update_index_in_dim(to, block, moves[1][i], 0)
 
     return jax.lax.fori_loop(0, count, one, to.reshape(-1, size, *rest)).reshape(to.shape)
+
+
+def _by_words(
+    to: Shaped[Array, "L B K S *r"], source: Shaped[Array, "l B K D *r"],
+    moves: tuple[Int[Array, "n"], Int[Array, "n"]], count: Int[Array, ""], size: int, pack: int,
+) -> Shaped[Array, "L B K S *r"]:  # fmt: skip
+    """`copy_blocks` where a TPU has `pack` slots, more than a block's, in one row of 32-bit words.
+
+    It copies whole words to and from host memory. The words around a block come to the device with it; those
+    of a block that goes to host memory come first, and go back with it.
+    """
+    span = -(-(size + pack - 1) // pack) * pack
+    given = source.reshape(-1, *source.shape[4:])
+
+    def words(rows: Array, start: Array) -> tuple[Array, Array]:
+        first = jnp.minimum(start // pack * pack, rows.shape[0] - span)
+        return jax.device_put(jax.lax.dynamic_slice_in_dim(rows, first, span), DEVICE), first
+
+    def one(i: int | Array, rows: Array) -> Array:
+        start, place = moves[0][i] * size, moves[1][i] * size
+        if in_host(given):
+            whole, first = words(given, start)
+            block = jax.lax.dynamic_slice_in_dim(whole, start - first, size)
+            return jax.lax.dynamic_update_slice_in_dim(rows, block, place, 0)
+        block = jax.lax.dynamic_slice_in_dim(given, start, size)
+        whole, first = words(rows, place)
+        # XLA would write the block alone.
+        whole = jax.lax.optimization_barrier(
+            jax.lax.dynamic_update_slice_in_dim(whole, block, place - first, 0)
+        )
+        return jax.lax.dynamic_update_slice_in_dim(rows, jax.device_put(whole, HOST), first, 0)
+
+    return jax.lax.fori_loop(0, count, one, to.reshape(-1, *to.shape[4:])).reshape(to.shape)
 
 
 def listed(which: Bool[Array, "*shape"]) -> tuple[Int[Array, "n"], Int[Array, ""]]:
