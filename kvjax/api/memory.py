@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 
+from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from kvjax.grammar.fitted import with_fitted
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
 from kvjax.ops.base.memory import offers_host
+from kvjax.place.trim import counted
+from kvjax.pure import bind
+from kvjax.state.cache import lies_far, nbytes
+from kvjax.steps import Run
 
 
 def free_bytes() -> int:
@@ -48,18 +56,35 @@ def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: in
 
 def _check_host(model: Model, method: Method, rows: int, length: int, room: int) -> None:
     """InputError where keys and values that a method puts into host memory need more of it than is free."""
-    if method.host is None or _changes(method) or isinstance(model.config, BlockConfig) or not offers_host():
+    if method.host is None or isinstance(model.config, BlockConfig) or not offers_host():
         return
-    # A read keeps the newest tokens on the device.
-    newest = 0 if method.read is None else method.read.newest or method.read.granule
-    keys = not method.host.values_alone
-    needed = rows * _cache_bytes(model, max(0, length - newest), room, keys=keys)
-    if needed > (free := int(psutil.virtual_memory().available) * jax.process_count()):
+    keys, free = not method.host.values_alone, int(psutil.virtual_memory().available) * jax.process_count()
+    # Slots are traced only if they could exceed what is free: no method stores twice the bytes of its tokens.
+    if rows * 2 * _cache_bytes(model, length, room, keys=keys) <= free:
+        return
+    if _changes(method):
+        needed = rows * _stored_in_host(model, method, length, room)
+    else:
+        # A read keeps the newest tokens on the device.
+        newest = 0 if method.read is None else method.read.newest or method.read.granule
+        needed = rows * _cache_bytes(model, max(0, length - newest), room, keys=keys)
+    if needed > free:
         raise InputError(
             f"{'keys and ' * keys}values of {rows} rows of {length} tokens, with room for {room} more, need "
             f"at least {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} GiB are free: read "
             "fewer rows, shorter ones, or keep less of them, as snapkv + offloaded and kivi + offloaded do"
         )
+
+
+def _stored_in_host(model: Model, method: Method, length: int, room: int) -> int:
+    """The bytes of one row in host memory after a prompt; 0 if only the data says how many slots stay."""
+    if counted(method):
+        return 0
+    run = Run(model.config, bind(method, model))
+    call = partial(steps.prefill, run, tokens_bound=length, room=room, compress=True)
+    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, length), (1,)))
+    _, cache = jax.eval_shape(call, with_fitted(model.params, method), ids, lengths, None)
+    return nbytes([x for x, far in zip(*map(jax.tree.leaves, (cache, lies_far(cache))), strict=True) if far])
 
 
 def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:

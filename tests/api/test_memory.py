@@ -53,6 +53,30 @@ def test_what_host_memory_cannot_hold_is_refused_with_the_bytes(method, model, m
         kvjax.prefill(model, np.zeros((3, 2**16), np.int32), method=method, room=100)
 
 
+@pytest.mark.parametrize(
+    ("method", "slot"),
+    [
+        # A quarter of the tokens, and the room.
+        ("snapkv(budget=0.25) + offloaded", lambda h: (2**14 + 100) / 2**16 * 2 * h * 4),
+        # 4 bits, of keys with two float16 per channel and 32 tokens, of values with two per 32 channels.
+        pytest.param(
+            "kivi(bits=4, residual=32) + offloaded", lambda h: 2 * (h / 2 + 4 * h / 32),
+            marks=pytest.mark.rotating,
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_kept_or_encoded_counts_as_it_lies_in_host_memory(method, slot, model, monkeypatch):
+    c, rows = model.config, 20_000
+    monkeypatch.setattr(kvjax.api.memory, "free_bytes", lambda: 10**18)
+    tokens = np.broadcast_to(np.int32(3), (rows, 2**16))
+    needed = rows * 2**16 * c.layers * c.kv_heads * slot(c.head_dim)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(needed / 1.1)))
+    with pytest.raises(InputError, match="of host memory") as raised:
+        kvjax.prefill(model, tokens, method=method, room=100)
+    said = float(str(raised.value).partition("need at least ")[2].partition(" GiB")[0])
+    np.testing.assert_allclose(said, needed / 2**30, rtol=0.01)
+
+
 @pytest.fixture(scope="module")
 def in_blocks():
     sizes = dict(layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=16)
