@@ -46,18 +46,27 @@ PARTS = {
 
 # What was considered and is left out: what it does, and why. `scripts.studies.left_out` measures RotorQuant.
 LEFT_OUT = {
+    "aoc": "its encoder (arXiv:2501.06730), a language model without feed-forwards, is trained to write a "
+    "prompt into memory tokens; those of 'gisting', 'ccm' and 'kv-distill' are made by the model itself",
     "epikv": "its abstract (arXiv:2606.26472) alone was at hand, which does not define its score; 'keydiff' "
     "and 'r-kv' need no attention weights of all tokens either",
     "foresightkv": "its scorer (arXiv:2602.03203) is trained by reinforcement on answers of a reasoning "
     "model; 'locret' has a scorer that `kvjax fit` makes",
     "hisparse": "it is a buffer of a serving system for slots in host memory, without codes of its own; "
     "'quest + offloaded' has slots in host memory",
+    "icpc": "it ranks words by their information under an encoder that reads both sides (arXiv:2501.01625); "
+    "kvjax.shorten(model, documents, by='llmlingua') ranks tokens by that under a causal model",
     "lossless": "codes in memory have a fixed width; kvjax.save_cache(path, cache, coder='range') codes "
     "files without loss",
     "rotorquant": "it rotates 3 channels where 'turboquant' rotates all, with larger errors at the same "
     "bytes; 'q-int4' rotates blocks",
     "skipkv": "beside evicting sentences (arXiv:2512.07993) it steers hidden states, by a vector made from "
     "answers of a reasoning model; 'r-kv' evicts tokens that repeat others",
+    "taco-rl": "it trains the classifier of LLMLingua-2 (arXiv:2409.13035) by rewards of answers; "
+    "kvjax.shorten(model, documents, by='llmlingua2') has one that is fitted to what KVzip keeps",
+    "tcra-llm": "it writes summaries by a fine-tuned T5, or removes words that change an embedding of their "
+    "sentence least (arXiv:2310.15556); kvjax.shorten(model, documents, by='llmlingua') removes tokens by a "
+    "language model alone",
     "thinkv": "it sorts thoughts (arXiv:2510.01290) by a calibration on answers of a reasoning model; 'r-kv' "
     "and 'morphkv' act while decoding without one",
     "trim-kv": "its gates (arXiv:2512.03324) are trained inside attention that they fade; 'dms', 'wg-kv' and "
@@ -65,6 +74,7 @@ LEFT_OUT = {
 }
 # Names of the same idea, by the name above.
 ALSO = {
+    "attention-only-compressor": "aoc",
     "trimkv": "trim-kv",
     "planarquant": "rotorquant",
     "isoquant": "rotorquant",
